@@ -1,0 +1,107 @@
+"""The exceptions of jaxckpt, as a tree.
+
+    JaxckptError
+    ├── ArgumentError (ValueError)          an argument broke a rule: names the argument, the rule, what came, what to do
+    ├── UnmatchedTagError (LookupError)     a tag glob of a strict policy matches nothing
+    ├── StructureError (TypeError)          a layer of a sequence returned another structure than the next one takes
+    ├── NotDifferentiableError (TypeError)  there is nothing to differentiate
+    ├── EffectsError (TypeError)            a checkpointed function has side effects that a recomputation would repeat
+    ├── TargetError
+    │   ├── UnknownTargetError (ValueError)     no such target; the nearest names are given
+    │   └── MissingTargetError (ImportError)    the target's compiler is not installed; the extra to install is given
+    ├── MissingPackageError (ImportError)   an optional package is not installed; the extra to install is given
+    ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
+    ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that does is given
+    ├── VerificationError (AssertionError)  two functions that should agree do not
+    └── FactoryError (ValueError)           the command line was given something that is not a model factory
+
+Every one of them is also the built-in exception in brackets, so that code that catches that keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class JaxckptError(Exception):
+    """The root of all errors that jaxckpt raises of its own."""
+
+
+class ArgumentError(JaxckptError, ValueError):
+    """An argument broke a rule.
+
+    Args:
+      argument: the argument's name.
+      rule: what it must be, as a phrase that follows "must be".
+      got: what came; shown with `repr`.
+      hint: what to do about it, a sentence.
+    """
+
+    def __init__(self, argument: str, rule: str, got: Any, hint: str = "") -> None:
+        self.argument, self.rule, self.got, self.hint = argument, rule, got, hint
+        super().__init__(f"{argument} must be {rule}; got {got!r}." + (f" {hint}" if hint else ""))
+
+
+class UnmatchedTagError(JaxckptError, LookupError):
+    """A tag glob of a strict policy matches no tag of the traced function."""
+
+
+class StructureError(JaxckptError, TypeError):
+    """A layer of a sequence returned a structure that the next one does not take."""
+
+
+class NotDifferentiableError(JaxckptError, TypeError):
+    """There is nothing to differentiate: no argument, or no output, of an inexact dtype."""
+
+
+class EffectsError(JaxckptError, TypeError):
+    """A checkpointed function has side effects that the recomputation would repeat."""
+
+
+class TargetError(JaxckptError):
+    """Something is wrong with a compilation target."""
+
+
+class UnknownTargetError(TargetError, ValueError):
+    """No target bears that name."""
+
+
+class MissingTargetError(TargetError, ImportError):
+    """The target is known, but what compiles for it is not installed."""
+
+
+class MissingPackageError(JaxckptError, ImportError):
+    """An optional package is not installed."""
+
+
+class PlanMismatchError(JaxckptError, ValueError):
+    """A plan was made for another function, or for other shapes."""
+
+
+class InfeasibleBudgetError(JaxckptError, ValueError):
+    """No plan fits the budget."""
+
+
+class VerificationError(JaxckptError, AssertionError):
+    """Two functions that should agree, in values or in gradients, do not."""
+
+
+class FactoryError(JaxckptError, ValueError):
+    """What the command line was pointed at is not a model factory."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a sentence that names the known names nearest to `name`, or lists all when none is near.
+
+    >>> did_you_mean("dot", ["dots", "nothing"])
+    "Did you mean 'dots'?"
+    >>> did_you_mean("xyz", ["dots", "nothing"])
+    "There are 'dots', 'nothing'."
+    """
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    if near:
+        return f"Did you mean {' or '.join(repr(n) for n in near)}?"
+    return f"There are {', '.join(repr(n) for n in known)}." if known else "There are none."

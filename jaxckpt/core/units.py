@@ -1,0 +1,50 @@
+"""Bytes as people write them: "12GiB" to an int, an int to "12.0 GiB"."""
+
+from __future__ import annotations
+
+import re
+
+from jaxckpt._errors import ArgumentError
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int, argument: str = "bytes") -> int:
+    """Returns a number of bytes, from an int or a string such as "1536", "1.5 KiB" or "2GB".
+
+    Units: B, KB, MB, GB, TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (powers of 1024), in any case.
+
+    Args:
+      text: what to parse.
+      argument: the name that an error gives to what was parsed.
+
+    Raises:
+      ArgumentError: the text does not parse or the number is negative.
+
+    >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(7)
+    (1536, 2000000000, 7)
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    if isinstance(text, str) and (found := _NUMBER.fullmatch(text)) and found[2].lower() in _UNITS:
+        return round(float(found[1]) * _UNITS[found[2].lower()])
+    raise ArgumentError(argument, "a number of bytes, such as 1048576, '512MiB' or '2.5GB'", text)
+
+
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes with a binary unit and one decimal: 1610612736 -> "1.5 GiB".
+
+    >>> format_bytes(1610612736), format_bytes(12), format_bytes(-2048)
+    ('1.5 GiB', '12 B', '-2.0 KiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
