@@ -1,0 +1,236 @@
+"""The only file that touches JAX's private parts or asks for a version; each entry says why.
+
+Supported: jax 0.10.2 (the newest for Python 3.11) and later; developed against 0.10.2 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.ad_checkpoint  # jax does not import it by itself in every version
+from jax._src import core as _core
+from jax._src.effects import remat_allowed_effects as _remat_allowed_effects
+from jax._src.util import cache as _cache_in_context  # JAX's flags are part of the key, which functools cannot do
+from jax._src.util import weakref_lru_cache as weakref_lru_cache  # the same, held as long as its first argument lives
+from jax.extend import core as _extend_core
+
+JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version_info__)
+
+# ---------------------------------------------------------------------------------------------------------------- jaxprs
+# A jaxpr and its constants were two classes up to jax 0.10 (Jaxpr, ClosedJaxpr); 0.12 has one, which still answers to
+# both interfaces. `jax.extend.core` has no function that takes an equation apart or puts one together.
+
+Var = _extend_core.Var
+Literal = _extend_core.Literal
+JaxprEqn = _extend_core.JaxprEqn
+DropVar = _core.DropVar
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def jaxpr_consts(jaxpr: Any) -> list[Any]:
+    """Returns the constants of a closed jaxpr, and none of an open one."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, closed or open."""
+    return isinstance(value, (_core.Jaxpr, _extend_core.ClosedJaxpr))
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns the jaxpr with constants for its constvars."""
+    return _extend_core.ClosedJaxpr(jaxpr, list(consts))
+
+
+def like(original: Any, jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns `jaxpr` as what `original` was: closed over `consts`, or open."""
+    if isinstance(original, _extend_core.ClosedJaxpr):
+        return close_jaxpr(jaxpr, consts)
+    return jaxpr
+
+
+def build_jaxpr(
+    constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], debug_info: Any
+) -> Any:
+    """Returns an open jaxpr; argument and result names are dropped, since a cut-out piece has none."""
+    effects: frozenset[Any] = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    return _extend_core.Jaxpr(
+        constvars=list(constvars),
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=effects,
+        debug_info=debug_info.with_unknown_names(),
+        is_high=any(_is_high(eqn) for eqn in eqns),
+    )
+
+
+def _is_high(eqn: Any) -> bool:
+    # jax_remat3 makes names and checkpoints "hi primitives"; a jaxpr that holds one says so, or it is not lowered.
+    return bool(eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params))
+
+
+def fresh_var(aval: Any) -> Any:
+    """Returns a new variable."""
+    return Var(aval)
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluates an open jaxpr; source lines and name stacks of its equations are kept (jaxpr_as_fun keeps them too)."""
+    return list(_extend_core.jaxpr_as_fun(close_jaxpr(jaxpr, consts))(*args))
+
+
+def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants and how many are carries.
+
+    jax 0.12 replaced `num_consts` and `num_carry` by flat trees (consts, carry, xs).
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].elts
+    return len(consts), len(carry)
+
+
+def remat_disallowed_effects(jaxpr: Any) -> list[Any]:
+    """Returns the effects of a jaxpr that JAX does not let a checkpointed function have when it is differentiated."""
+    return list(_remat_allowed_effects.filter_not_in(jaxpr.effects))
+
+
+# ------------------------------------------------------------------------------------------- names and nested checkpoints
+# With jax_remat3 a name is no longer the primitive `name` but a "hi primitive" held in the parameter `_prim` of
+# `call_hi_primitive`, and so is a nested checkpoint.
+
+
+def working_checkpoints() -> Any:
+    """A context to trace and emit checkpoints in: the old jax.checkpoint where the new one (flag jax_remat3) is not finished.
+
+    In jax 0.10 its names cannot be batched ("for vmap support, subclass CheckpointName must implement `batch`"), and values that are to be
+    moved to the host are recomputed without a word; in 0.11 what is named inside a nested checkpoint is not kept. The flag itself stays
+    what it is outside.
+    """
+    if JAX_VERSION < (0, 12) and getattr(jax.config, "jax_remat3", False):
+        from jax._src import config
+
+        return config.remat3(False)
+    return contextlib.nullcontext()
+
+
+def equation_name(eqn: Any) -> str | None:
+    """Returns the name that an equation gives to its operand, or None where it is no naming equation."""
+    if eqn.primitive.name == "name":
+        return str(eqn.params["name"])
+    prim = eqn.params.get("_prim")
+    if type(prim).__name__ in ("CheckpointName", "CheckpointNameFwd"):
+        return str(prim.name)
+    return None
+
+
+def name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
+    """Returns an equation `result = name[name] operand`, in the form that this JAX and its flags use, at the source line of `maker`."""
+    template = _name_template(operand.aval)
+    prim = template.params.get("_prim")
+    params = {"name": name} if prim is None else {**template.params, "_prim": type(prim)(name, operand.aval)}
+    return template.replace(invars=[operand], outvars=[result], params=params, source_info=maker.source_info)
+
+
+@_cache_in_context()
+def _name_template(aval: Any) -> Any:
+    return open_jaxpr(jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"))(aval)).eqns[-1]
+
+
+def primitive_name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; that of the hi primitive where it is one."""
+    prim = eqn.params.get("_prim")
+    return str(eqn.primitive.name) if prim is None else _HI_NAMES.get(type(prim).__name__, type(prim).__name__)
+
+
+_HI_NAMES = {"RematTraced": "checkpoint", "CheckpointName": "name", "CheckpointNameFwd": "name"}
+
+
+def equation_params(eqn: Any) -> dict[str, Any]:
+    """Returns the parameters of an equation; those of the hi primitive where it is one."""
+    prim = eqn.params.get("_prim")
+    return dict(eqn.params) if prim is None else dict(prim.params)
+
+
+def replace_params(eqn: Any, **changes: Any) -> Any:
+    """Returns the equation with some of `equation_params` changed."""
+    prim = eqn.params.get("_prim")
+    if prim is None:
+        return eqn.replace(params={**eqn.params, **changes})
+    return eqn.replace(params={**eqn.params, "_prim": type(prim)(**{**prim.params, **changes})})
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a sharding of a jit equation says nothing (the class that says so is private)."""
+    return sharding is None or type(sharding).__name__ in ("UnspecifiedValue", "AUTO")
+
+
+def source_line(eqn: Any) -> str:
+    """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
+
+    JAX's own frames are left out, and those of libraries that users build models with, unless there are no others.
+    """
+    from jax._src import source_info_util
+
+    first = None
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        first = first or frame
+        if not any(library in frame.file_name for library in _LIBRARIES):
+            first = frame
+            break
+    return "" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
+
+
+_LIBRARIES = tuple(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops"))
+
+
+def name_stack(eqn: Any) -> str:
+    """Returns the scopes that an equation was traced in (flax modules, jax.named_scope), joined by "/"."""
+    return str(eqn.source_info.name_stack)
+
+
+def prepend_name_stack(outer: Any, inner: Any) -> Any:
+    """Returns `inner` as it is when the call `outer` is written out: scopes of both, in that order."""
+    info = inner.source_info
+    return inner.replace(source_info=info.replace(name_stack=outer.source_info.name_stack + info.name_stack))
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is being traced."""
+    return isinstance(value, jax.core.Tracer)
+
+
+Traceable = Callable[..., Any]
+
+
+# ------------------------------------------------------------------------------------------------------------- policies
+# A policy of JAX's own is a function of a primitive (the object, not its name), avals and parameters.
+
+
+def ask_policy(policy: Callable[..., Any], primitive: str, params: Any, value: Any, name: str | None) -> str:
+    """Returns "save", "offload" or "recompute": what a policy of JAX's own says of a value, as the result of `primitive`, or as `name`d."""
+    from jax._src import ad_checkpoint
+    from jax._src.interpreters import partial_eval as pe
+
+    aval = jax.core.ShapedArray(value.shape, value.dtype)
+    if name is not None:
+        answer = policy(ad_checkpoint.name_p, aval, name=name)
+    else:
+        answer = policy(_primitives().get(primitive, _core.Primitive(primitive)), aval, **params)
+    if isinstance(answer, pe.Offloadable):
+        return "offload"
+    return "save" if answer is True or answer is pe.Saveable or isinstance(answer, pe.SaveableType) else "recompute"
+
+
+def _primitives() -> dict[str, Any]:
+    from jax.extend.core import primitives
+
+    return {p.name: p for p in vars(primitives).values() if isinstance(p, _core.Primitive)}

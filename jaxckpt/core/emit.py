@@ -1,0 +1,268 @@
+"""Emit: a plan becomes a function. Regions are nested `jax.checkpoint`s, and what they keep are names inserted into the jaxpr.
+
+Names, not policies that JAX calls back: JAX is about to turn policies into data (flag jax_remat3), and then a callable one means "recompute
+all". A value that is kept is named where it is computed; in a loop's body too, where the name keeps it for every iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
+from jaxckpt.core.graph import INTERNAL, Body, Graph, Op, trace
+from jaxckpt.core.plan import Plan, Region, keeps_everything
+
+Flat = Callable[..., list[Any]]
+
+
+def emit(graph: Graph, regions: tuple[Region, ...], prevent_cse: bool = True) -> Flat:
+    """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and recomputes the rest.
+
+    Args:
+      graph: the traced function.
+      regions: disjoint, in order; those of a plan that was made for this graph.
+      prevent_cse: as of `Plan`.
+    """
+    if not regions:
+        return functools.partial(_evaluate, _compat.open_jaxpr(graph.jaxpr))
+    names = _Names(graph)
+    rewritten = _rewrite(graph.body, names, {i: a for region in regions for i, a in _all_actions(region).items()})
+    if len(regions) == 1 and (regions[0].start, regions[0].stop) == (0, len(graph.ops)):
+        return _region(regions[0], graph, rewritten, names, prevent_cse)
+    return _stretch(0, len(graph.ops), regions, graph, rewritten, names, prevent_cse)
+
+
+def apply_plan(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fun` under the plan; see `Plan.apply`."""
+
+    @functools.wraps(fun)
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        with _compat.working_checkpoints():
+            graph = trace(fun, *args, **kwargs)
+            plan.check(graph)
+            return run(graph, emit(graph, plan.regions, plan.prevent_cse), args, kwargs)
+
+    return planned
+
+
+def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls what `emit` returned, on the arguments that the graph was traced with or others like them."""
+    leaves = jax.tree.leaves((args, kwargs))
+    return jax.tree.unflatten(graph.out_tree, emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves))
+
+
+class _Names:
+    """The name that the emitter gives to a value: none that the program has already, or an outer region would keep an inner one's values."""
+
+    def __init__(self, graph: Graph) -> None:
+        taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
+        level = 0
+        while any(name.startswith(f"{INTERNAL}{level}:") for name in taken):
+            level += 1
+        self.prefix = f"{INTERNAL}{level}:"
+        self.graph = graph
+
+    def __call__(self, index: int) -> str:
+        return f"{self.prefix}{index}:{self.graph.values[index].label}"
+
+
+def _bodies(body: Body) -> Sequence[Body]:
+    return [body, *(deeper for op in body.ops for inner in op.bodies for deeper in _bodies(inner))]
+
+
+def _internal_names(body: Body) -> list[str]:
+    names = (_compat.equation_name(eqn) for eqn in body.jaxpr.eqns)
+    return [name for name in names if name is not None and name.startswith(INTERNAL)]
+
+
+def _all_actions(region: Region) -> dict[int, Action]:
+    actions = {index: action for index, action in region.actions.items() if action != RECOMPUTE}
+    for inner in region.regions:
+        actions |= _all_actions(inner)
+    return actions
+
+
+# ------------------------------------------------------------------------------------------------------- names into jaxprs
+
+
+def _rewrite(body: Body, names: _Names, actions: Mapping[int, Action]) -> list[list[Any]]:
+    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that follow it."""
+    groups: list[list[Any]] = []
+    named: set[int] = set()
+    ops = iter(body.ops)
+    pending: list[Any] = []  # names given to inputs before the first operation
+    for eqn in body.jaxpr.eqns:
+        if _is_alias(eqn):
+            index = body.values[eqn.invars[0]]
+            if index in actions and index not in named and names.graph.values[index].kind != "intermediate":
+                named.add(index)
+                eqn = _compat.name_equation(eqn.invars[0], eqn.outvars[0], names(index), eqn)
+            (groups[-1] if groups else pending).append(eqn)
+            continue
+        group = _rewrite_op(eqn, next(ops), names, actions)
+        groups.append([*pending, *group])
+        pending = []
+    if pending:
+        groups.append(pending)
+    return groups
+
+
+def _is_alias(eqn: Any) -> bool:
+    return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
+
+
+def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action]) -> list[Any]:
+    changes: dict[str, Any] = {}
+    for body in op.bodies:
+        if not any(index in actions for index in _own_values(body)):
+            continue
+        parameter, place = body.param
+        original = op.params[parameter] if place is None else op.params[parameter][place]
+        eqns = [e for group in _rewrite(body, names, actions) for e in group]
+        new = _compat.like(original, _with_eqns(body.jaxpr, eqns), _compat.jaxpr_consts(original))
+        if place is None:
+            changes[parameter] = new
+        else:
+            branches = list(changes.get(parameter, op.params[parameter]))
+            branches[place] = new
+            changes[parameter] = tuple(branches)
+    if changes:
+        eqn = _compat.replace_params(eqn, **changes)
+    outvars, extra = list(eqn.outvars), []
+    for i, (var, index) in enumerate(zip(eqn.outvars, op.outputs)):
+        if index in actions and not isinstance(var, _compat.DropVar):
+            outvars[i] = _compat.fresh_var(var.aval)
+            extra.append(_compat.name_equation(outvars[i], var, names(index), eqn))
+    return [eqn.replace(outvars=outvars) if extra else eqn, *extra]
+
+
+def _own_values(body: Body) -> set[int]:
+    return {index for inner in _bodies(body) for index in inner.values.values()}
+
+
+def _with_eqns(jaxpr: Any, eqns: list[Any]) -> Any:
+    return _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.debug_info)
+
+
+# --------------------------------------------------------------------------------------------------- regions into functions
+
+
+def _region(region: Region, graph: Graph, groups: list[list[Any]], names: _Names, prevent_cse: bool) -> Flat:
+    """Returns the whole function as one checkpoint."""
+    jaxpr = _compat.open_jaxpr(graph.jaxpr)
+    if not region.regions:
+        body = _with_eqns(jaxpr, [eqn for group in groups for eqn in group])
+        inner: Flat = functools.partial(_evaluate, body)
+    else:
+        inner = _stretch(region.start, region.stop, region.regions, graph, groups, names, prevent_cse)
+    return _checkpointed(inner, region, graph, names, prevent_cse)
+
+
+def _checkpointed(fun: Flat, region: Region, graph: Graph, names: _Names, prevent_cse: bool) -> Flat:
+    if keeps_everything(graph, region) and (region.start, region.stop) == (0, len(graph.ops)):
+        policy: Any = jax.checkpoint_policies.everything_saveable
+        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    saved = [names(i) for i, action in region.actions.items() if action == SAVE]
+    offloaded = [names(i) for i, action in region.actions.items() if action == OFFLOAD]
+    if not offloaded:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
+        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+
+
+def _stretch(
+    start: int,
+    stop: int,
+    regions: tuple[Region, ...],
+    graph: Graph,
+    groups: list[list[Any]],
+    names: _Names,
+    prevent_cse: bool,
+) -> Flat:
+    """Returns the whole function with `regions` as checkpoints and what lies between them as it is."""
+    jaxpr = _compat.open_jaxpr(graph.jaxpr)
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return _piece(start, stop, regions, graph, groups, names, prevent_cse, inputs, list(jaxpr.outvars))
+
+
+def _piece(
+    start: int,
+    stop: int,
+    regions: tuple[Region, ...],
+    graph: Graph,
+    groups: list[list[Any]],
+    names: _Names,
+    prevent_cse: bool,
+    inputs: list[Any],
+    outputs: list[Any],
+) -> Flat:
+    """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations start..stop."""
+    parts: list[tuple[Flat, list[Any], list[Any]]] = []
+    cuts = _cuts(start, stop, regions)
+    needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
+    for begin, end, region in reversed(cuts):
+        eqns = [eqn for group in groups[begin:end] for eqn in group]
+        if end == len(graph.ops):
+            eqns += [eqn for group in groups[end:] for eqn in group]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        ins = _used(eqns, made)
+        outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
+        if region is None:
+            fun: Flat = functools.partial(_evaluate, _slice(ins, outs, eqns, graph))
+        elif region.regions:
+            inner = _piece(begin, end, region.regions, graph, groups, names, prevent_cse, ins, outs)
+            fun = _checkpointed(inner, region, graph, names, prevent_cse)
+        else:
+            fun = _checkpointed(
+                functools.partial(_evaluate, _slice(ins, outs, eqns, graph)), region, graph, names, prevent_cse
+            )
+        parts.append((fun, ins, outs))
+        needed |= set(ins)
+
+    def call(*args: Any) -> list[Any]:
+        env = dict(zip(inputs, args))
+        for fun, ins, outs in reversed(parts):
+            env.update(zip(outs, fun(*(env[var] for var in ins))))
+        return [var.val if isinstance(var, _compat.Literal) else env[var] for var in outputs]
+
+    return call
+
+
+def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int, int, Region | None]]:
+    cuts: list[tuple[int, int, Region | None]] = []
+    at = start
+    for region in regions:
+        if at < region.start:
+            cuts.append((at, region.start, None))
+        cuts.append((region.start, region.stop, region))
+        at = region.stop
+    return [*cuts, (at, stop, None)] if at < stop else cuts
+
+
+def _used(eqns: list[Any], made: set[Any]) -> list[Any]:
+    used: dict[Any, None] = {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if not isinstance(var, _compat.Literal) and var not in made:
+                used[var] = None
+    return list(used)
+
+
+def _slice(ins: list[Any], outs: list[Any], eqns: list[Any], graph: Graph) -> Any:
+    return _compat.build_jaxpr([], ins, outs, eqns, _compat.open_jaxpr(graph.jaxpr).debug_info)
+
+
+def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    constants = len(jaxpr.constvars)
+    return _compat.eval_jaxpr(jaxpr, args[:constants], *args[constants:])

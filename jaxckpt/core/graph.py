@@ -1,0 +1,432 @@
+"""Trace: function and arguments -> Graph, an immutable view of the jaxpr.
+
+Calls are written out (a plan cuts across them), so a graph is a flat list of operations, in program order; what stays nested is what runs
+another number of times, or under rules of its own: loops, branches, nested checkpoints, functions with custom derivatives, shard_map.
+`Graph.walk` goes through all of them.
+
+`checkpoint_name` (`jaxckpt.tag`) makes no operation: it labels the value that it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt import _compat
+from jaxckpt.core.flops import flops as _primitive_flops
+from jaxckpt.core.flops import size as _size
+from jaxckpt.core.inline import inline
+
+INTERNAL = "jaxckpt:"
+"""Names that begin so are the emitter's, and no tags."""
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One array of the program.
+
+    Attributes:
+      index: position in `Graph.values`; stable for the same program.
+      shape, dtype: as of one execution.
+      bytes: of one execution.
+      tags: names that the program gives to it, in order.
+      kind: "argument", "constant" (closed over), "input" (of a loop's, branch's or call's body) or "intermediate".
+      label: what to call it in a report: a tag, an argument's path, or the operation and index.
+      primitive: the operation that makes it, "" if none does.
+      params: that operation's parameters.
+      flops: FLOPs of that operation's one execution.
+      repeats: how often it is computed in one run of the program (the product of the lengths of the loops around it).
+      addressable: whether an action can be given to it. Values inside functions with custom derivatives, and inside while loops, are not.
+      equation: the equation of the jaxpr that makes it, or None.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    tags: tuple[str, ...] = ()
+    kind: str = "intermediate"
+    label: str = ""
+    primitive: str = ""
+    params: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    flops: int = 0
+    repeats: int = 1
+    addressable: bool = True
+    equation: Any = field(default=None, repr=False)
+
+    @functools.cached_property
+    def source(self) -> str:
+        """ "file.py:12 (function)" of the operation that makes it, "" for arguments and constants."""
+        return "" if self.equation is None else _compat.source_line(self.equation)
+
+    @property
+    def scope(self) -> str:
+        """The scopes that it was traced in, joined by "/": flax modules and `jax.named_scope`."""
+        return "" if self.equation is None else _compat.name_stack(self.equation)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that keeping it costs: inside a loop one for every iteration."""
+        return self.bytes * self.repeats
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation of the program.
+
+    Attributes:
+      index: its place in the program's order, bodies included.
+      primitive: the name of JAX's primitive.
+      inputs, outputs: indices of values; literals have none.
+      flops: of one execution, its bodies included: a scan's is its body's times its length, a cond's that of its dearest branch, a while
+        loop's that of one iteration, since nobody knows how many there will be.
+      bytes: moved in one execution: operands and results, nothing fused.
+      repeats: how often it runs in one run of the program.
+      bodies: the programs that it holds.
+      equation: the equation of the jaxpr that it is.
+    """
+
+    index: int
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any] = field(repr=False)
+    flops: int = 0
+    bytes: int = 0
+    repeats: int = 1
+    bodies: tuple[Body, ...] = field(default=(), repr=False)
+    equation: Any = field(default=None, repr=False)
+
+    @functools.cached_property
+    def source(self) -> str:
+        """ "file.py:12 (function)" of the user's code that made it."""
+        return _compat.source_line(self.equation)
+
+    @property
+    def scope(self) -> str:
+        """The scopes that it was traced in, joined by "/": flax modules and `jax.named_scope`."""
+        return _compat.name_stack(self.equation)
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A list of operations in order, with what goes in and what comes out (indices of values).
+
+    Attributes:
+      ops: the operations.
+      inputs, outputs: values; None for an output that is a literal.
+      jaxpr: what it is a view of, as it stands in the equation's parameters.
+      values: variable of the jaxpr -> index of the value.
+      param: name of the equation's parameter that it stands in, and its place there if that is a tuple.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    jaxpr: Any = field(repr=False)
+    values: Mapping[Any, int] = field(repr=False)
+    param: tuple[str, int | None] = ("", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A traced function: all values, and the operations in order.
+
+    Attributes:
+      values: every value, by index.
+      body: the operations of the function itself.
+      jaxpr: the closed jaxpr that this is a view of.
+      in_tree, out_tree: the structure of `(args, kwargs)` and of the result.
+    """
+
+    values: tuple[Value, ...]
+    body: Body
+    jaxpr: Any = field(repr=False)
+    in_tree: Any = field(repr=False)
+    out_tree: Any = field(repr=False)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The operations of the function itself; see `walk` for those inside loops."""
+        return self.body.ops
+
+    def walk(self) -> Iterator[Op]:
+        """Yields every operation, those of bodies after the one that holds them."""
+        yield from _walk(self.body)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one run."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags that an action can be given by, sorted."""
+        return tuple(sorted({tag for value in self.values if value.addressable for tag in value.tags}))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of operations, shapes, types and wiring: equal for equal programs, in any process."""
+        digest = hashlib.sha256()
+        for value in self.values:
+            digest.update(f"{value.shape}{value.dtype}{value.kind}{value.primitive};".encode())
+        for op in self.walk():
+            params = {name: _stable(param) for name, param in sorted(op.params.items())}
+            digest.update(f"{op.primitive}{op.inputs}{op.outputs}{op.repeats}{params};".encode())
+        digest.update(f"{self.body.outputs}".encode())
+        return digest.hexdigest()[:16]
+
+
+def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
+    """Returns the graph of `fun(*args, **kwargs)`.
+
+    Args:
+      fun: a function of pytrees of arrays; it may close over arrays, also over ones that are being traced.
+      *args, **kwargs: arrays, or anything with a shape and a dtype; nothing is computed.
+
+    >>> import jax.numpy as jnp
+    >>> graph = trace(lambda x: jnp.sin(x) @ x, jnp.ones((3, 3)))
+    >>> [op.primitive for op in graph.ops], graph.flops
+    (['sin', 'dot_general'], 63)
+    """
+    flat, in_tree = jax.tree.flatten((args, kwargs))
+    paths = [_argument_path(path) for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+    out_tree: list[Any] = []
+
+    def flat_fun(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(in_tree, leaves)
+        out, tree = jax.tree.flatten(fun(*args, **kwargs))
+        out_tree.append(tree)
+        return out
+
+    closed = jax.make_jaxpr(flat_fun)(*flat)
+    return graph_of(closed, in_tree=in_tree, out_tree=out_tree[-1], paths=paths)
+
+
+def graph_of(closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None) -> Graph:
+    """Returns the graph of a closed jaxpr, calls written out."""
+    return _Builder().build(inline(closed), in_tree, out_tree, paths)
+
+
+def count_flops(fun: Callable[..., Any], *args: Any) -> int:
+    """Returns the FLOPs of `fun(*args)` as traced, loops multiplied out; a multiply-add counts as two.
+
+    `count_flops(jax.grad(loss), *args)` counts what a checkpoint recomputes, since the recomputation is part of that program. While loops
+    count one iteration, branches as the dearest.
+
+    Args:
+      fun: a function of pytrees of arrays.
+      *args: arrays, or anything with a shape and a dtype.
+
+    >>> import jax, jax.numpy as jnp
+    >>> count_flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 4)))
+    48
+    """
+    return trace(fun, *args).flops
+
+
+# ------------------------------------------------------------------------------------------------------------- the builder
+
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+    "shard_map",
+    "eval_jaxpr",
+    "run_state",
+    "xla_call",
+}
+_OPAQUE = {
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "while",
+    "pallas_call",
+    "custom_lin",
+    "custom_linear_solve",
+}
+
+
+class _Builder:
+    """Numbers values and operations while it goes through a jaxpr once."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, Any]] = []
+        self.op_count = 0
+
+    def build(self, closed: Any, in_tree: Any, out_tree: Any, paths: list[str] | None) -> Graph:
+        jaxpr = _compat.open_jaxpr(closed)
+        values: dict[Any, int] = {}
+        for var in jaxpr.constvars:
+            values[var] = self._value(var.aval, kind="constant", label="closed-over constant")
+        for i, var in enumerate(jaxpr.invars):
+            values[var] = self._value(var.aval, kind="argument", label=paths[i] if paths else f"argument {i}")
+        body = self._body(jaxpr, values, repeats=1, addressable=True, param=("", None))
+        frozen = tuple(self._freeze(i, raw) for i, raw in enumerate(self.values))
+        return Graph(frozen, body, closed, in_tree, out_tree)
+
+    def _freeze(self, index: int, raw: dict[str, Any]) -> Value:
+        tags = tuple(raw.pop("tags"))
+        label = raw.pop("label") or (tags[0] if tags else f"{raw['primitive'] or raw['kind']} {index}")
+        return Value(index=index, tags=tags, label=label, **raw)
+
+    def _value(self, aval: Any, **facts: Any) -> int:
+        shape = tuple(getattr(aval, "shape", ()))
+        raw: dict[str, Any] = {
+            "shape": shape,
+            "dtype": getattr(aval, "dtype", None),
+            "bytes": aval_bytes(aval),
+            "tags": [],
+            "label": "",
+        }
+        raw |= {"primitive": "", **facts}
+        raw.setdefault("kind", "intermediate")
+        self.values.append(raw)
+        return len(self.values) - 1
+
+    def _body(
+        self, jaxpr: Any, values: dict[Any, int], *, repeats: int, addressable: bool, param: tuple[str, int | None]
+    ) -> Body:
+        inputs = tuple(values[var] for var in jaxpr.invars)
+        ops = []
+        for eqn in jaxpr.eqns:
+            name = _compat.equation_name(eqn)
+            if name is not None and not isinstance(eqn.invars[0], _compat.Literal):
+                index = values[eqn.outvars[0]] = values[eqn.invars[0]]
+                tags = self.values[index]["tags"]
+                if name not in tags and not name.startswith(INTERNAL):
+                    tags.append(name)
+                continue
+            ops.append(self._op(eqn, values, repeats, addressable))
+        outputs = tuple(None if isinstance(var, _compat.Literal) else values[var] for var in jaxpr.outvars)
+        return Body(tuple(ops), inputs, outputs, jaxpr, MappingProxyType(values), param)
+
+    def _op(self, eqn: Any, values: dict[Any, int], repeats: int, addressable: bool) -> Op:
+        index = self.op_count
+        self.op_count += 1
+        primitive, params = _compat.primitive_name(eqn), _compat.equation_params(eqn)
+        operands = [None if isinstance(var, _compat.Literal) else values[var] for var in eqn.invars]
+        inputs = tuple(operand for operand in operands if operand is not None)
+        bodies = tuple(
+            self._inner(primitive, params, where, jaxpr, operands, repeats, addressable)
+            for where, jaxpr in inner_jaxprs(primitive, params)
+        )
+        flops = _op_flops(primitive, params, eqn, bodies)
+        facts = {"repeats": repeats, "equation": eqn}
+        outputs = tuple(
+            self._value(var.aval, primitive=primitive, params=params, flops=flops, addressable=addressable, **facts)
+            for var in eqn.outvars
+        )
+        values.update(zip(eqn.outvars, outputs))
+        moved = sum(self.values[i]["bytes"] for i in inputs + outputs)
+        return Op(index, primitive, inputs, outputs, MappingProxyType(params), flops, moved, bodies=bodies, **facts)
+
+    def _inner(
+        self,
+        primitive: str,
+        params: dict[str, Any],
+        where: tuple[str, int | None],
+        jaxpr: Any,
+        operands: list[int | None],
+        repeats: int,
+        addressable: bool,
+    ) -> Body:
+        times = repeats * (params["length"] if primitive == "scan" else 1)
+        inside = addressable and primitive not in _OPAQUE
+        opened = _compat.open_jaxpr(jaxpr)
+        facts = {"repeats": times, "addressable": inside}
+        values: dict[Any, int] = {
+            var: self._value(var.aval, kind="constant", label="constant of a body", **facts) for var in opened.constvars
+        }
+        same = primitive in _CALLS and primitive != "shard_map" and len(operands) == len(opened.invars)
+        for i, var in enumerate(opened.invars):
+            operand = operands[i] if same else None
+            values[var] = self._value(var.aval, kind="input", **facts) if operand is None else operand
+        return self._body(opened, values, repeats=times, addressable=inside, param=where)
+
+
+def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int | None], Any]]:
+    """Yields ((parameter, place in it or None), jaxpr) for the programs that an operation holds.
+
+    The scalar functions of reductions, scatters and sorts are not programs in that sense.
+    """
+    if primitive.startswith(("reduce", "scatter", "select_and", "sort", "argm", "custom_lin")):
+        return
+    for name, param in params.items():
+        if _compat.is_jaxpr(param):
+            yield (name, None), param
+        elif isinstance(param, tuple):
+            for place, item in enumerate(param):
+                if _compat.is_jaxpr(item):
+                    yield (name, place), item
+
+
+def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:
+    if not bodies:
+        inputs, outputs = [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
+        return _primitive_flops(primitive, inputs, outputs, params)
+    each = [sum(op.flops for op in body.ops) for body in bodies]
+    if primitive == "cond":
+        return max(each)
+    if primitive == "custom_linear_solve":
+        return max(each)
+    times = params["length"] if primitive == "scan" else 1
+    if primitive == "pallas_call":
+        times = int(np.prod([g for g in params["grid_mapping"].grid if isinstance(g, int)] or [1]))
+    return times * sum(each)
+
+
+def aval_bytes(aval: Any) -> int:
+    """Returns the bytes of an abstract value; typed keys count as the words that they are made of."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=dtype._impl.name)))
+        return _size(aval) * int(np.prod(key.shape)) * key.dtype.itemsize
+    bits = jax.numpy.finfo(dtype).bits if jax.numpy.issubdtype(dtype, np.inexact) else None
+    if bits is None and jax.numpy.issubdtype(dtype, np.integer):
+        bits = jax.numpy.iinfo(dtype).bits
+    if bits is not None and jax.numpy.issubdtype(dtype, np.complexfloating):
+        bits *= 2
+    return _size(aval) if bits is None else (_size(aval) * bits + 7) // 8
+
+
+def _argument_path(path: tuple[Any, ...]) -> str:
+    place, key, *rest = path
+    head = f"args[{key.idx}]" if place.idx == 0 else f"{key.key}"
+    return head + jax.tree_util.keystr(tuple(rest))
+
+
+def _walk(body: Body) -> Iterator[Op]:
+    for op in body.ops:
+        yield op
+        for inner in op.bodies:
+            yield from _walk(inner)
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+|id=\d+")
+
+
+def _stable(param: Any) -> str:
+    if _compat.is_jaxpr(param):
+        return "jaxpr"
+    if isinstance(param, (tuple, list)):
+        return "(" + ",".join(_stable(item) for item in param) + ")"
+    if callable(param) and not isinstance(param, type):
+        return "function"
+    if isinstance(param, (np.ndarray, jax.Array)):
+        return f"{param.shape}{param.dtype}"
+    return _ADDRESS.sub("", repr(param))

@@ -1,0 +1,122 @@
+"""Calls written out: a jaxpr whose `jit` equations are replaced by what they call, in loops and branches too.
+
+A plan cuts a program at any operation, so the program must be one list. A call that says something about placement (shardings, donation,
+compiler options) stays a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxckpt import _compat
+
+_CLOSED = {"scan", "while", "cond"}
+_BODIES = _CLOSED | {"checkpoint", "remat", "remat2", "shard_map"}
+
+
+def inline(closed: Any) -> Any:
+    """Returns the closed jaxpr with its calls written out; itself where it has none."""
+    return _Inliner().closed(closed)
+
+
+class _Inliner:
+    """Writes calls out; each inner jaxpr is done once, so that what was shared stays shared (JAX caches by identity)."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, tuple[Any, Any]] = {}
+
+    def closed(self, original: Any, *, constants: bool = True) -> Any:
+        """Returns the jaxpr with its calls written out. `constants`: whether it may be given constants of its own."""
+        if id(original) in self.done:
+            return self.done[id(original)][1]
+        jaxpr = _compat.open_jaxpr(original)
+        constvars = list(jaxpr.constvars)
+        consts = _compat.jaxpr_consts(original) if constants else None
+        eqns: list[Any] = []
+        changed, renamed = self._equations(jaxpr.eqns, {}, eqns, constvars, consts, None)
+        result = original
+        if changed:
+            outvars = [_read(renamed, var) for var in jaxpr.outvars]
+            rebuilt = _compat.build_jaxpr(constvars, jaxpr.invars, outvars, eqns, jaxpr.debug_info)
+            result = _compat.like(original, rebuilt, consts or ())
+        self.done[id(original)] = (original, result)  # holds the original, so that its id stays its own
+        return result
+
+    def _equations(
+        self,
+        source: list[Any],
+        renamed: dict[Any, Any],
+        eqns: list[Any],
+        constvars: list[Any],
+        consts: list[Any] | None,
+        call: Any,
+    ) -> tuple[bool, dict[Any, Any]]:
+        """Appends the equations of `source` to `eqns`; inside a call (`call` is its equation) with variables of their own."""
+        changed = False
+        for eqn in source:
+            if call is not None:
+                eqn = _compat.prepend_name_stack(call, eqn)
+            inner = _called(eqn)
+            if inner is not None and (consts is not None or not _compat.open_jaxpr(inner).constvars):
+                changed = True
+                body = _compat.open_jaxpr(inner)
+                mapping = {var: _read(renamed, operand) for var, operand in zip(body.invars, eqn.invars)}
+                for var, const in zip(body.constvars, _compat.jaxpr_consts(inner)):
+                    mapping[var] = _compat.fresh_var(var.aval)
+                    constvars.append(mapping[var])
+                    consts.append(const)  # type: ignore[union-attr]
+                self._equations(body.eqns, mapping, eqns, constvars, consts, eqn)
+                renamed.update((out, _read(mapping, result)) for out, result in zip(eqn.outvars, body.outvars))
+                continue
+            new, here = self._descend(eqn)
+            changed |= here
+            invars = [_read(renamed, var) for var in new.invars]
+            if call is not None:
+                outvars = [
+                    var if isinstance(var, _compat.DropVar) else _compat.fresh_var(var.aval) for var in new.outvars
+                ]
+                renamed.update(zip(new.outvars, outvars))
+                new = new.replace(invars=invars, outvars=outvars)
+            elif invars != new.invars:
+                new = new.replace(invars=invars)
+            eqns.append(new)
+        return changed, renamed
+
+    def _descend(self, eqn: Any) -> tuple[Any, bool]:
+        primitive = _compat.primitive_name(eqn)
+        if primitive not in _BODIES:
+            return eqn, False
+        constants = primitive in _CLOSED
+        changes: dict[str, Any] = {}
+        for name, param in _compat.equation_params(eqn).items():
+            if _compat.is_jaxpr(param):
+                new: Any = self.closed(param, constants=constants)
+            elif isinstance(param, tuple) and any(_compat.is_jaxpr(item) for item in param):
+                new = tuple(self.closed(item, constants=constants) for item in param)
+                if all(a is b for a, b in zip(new, param)):
+                    continue
+            else:
+                continue
+            if new is not param:
+                changes[name] = new
+        return (_compat.replace_params(eqn, **changes), True) if changes else (eqn, False)
+
+
+def _read(renamed: dict[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
+
+
+def _called(eqn: Any) -> Any:
+    """Returns the jaxpr that the equation merely calls, or None."""
+    name = eqn.primitive.name
+    if name in ("closed_call", "core_call", "eval_jaxpr"):
+        return eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+    if name not in ("jit", "pjit"):
+        return None
+    params = eqn.params
+    plain = (
+        all(_compat.is_unspecified(sharding) for sharding in (*params["in_shardings"], *params["out_shardings"]))
+        and not any(params["donated_invars"])
+        and not params.get("compiler_options_kvs")
+    )
+    return params["jaxpr"] if plain else None

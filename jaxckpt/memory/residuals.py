@@ -1,0 +1,186 @@
+"""residuals: what differentiation keeps from the forward for the backward pass, as JAX sees it before any compiler does.
+
+XLA recomputes cheap elementwise chains inside fusions, so in unrolled code the sum of the residuals is more than what is really kept; in a
+scan it is exact, since nothing fuses across the loop. `jaxckpt.measure` tells what is really kept.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt._errors import NotDifferentiableError
+from jaxckpt.core.graph import INTERNAL, aval_bytes
+from jaxckpt.core.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One array that is kept.
+
+    Attributes:
+      name: its tag, the path of the argument that it is, or the operation that makes it.
+      shape, dtype, bytes: of the array; in a loop with the iterations as first axis.
+      argument: whether it is an argument (or closed over), which is there anyway.
+      source: "file.py:12 (function)" of the operation that makes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    argument: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class ResidualReport:
+    """What differentiation keeps, the largest first.
+
+    Attributes:
+      residuals: every array once.
+    """
+
+    residuals: tuple[Residual, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(r.bytes for r in self.residuals)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of those that are no arguments: what keeping costs."""
+        return sum(r.bytes for r in self.residuals if not r.argument)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the residuals as plain values."""
+        return [{**vars(r), "shape": list(r.shape), "dtype": str(r.dtype)} for r in self.residuals]
+
+    def __str__(self) -> str:
+        kept = [r for r in self.residuals if not r.argument]
+        head = f"{format_bytes(self.kept_bytes)} kept in {len(kept)} arrays, besides {len(self.residuals) - len(kept)} arguments"
+        lines = [
+            f"  {format_bytes(r.bytes):>10}  {r.dtype}{list(r.shape)}  {r.name}  {r.source}".rstrip() for r in kept
+        ]
+        return "\n".join([head, *lines])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
+    """Returns what `jax.vjp(fun, *args)` keeps for the backward pass.
+
+    Args:
+      fun: a function of pytrees of arrays; it is differentiated in every argument of an inexact dtype.
+      *args: arrays, or anything with a shape and a dtype; nothing is computed.
+
+    Raises:
+      NotDifferentiableError: no argument, or no result, is of an inexact dtype.
+
+    >>> import jax.numpy as jnp
+    >>> report = residuals(lambda x: jnp.sin(x).sum(), jnp.ones(3))
+    >>> report.kept_bytes, len(report.residuals)
+    (12, 1)
+    """
+    leaves, tree = jax.tree.flatten(args)
+    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    if not inexact:
+        raise NotDifferentiableError(
+            "args must have a leaf of an inexact dtype (float or complex) to be differentiated; there is none."
+        )
+    paths = [f"args[{p[0].idx}]{jax.tree_util.keystr(p[1:])}" for p, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+
+    def kept(*leaves: Any) -> list[Any]:
+        def varying(*some: Any) -> list[Any]:
+            full = list(leaves)
+            for i, leaf in zip(inexact, some):
+                full[i] = leaf
+            out = jax.tree.leaves(fun(*jax.tree.unflatten(tree, full)))
+            return [leaf for leaf in out if is_inexact(leaf)]
+
+        out, pullback = jax.vjp(varying, *(leaves[i] for i in inexact))
+        if not out:
+            raise NotDifferentiableError(
+                "fun must return a leaf of an inexact dtype to be differentiated; it returns none."
+            )
+        return jax.tree.leaves(pullback)
+
+    closed = jax.make_jaxpr(kept)(*leaves)
+    made = _Makers(_compat.open_jaxpr(closed))
+    arguments = dict(zip(made.jaxpr.invars, paths)) | dict.fromkeys(made.jaxpr.constvars, "closed-over constant")
+    found: dict[Any, Residual] = {}
+    for var in made.jaxpr.outvars:
+        if isinstance(var, _compat.Literal):
+            continue
+        origin = made.origin(var)
+        if origin in found or getattr(var.aval, "dtype", None) == jax.dtypes.float0:
+            continue
+        name, source = (arguments[origin], "") if origin in arguments else made.describe(origin)
+        found[origin] = Residual(
+            name, tuple(var.aval.shape), var.aval.dtype, aval_bytes(var.aval), origin in arguments, source
+        )
+    return ResidualReport(tuple(sorted(found.values(), key=lambda r: (r.argument, -r.bytes, r.name))))
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf can be differentiated in: of a float or complex dtype."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, (float, complex))
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+_SAME = ("optimization_barrier", "reduce_precision")
+
+
+class _Makers:
+    """Which equation of a jaxpr makes which variable, and which name each bears."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+        self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.named = {
+            self.origin(eqn.invars[0]): eqn
+            for eqn in jaxpr.eqns
+            if _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
+        }
+
+    def origin(self, var: Any) -> Any:
+        """Returns the variable that `var` is another name for: through names, barriers and what JAX rounds a residual with."""
+        while (eqn := self.makers.get(var)) is not None:
+            if _compat.equation_name(eqn) is None and eqn.primitive.name not in _SAME:
+                break
+            operand = eqn.invars[eqn.outvars.index(var)]
+            if isinstance(operand, _compat.Literal):
+                break
+            var = operand
+        return var
+
+    def describe(self, var: Any) -> tuple[str, str]:
+        """Returns name and source line of the operation that makes a variable, in the calls and loops that it is made in."""
+        eqn = self.makers.get(var)
+        if eqn is None:
+            return "", ""
+        if var in self.named:  # a tag says more than the operation
+            return _label(str(_compat.equation_name(self.named[var]))), _compat.source_line(eqn)
+        place = eqn.outvars.index(var)
+        for param in _compat.equation_params(eqn).values():
+            if not _compat.is_jaxpr(param) or len(_compat.open_jaxpr(param).outvars) != len(eqn.outvars):
+                continue
+            inner = _Makers(_compat.open_jaxpr(param))
+            result = inner.jaxpr.outvars[place]
+            if not isinstance(result, _compat.Literal):
+                name, source = inner.describe(inner.origin(result))
+                return name or _compat.primitive_name(eqn), source or _compat.source_line(eqn)
+        return _compat.primitive_name(eqn), _compat.source_line(eqn)
+
+
+def _label(name: str) -> str:
+    return name.rpartition(":")[2] if name.startswith(INTERNAL) else name

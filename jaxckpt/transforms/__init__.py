@@ -1,0 +1,1 @@
+"""Function transforms: one function, a sequence of layers, a scan."""

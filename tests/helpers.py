@@ -1,0 +1,49 @@
+"""What the tests ask of a function: what its differentiation keeps, how often an operation runs, whether two results agree."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt.core.graph import trace
+from jaxckpt.memory.residuals import residuals
+
+
+def kept_shapes(fun: Callable, *args: Any) -> Counter:
+    """Shapes of what differentiation keeps besides arguments."""
+    return Counter(r.shape for r in residuals(fun, *args).residuals if not r.argument)
+
+
+def kept_bytes(fun: Callable, *args: Any) -> int:
+    """Bytes of what differentiation keeps besides arguments."""
+    return residuals(fun, *args).kept_bytes
+
+
+def executions(fun: Callable, *args: Any) -> Counter:
+    """How often each primitive runs in `fun(*args)`, loops multiplied out."""
+    count: Counter = Counter()
+    for op in trace(fun, *args).walk():
+        count[op.primitive] += op.repeats
+    return count
+
+
+def gradient_executions(fun: Callable, *args: Any) -> Counter:
+    """How often each primitive runs in the value and gradient of `fun`, in its first argument."""
+    return executions(jax.value_and_grad(fun), *args)
+
+
+def assert_trees_close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Both trees have one structure, and their leaves agree."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+
+
+def mib(shape: tuple[int, ...], itemsize: int = 4) -> float:
+    """MiB of an array."""
+    return math.prod(shape) * itemsize / 2**20

@@ -1,0 +1,344 @@
+"""checkpoint: with no policy it is jax.checkpoint; with a Policy, values and gradients stay, what is kept is what is named."""
+
+import functools
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxckpt
+from jaxckpt import OFFLOAD, SAVE, ArgumentError, EffectsError, Policy, policies, tag
+from tests import strategies
+from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes, kept_shapes
+
+X, W = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+POLICIES = [
+    None,
+    "nothing",
+    "everything",
+    "dots",
+    "dots_no_batch",
+    "hybrid",
+    Policy({"up": SAVE}),
+    Policy({"up": "recompute"}, default=SAVE),
+]
+
+
+def layer(x, w):
+    return jnp.sin(jnp.sin(tag(x @ w, "up")) @ w)
+
+
+def both(fun):
+    return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(fun(*args) ** 2), argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_values_and_gradients_stay(policy):
+    assert_trees_close(both(jaxckpt.checkpoint(layer, policy=policy))(X, W), both(layer)(X, W))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prevent_cse": False}, {"policy": jax.checkpoint_policies.dots_saveable}], ids=str
+)
+def test_without_a_policy_of_ours_it_lowers_to_the_program_of_jax_checkpoint(options):
+    text = lambda wrap: jax.jit(jax.grad(lambda x, w: wrap(layer, **options)(x, w).sum())).lower(X, W).as_text()
+    assert text(jaxckpt.checkpoint) == text(jax.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "again"),
+    [
+        (None, 0, 2),
+        ("nothing", 0, 2),
+        ("dots", 2, 0),
+        ("dots_no_batch", 2, 0),
+        (Policy({"up": SAVE}), 1, 1),
+        ("hybrid", 0, 2),
+    ],
+    ids=str,
+)
+def test_what_is_kept_and_how_many_matmuls_run_again(policy, kept, again):
+    inner = jaxckpt.checkpoint(layer, policy=policy)
+    fun = lambda x, w: jnp.sum(inner(x, w) ** 2)
+    assert kept_shapes(fun, X, W)[(4, 8)] == kept + 1  # and the layer's own result, for the square
+    plain = gradient_executions(lambda x, w: jnp.sum(layer(x, w) ** 2), X, W)["dot_general"]
+    assert gradient_executions(fun, X, W)["dot_general"] == plain + again
+
+
+def test_one_checkpoint_around_a_function_of_many_outputs_and_structures():
+    def fun(tree, key, count, *, bias):
+        x = tree["x"]
+        noise = jax.random.normal(key, x.shape)
+        y = jnp.sin(x + noise) * bias
+        return {"y": y, "none": None, "count": count + 1, "key": key, "pair": (y.sum(), [jnp.cos(y)])}
+
+    args = ({"x": X, "none": None}, jax.random.key(3), jnp.int32(4))
+    for policy in POLICIES[1:6]:
+        wrapped = jaxckpt.checkpoint(fun, policy=policy)
+        out, reference = wrapped(*args, bias=2.0), fun(*args, bias=2.0)
+        assert jax.tree.structure(out) == jax.tree.structure(reference)
+        assert out["none"] is None
+        assert int(out["count"]) == 5
+        assert jax.random.key_data(out["key"]).tolist() == jax.random.key_data(reference["key"]).tolist()
+        loss = lambda f, x: f({"x": x, "none": None}, *args[1:], bias=2.0)["pair"][1][0].sum()
+        assert_trees_close(jax.grad(functools.partial(loss, wrapped))(X), jax.grad(functools.partial(loss, fun))(X))
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "dots"])
+def test_outputs_that_nobody_differentiates_cost_no_recomputation(policy):
+    def two(x, w):
+        return jnp.sin(x @ w), jnp.sin(jnp.sin(x @ (w * 2)) @ w)
+
+    wrapped = jaxckpt.checkpoint(two, policy=policy)
+    one = lambda f: lambda x, w: f(x, w)[0].sum()
+    cost = executions(jax.jit(jax.grad(one(wrapped))), X, W)
+    assert (
+        cost["dot_general"]
+        <= executions(jax.jit(jax.grad(one(lambda x, w: (jnp.sin(x @ w), 0)))), X, W)["dot_general"] + 1 + 2
+    )
+
+
+def test_static_arguments():
+    calls = []
+
+    def fun(x, mode, w, flag):
+        calls.append((mode, flag))
+        return jnp.sin(x @ w) if mode == "sin" and flag else x @ w
+
+    for policy in (None, "nothing", "dots"):
+        wrapped = jaxckpt.checkpoint(fun, policy=policy, static_argnums=(1, -1))
+        for mode in ("sin", "id"):
+            assert_trees_close(wrapped(X, mode, W, True), fun(X, mode, W, True))
+    calls.clear()
+    wrapped = jaxckpt.checkpoint(lambda *args: fun(*args), policy="dots", static_argnums=(1, 3))
+    for _ in range(3):
+        wrapped(X, "sin", W, True)
+    assert calls == [("sin", True)]  # traced once
+
+
+@pytest.mark.parametrize("policy", [None, "dots"])
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (2, "static_argnums must be within the 2 positional arguments of the call; got 2"),
+        (-3, "static_argnums must be within the 2 positional arguments of the call; got -3"),
+        ("x", "static_argnums must be an int or a sequence of ints; got 'x'"),
+        ([0.5], "static_argnums must be an int or a sequence of ints; got [0.5]"),
+        (True, "static_argnums must be an int or a sequence of ints; got True"),
+    ],
+)
+def test_static_argument_numbers_that_are_none(policy, numbers, message):
+    with pytest.raises(ArgumentError) as caught:
+        jaxckpt.checkpoint(layer, policy=policy, static_argnums=numbers)(X, W)
+    assert message in str(caught.value)
+
+
+def test_a_static_argument_that_cannot_be_hashed_is_named():
+    with pytest.raises(ArgumentError, match=r"static_argnums must be of hashable arguments; got \[1\]"):
+        jaxckpt.checkpoint(lambda x, opts: x, policy="dots", static_argnums=1)(X, {})
+
+
+def test_what_is_no_function_is_said_to_be_none():
+    with pytest.raises(ArgumentError, match=r"fun must be a function; got 3. Use @checkpoint"):
+        jaxckpt.checkpoint(3)
+
+
+def test_decorators_keep_the_name():
+    @jaxckpt.checkpoint
+    def one(x):
+        """Doc."""
+        return jnp.sin(x)
+
+    @jaxckpt.checkpoint(policy="dots", prevent_cse=False)
+    def two(x):
+        """Doc."""
+        return jnp.sin(x)
+
+    assert (one.__name__, two.__name__, two.__doc__) == ("one", "two", "Doc.")
+    assert_trees_close(two(X), one(X))
+
+
+@pytest.mark.parametrize("policy", ["dots", "nothing", Policy({"up": SAVE})], ids=str)
+def test_forward_mode_higher_orders_vmap_scan_and_closures(policy):
+    wrapped = jaxckpt.checkpoint(layer, policy=policy)
+    assert_trees_close(jax.jvp(wrapped, (X, W), (X, W)), jax.jvp(layer, (X, W), (X, W)))
+    loss = lambda f: lambda w: jnp.sum(f(X, w) ** 2)
+    assert_trees_close(jax.hessian(loss(wrapped))(W[:, :]), jax.hessian(loss(layer))(W), rtol=1e-3, atol=1e-3)
+    stacked = jnp.stack([W, W * 2, W / 2])
+    assert_trees_close(jax.vmap(wrapped, in_axes=(None, 0))(X, stacked), jax.vmap(layer, in_axes=(None, 0))(X, stacked))
+    scanned = lambda f: lambda ws: lax.scan(lambda c, w: (f(c, w), None), X, ws)[0].sum()
+    assert_trees_close(jax.grad(scanned(wrapped))(stacked), jax.grad(scanned(layer))(stacked))
+    closed = lambda f: lambda w: jnp.sum(f(lambda x: layer(x, w))(X))
+    assert_trees_close(
+        jax.jit(jax.grad(closed(lambda f: jaxckpt.checkpoint(f, policy=policy))))(W), jax.grad(closed(lambda f: f))(W)
+    )
+
+
+def test_a_closure_over_tracers_is_traced_anew_each_time():
+    cell = {}
+
+    @functools.partial(jaxckpt.checkpoint, policy="dots")
+    def fun(x):
+        return jnp.sin(x @ cell["w"])
+
+    def loss(w):
+        cell["w"] = w
+        return fun(X).sum()
+
+    reference = jax.grad(lambda w: jnp.sin(X @ w).sum())
+    for w in (W, 2 * W):
+        assert_trees_close(jax.jit(jax.grad(loss))(w), reference(w))
+        assert_trees_close(jax.grad(loss)(w), reference(w))
+
+
+def test_a_layer_used_at_every_depth_is_traced_once():
+    count = []
+
+    def f(x, w):
+        count.append(1)
+        return jnp.sin(x @ w)
+
+    wrapped = jaxckpt.checkpoint(f, policy="dots")
+    jax.make_jaxpr(lambda x, w: wrapped(wrapped(wrapped(x, w), w), w))(X, W)
+    assert len(count) == 1
+
+
+def test_the_same_function_in_another_configuration_is_traced_anew():
+    wrapped = jaxckpt.checkpoint(lambda x: jnp.sin(x) + np.float64(1), policy="dots")
+    assert wrapped(X).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert wrapped(jnp.asarray(np.asarray(X, np.float64))).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("outer", [None, "nothing", Policy({"up": SAVE}), "dots"], ids=str)
+@pytest.mark.parametrize("inner", [None, "nothing", Policy({"up": SAVE}), "dots"], ids=str)
+def test_nesting(outer, inner):
+    def model(wrap_outer, wrap_inner):
+        block = wrap_inner(layer)
+        return wrap_outer(lambda x, w: block(block(x, w), w))
+
+    nested = model(lambda f: jaxckpt.checkpoint(f, policy=outer), lambda f: jaxckpt.checkpoint(f, policy=inner))
+    plain = model(lambda f: f, lambda f: f)
+    assert_trees_close(both(nested)(X, W), both(plain)(X, W))
+    if outer in (None, "nothing"):
+        assert not kept_shapes(nested, X, W)  # what inner regions keep they keep only while they are at work
+    elif isinstance(outer, Policy):
+        assert kept_shapes(nested, X, W)[(4, 8)] == 2
+
+
+def test_selective_use_keeps_the_rest_as_it_was():
+    def model(wraps):
+        def fun(x, w):
+            for wrap in wraps:
+                x = wrap(layer)(x, w)
+            return x.sum()
+
+        return fun
+
+    plain = lambda f: f
+    none, two, all_ = (
+        kept_bytes(model([w if i < n else plain for i in range(4)]), X, W)
+        for n, w in ((0, plain), (2, jaxckpt.checkpoint), (4, jaxckpt.checkpoint))
+    )
+    assert none > two > all_ > 0
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "dots", Policy({"mask": SAVE})], ids=str)
+def test_the_recomputation_draws_the_same_random_numbers(policy):
+    def dropout(key, x, w):
+        mask = tag(jax.random.bernoulli(key, 0.5, x.shape), "mask")
+        return jnp.where(mask, jnp.sin(x @ w), 0.0) * jax.random.uniform(key, x.shape)
+
+    key = jax.random.key(5)
+    loss = lambda f: lambda w: jnp.sum(f(key, X, w) ** 2)
+    wrapped = jaxckpt.checkpoint(dropout, policy=policy)
+    assert_trees_close(jax.jit(jax.grad(loss(wrapped)))(W), jax.grad(loss(dropout))(W))
+    draws = executions(jax.grad(loss(wrapped)), W)["random_bits"]
+    assert draws == (3 if isinstance(policy, Policy) else 4)  # the mask and the noise, and again what is not kept
+
+
+def test_offloaded_values_leave_the_device_and_come_back():
+    wrapped = jaxckpt.checkpoint(layer, policy=Policy({"up": OFFLOAD}))
+    fun = lambda x, w: jnp.sum(wrapped(x, w) ** 2)
+    moves = executions(jax.grad(fun), X, W)["device_put"]
+    assert moves == 2  # there and back
+    assert executions(jax.grad(lambda x, w: jnp.sum(jaxckpt.checkpoint(layer)(x, w) ** 2)), X, W)["device_put"] == 0
+    spaces = [
+        str(leaf.aval.memory_space)
+        for leaf in jax.make_jaxpr(lambda x, w: jax.tree.leaves(jax.vjp(fun, x, w)[1]))(X, W).jaxpr.outvars
+    ]
+    assert sum("Host" in space for space in spaces) == 1
+
+
+def test_side_effects_are_an_error_that_says_what_to_do():
+    from jax.experimental import io_callback
+
+    def noisy(x):
+        io_callback(lambda: None, None)
+        return jnp.sin(x)
+
+    with pytest.raises(EffectsError, match="must be free of side effects") as caught:
+        jaxckpt.checkpoint(noisy, policy="dots")(X)
+    assert "noisy" in str(caught.value)
+    assert "Move io_callback" in str(caught.value)
+
+
+def test_debug_prints_are_let_through(capfd):
+    def chatty(x):
+        jax.debug.print("seen {}", x.sum())
+        return jnp.sin(x)
+
+    jax.block_until_ready(jax.grad(lambda x: jaxckpt.checkpoint(chatty, policy="dots")(x).sum())(X))
+    jax.effects_barrier()
+    assert "seen" in capfd.readouterr().out
+
+
+def test_errors_of_the_function_reach_the_user_untouched():
+    def broken(x):
+        raise KeyError("mine")
+
+    for policy in (None, "dots"):
+        with pytest.raises(KeyError, match="mine"):
+            jaxckpt.checkpoint(broken, policy=policy)(X)
+
+
+@pytest.mark.parametrize(("x", "name"), [(X, ""), (X, 3)])
+def test_a_tag_needs_a_name(x, name):
+    with pytest.raises(ArgumentError, match="name must be a string that is not empty"):
+        tag(x, name)
+
+
+def test_tag_is_the_identity_on_every_leaf():
+    tree = {"a": X, "b": [None, W]}
+    chex.assert_trees_all_equal(tag(tree, "name"), tree)
+
+
+PRESETS = st.sampled_from(sorted(policies.PRESETS))
+
+
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.given(program=strategies.programs(), preset=PRESETS, outputs=st.integers(1, 2), data=st.data())
+def test_random_programs_have_equal_gradients_under_every_policy_and_keep_nothing_unasked(
+    program, preset, outputs, data
+):
+    fun, args = strategies.build(program, outputs)
+    total = lambda f: lambda params: sum(jax.tree.leaves(f(params)))
+    reference = jax.value_and_grad(total(fun))(*args)
+    graph = jaxckpt.trace(fun, *args)
+    tags = data.draw(st.sets(st.sampled_from(graph.tags))) if graph.tags else set()
+    for policy in (policies.PRESETS[preset], Policy(dict.fromkeys(sorted(tags), SAVE))):
+        wrapped = jaxckpt.checkpoint(fun, policy=policy)
+        assert_trees_close(jax.value_and_grad(total(wrapped))(*args), reference, rtol=2e-4, atol=2e-5)
+        actions = policy.decide(graph)
+        allowed = {
+            shape if value.repeats == 1 else (value.repeats, *shape)
+            for value in (graph.values[i] for i in actions)
+            for shape in [value.shape]
+        }
+        if policy != policies.everything:
+            assert set(kept_shapes(wrapped, *args)) <= allowed
