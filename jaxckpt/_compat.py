@@ -6,7 +6,9 @@ Supported: jax 0.10.2 (the newest for Python 3.11) and later; developed against 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -234,3 +236,123 @@ def _primitives() -> dict[str, Any]:
     from jax.extend.core import primitives
 
     return {p.name: p for p in vars(primitives).values() if isinstance(p, _core.Primitive)}
+
+
+# ------------------------------------------------------------------------------------------------ targets and measurement
+
+
+def checkpoint_options(platform: str) -> dict[str, str]:
+    """Returns the compiler options without which the compiler undoes unrolled checkpointing on that platform.
+
+    On the CPU of jax 0.10.2 XLA's pass "cse_barrier_expander" removes the optimization barriers before the common subexpressions are
+    merged, so that the recomputation is merged with what it was to replace. jax 0.12.0.1 keeps the barriers. There is nothing between to
+    try; with the pass disabled jax 0.12.0.1 compiles to the same memory, so up to there the options do no harm.
+    """
+    if platform == "cpu" and JAX_VERSION < (0, 12):
+        return {"xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander"}
+    return {}
+
+
+def cuda_topology(name: str, config: str, count: int) -> tuple[Any, ...]:
+    """Returns `count` compile-only GPUs of the kind that the target configuration (a text proto) describes.
+
+    JAX registers what makes topologies together with the backend, and in 0.10 and 0.12 does neither where CUDA's libraries are missing,
+    which only running needs. Then the plugin's own initialisation is called without its check of them, and the backend that it registers
+    is taken back, for nothing could run on it.
+    """
+    from jax._src import xla_bridge
+    from jax.experimental import topologies
+
+    xla_bridge._discover_and_register_pjrt_plugins()
+    if "cuda" not in xla_bridge._topology_factories:
+        import importlib
+
+        plugin = importlib.import_module(f"jax_plugins.{cuda_plugin()}")
+        known = dict(xla_bridge._backend_factories)
+        with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+            plugin.initialize()
+        if "cuda" not in known:
+            xla_bridge._backend_factories.pop("cuda", None)
+    description = topologies.get_topology_desc(name, platform="cuda", target_config=config, topology=f"1x1x{count}")
+    return tuple(description.devices)
+
+
+def cuda_plugin() -> str | None:
+    """Returns the name of the installed CUDA plugin of JAX in `jax_plugins`, or None; imports no plugin."""
+    import importlib.util
+
+    if importlib.util.find_spec("jax_plugins") is None:
+        return None
+    return next((name for name in ("xla_cuda13", "xla_cuda12") if importlib.util.find_spec(f"jax_plugins.{name}")), None)
+
+
+def tpu_topology(name: str, **options: Any) -> tuple[Any, ...]:
+    """Returns the compile-only TPUs of a slice such as "v5e:2x2".
+
+    libtpu looks for its machine in the environment and, without these variables, in the network; and it lets only one process load it,
+    lest two drive one TPU: where there is none, that would only keep two processes from compiling at once. The variables are there while
+    it loads and no longer.
+    """
+    from jax.experimental import topologies
+
+    from jaxckpt._quiet import accelerator_visible
+
+    variables = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+    if not accelerator_visible():
+        variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    with _environment(variables):
+        return tuple(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set, and takes them away again."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+class _NoPersistentCache(contextlib.ContextDecorator):
+    """Compiles in earnest: what comes from the persistent compilation cache brings no buffer assignment.
+
+    For a compile-only device the cache cannot be read at all, and JAX warns. Its switch `jax_enable_compilation_cache` is looked at only
+    once in a process, so switching it off here could leave the user's cache off for good; two variables hold that one look's outcome.
+    The first thread to come in changes them and the last to leave restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, (False, False)
+
+    def __enter__(self) -> None:
+        from jax._src import compilation_cache as cache
+
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = cache._cache_checked, cache._cache_used
+                cache._cache_checked, cache._cache_used = True, False
+
+    def __exit__(self, *exception: object) -> None:
+        from jax._src import compilation_cache as cache
+
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                cache._cache_checked, cache._cache_used = self._before
+
+
+no_persistent_cache = _NoPersistentCache()
+
+
+# ----------------------------------------------------------------------------------------------------------------- scans
+# Room for random keys: no public function makes keys of a dtype that is only known as an abstract value.
+
+
+def blank_keys(aval: Any) -> Any:
+    """Returns random keys of an abstract value, all of zero words; to be written over."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return jax.random.wrap_key_data(jax.numpy.zeros(data.shape, data.dtype), impl=aval.dtype._impl)

@@ -5,10 +5,12 @@
     ├── UnmatchedTagError (LookupError)     a tag glob of a strict policy matches nothing
     ├── StructureError (TypeError)          a layer of a sequence returned another structure than the next one takes
     ├── NotDifferentiableError (TypeError)  there is nothing to differentiate
+    ├── ForwardModeError (TypeError)        a scan that has only a reverse mode is differentiated forward
     ├── EffectsError (TypeError)            a checkpointed function has side effects that a recomputation would repeat
     ├── TargetError
     │   ├── UnknownTargetError (ValueError)     no such target; the nearest names are given
-    │   └── MissingTargetError (ImportError)    the target's compiler is not installed; the extra to install is given
+    │   ├── MissingTargetError (ImportError)    the target's compiler is not installed; the extra to install is given
+    │   └── DoesNotFitError (MemoryError)       the target's compiler gives up, for the program does not fit the device
     ├── MissingPackageError (ImportError)   an optional package is not installed; the extra to install is given
     ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
     ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that does is given
@@ -56,6 +58,10 @@ class NotDifferentiableError(JaxckptError, TypeError):
     """There is nothing to differentiate: no argument, or no output, of an inexact dtype."""
 
 
+class ForwardModeError(JaxckptError, TypeError):
+    """A transformed function that can be differentiated in reverse alone is differentiated forward."""
+
+
 class EffectsError(JaxckptError, TypeError):
     """A checkpointed function has side effects that the recomputation would repeat."""
 
@@ -70,6 +76,21 @@ class UnknownTargetError(TargetError, ValueError):
 
 class MissingTargetError(TargetError, ImportError):
     """The target is known, but what compiles for it is not installed."""
+
+
+class DoesNotFitError(TargetError, MemoryError):
+    """The target's compiler gives up, for the program does not fit the device.
+
+    Args:
+      target: the target's name.
+      needed_bytes: what the compiler says that it needs; None where it does not say.
+      memory_bytes: what the device has.
+      message: the compiler's own words.
+    """
+
+    def __init__(self, target: str, needed_bytes: int | None, memory_bytes: int, message: str) -> None:
+        self.target, self.needed_bytes, self.memory_bytes = target, needed_bytes, memory_bytes
+        super().__init__(f"the program does not fit {target}: {message}")
 
 
 class MissingPackageError(JaxckptError, ImportError):

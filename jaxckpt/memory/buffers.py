@@ -1,0 +1,431 @@
+"""What XLA put where, and when: a reader of its buffer assignment.
+
+The compiler can write its final program, an `HloProto`, to a folder (`report.measure` has it do so). It holds the scheduled program and
+the buffer assignment: allocations, the values packed into each, and the trace of the heap simulator, which says at which instruction each
+value comes to life and at which it dies. From these few messages come the timeline of live bytes and the names of the largest buffers,
+the same way on CPU, CUDA and TPU.
+
+The messages are defined in xla/service/hlo.proto and xla/xla_data.proto of https://github.com/openxla/xla; `wire` reads them.
+
+How an instant's bytes are counted: an allocation of the program's interface (argument, output, constant) stands for the whole run, since
+the caller holds it. A temporary counts from the instruction that defines it to the last one that reads it. Values that reuse the place of
+an operand (SHARE_WITH in the trace) count once. Padding between buffers, and holes, do not count: the timeline's maximum is at most the
+peak that the compiler reports; by how much less is in `Timeline`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.wire import Message
+
+# Memory spaces, the "colours" of XLA's buffers. 5 is host memory everywhere (xla/layout.h: Layout::kHostMemorySpace). On TPU the others are
+# on the chip: the vector memory (VMEM) or, on v4, the common memory (CMEM), and some that hold a few bytes of semaphores and scalars. On
+# GPU 1 is main memory that collectives can reach.
+_MAIN, _HOST = 0, 5
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer of a compiled program.
+
+    Attributes:
+      name: the HLO instruction that defines its content.
+      bytes: its size.
+      shape: element type and dimensions as XLA writes them, such as "f32[512,256]".
+      operation: JAX's name of the operation, such as "jit(loss)/jvp()/dot_general"; an argument's name for an argument.
+      source: "file.py:line" of the user's code that made it, or "" where the compiler did.
+      kind: "argument", "output", "temporary" or "constant". An argument whose buffer is donated to an output is an argument.
+    """
+
+    name: str
+    bytes: int
+    shape: str
+    operation: str
+    source: str
+    kind: str
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{format_bytes(self.bytes):>10}  {self.kind:<9}  {self.shape}  {self.operation or self.name}{where}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes of device memory over the schedule of a compiled program.
+
+    `live_bytes[i]` are live while the instruction at schedule position `positions[i]` runs, `labels[i]` is its operation. The body of a
+    loop stands once in the schedule, just before the loop itself.
+
+    A value's end is known to within the distance to the next allocation. Padding and holes between buffers do not count. The maximum is
+    the peak of the report to within 1% on CPU, CUDA and TPU, in programs of at least some MiB: the tests hold it to that.
+
+    On TPU there are two memories, the HBM and the vector memory on the chip (v4: common memory). The reported peak is that of the one whose
+    temporaries need more, and so is this timeline: HBM's for any program that fills a chip, the vector memory's for small ones.
+    """
+
+    positions: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once."""
+        return max(self.live_bytes, default=0)
+
+    @property
+    def peak_position(self) -> int:
+        """The first index into `positions` at which the most bytes are live."""
+        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
+
+    def __str__(self) -> str:
+        if not self.live_bytes:
+            return "no instructions"
+        bars, width = "▁▂▃▄▅▆▇█", min(72, len(self.live_bytes))
+        edges = [len(self.live_bytes) * i // width for i in range(width + 1)]
+        columns = [max(self.live_bytes[a:b]) for a, b in pairwise(edges)]
+        line = "".join(bars[round(c / max(self.peak_bytes, 1) * (len(bars) - 1))] for c in columns)
+        return f"{line}\npeak {format_bytes(self.peak_bytes)} at {self.labels[self.peak_position]}"
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A temporary and the first and the last position of the schedule at which it is live, both included."""
+
+    first: int
+    last: int
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A buffer assignment: what stands for the whole run, what comes and goes, and the schedule.
+
+    Attributes:
+      standing: buffers of device memory that are there for the whole run: arguments, outputs, constants.
+      main: temporaries in the device's main memory.
+      on_chip: temporaries in a TPU's vector memory (v4: common memory).
+      labels: the operation at each position of the schedule.
+      host_bytes: bytes of all allocations in host memory.
+    """
+
+    standing: tuple[Buffer, ...]
+    main: tuple[Lifetime, ...]
+    on_chip: tuple[Lifetime, ...]
+    labels: tuple[str, ...]
+    host_bytes: int
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The live bytes at each position of the schedule; of a TPU's two memories, those in the one whose temporaries need more."""
+        return self._timeline(self.temporaries)
+
+    @functools.cached_property
+    def temporaries(self) -> tuple[Lifetime, ...]:
+        """The temporaries that `timeline` counts."""
+        return max(self.main, self.on_chip, key=lambda lifetimes: self._timeline(lifetimes).peak_bytes)
+
+    @property
+    def main_peak_bytes(self) -> int:
+        """The most bytes live at once in the device's main memory."""
+        return self._timeline(self.main).peak_bytes
+
+    @property
+    def on_chip_bytes(self) -> int:
+        """How many of the timeline's bytes at the peak are in a TPU's vector memory: on the chip, not in HBM."""
+        standing = sum(buffer.bytes for buffer in self.standing)
+        return self.timeline.peak_bytes - standing if self.temporaries is self.on_chip else 0
+
+    def live(self, position: int) -> tuple[Buffer, ...]:
+        """Returns the buffers live at a position of the schedule, largest first."""
+        there = [life.buffer for life in self.temporaries if life.first <= position <= life.last]
+        return tuple(sorted((*self.standing, *there), key=lambda buffer: -buffer.bytes))
+
+    def largest(self, count: int) -> tuple[Buffer, ...]:
+        """Returns the largest `count` buffers live at the peak, largest first."""
+        return self.live(self.timeline.peak_position)[:count]
+
+    def _timeline(self, lifetimes: tuple[Lifetime, ...]) -> Timeline:
+        change = [0] * (len(self.labels) + 1)
+        for life in lifetimes:
+            change[life.first] += life.buffer.bytes
+            change[life.last + 1] -= life.buffer.bytes
+        base = sum(buffer.bytes for buffer in self.standing)
+        live = [base + moving for moving in accumulate(change)][:-1]
+        return Timeline(tuple(range(len(live))), tuple(live), self.labels)
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+# Numbers of the fields that are read, by message.
+
+
+class _Hlo:  # HloProto
+    module, assignment = 1, 3
+
+
+class _Module:  # HloModuleProto
+    computations, entry_id, schedule, frames = 3, 6, 7, 17
+
+
+class _Computation:  # HloComputationProto
+    instructions, id, root_id = 2, 5, 6
+
+
+class _Instruction:  # HloInstructionProto
+    name, shape, metadata, id, operand_ids, called_ids = 1, 3, 7, 35, 36, 38
+
+
+class _Metadata:  # OpMetadata
+    operation, file, line, frame = 2, 3, 4, 15
+
+
+class _Frames:  # StackFrameIndexProto, its FileLocation and StackFrame
+    files, locations, frames = 1, 3, 4
+    location_file, location_line = 1, 3
+    frame_location, frame_parent = 1, 2
+
+
+class _Assignment:  # BufferAssignmentProto
+    values, allocations, traces = 1, 3, 4
+
+
+class _Value:  # LogicalBufferProto and its Location
+    id, size, place = 1, 2, 3
+    place_index, place_instruction = 3, 4
+
+
+class _Allocation:  # BufferAllocationProto and its Assigned
+    size, thread_local, argument, output, colour, members, tuple, constant = 2, 3, 5, 7, 8, 9, 11, 12
+    member_value = 1
+
+
+class _Trace:  # HeapSimulatorTrace and its Event
+    events = 1
+    kind, value, instruction, shares_with = 1, 2, 4, 5
+    alloc, free, share = 0, 1, 2
+
+
+class _Shape:  # ShapeProto
+    type, dimensions, parts = 2, 3, 4
+
+
+def read(hlo: bytes, platform: str) -> Assignment:
+    """Reads a serialised xla.HloProto that holds a scheduled module and its buffer assignment.
+
+    Args:
+      hlo: the bytes, as XLA dumps them ("...after_optimizations.hlo.pb").
+      platform: "cpu", "cuda" or "tpu"; memory spaces mean different things on each.
+
+    Raises:
+      ValueError, IndexError, KeyError: it is something else.
+    """
+    proto = Message(hlo)
+    program = _Program(proto.message(_Hlo.module))
+    assignment = proto.message(_Hlo.assignment)
+    values = {value.number(_Value.id): value for value in assignment.messages(_Assignment.values)}
+    places = _replay(assignment.messages(_Assignment.traces), program)
+
+    standing: list[Buffer] = []
+    spaces: dict[int, list[Lifetime]] = {_MAIN: []}
+    host = 0
+    for allocation in assignment.messages(_Assignment.allocations):
+        size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
+        members = [values[m.number(_Allocation.member_value)] for m in allocation.messages(_Allocation.members)]
+        if allocation.number(_Allocation.thread_local) or not members:  # scalars inside a kernel
+            continue
+        kind = _kind(allocation)
+        if colour == _HOST:
+            host += size
+        elif kind != "temporary":
+            # Temporaries may have been put into an output's place; the output itself is the value defined last.
+            last = members[0] if kind == "argument" else max(members, key=program.position_of)
+            standing.append(program.buffer(last, kind, size))
+        else:
+            lifetimes = spaces.setdefault(colour if platform == "tpu" else _MAIN, [])
+            inside = {id(place): place for m in members if (place := places.get(m.number(_Value.id)))}
+            for place in inside.values():
+                values_there = (values[identity] for identity in place.values)
+                widest = max(values_there, key=lambda v: (v.number(_Value.size), program.position_of(v)))
+                buffer = program.buffer(widest, kind, widest.number(_Value.size))
+                lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.spans)
+            if not inside and not allocation.number(_Allocation.tuple):  # never simulated: there for the whole run
+                widest = max(members, key=lambda v: v.number(_Value.size))
+                lifetimes.append(Lifetime(0, len(program.labels) - 1, program.buffer(widest, kind, size)))
+    main = spaces.pop(_MAIN)
+    on_chip = max(spaces.values(), key=lambda space: sum(life.buffer.bytes for life in space), default=[])
+    return Assignment(tuple(standing), tuple(main), tuple(on_chip), program.labels, host)
+
+
+def _kind(allocation: Message) -> str:
+    for number, kind in (
+        (_Allocation.argument, "argument"),
+        (_Allocation.constant, "constant"),
+        (_Allocation.output, "output"),
+    ):
+        if allocation.number(number):
+            return kind
+    return "temporary"
+
+
+@dataclass
+class _Place:
+    """Values that live in the same memory, each in the place of an operand, and when any of them is live: first and last positions."""
+
+    values: list[int] = field(default_factory=list)
+    live: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _replay(traces: list[Message], program: _Program) -> dict[int, _Place]:
+    """Replays the heap simulator's events and returns the place of each value by the value's id.
+
+    ALLOC and SHARE_WITH begin a value's life, FREE ends it. The simulator walks the schedule and at each instruction first allocates,
+    then frees. Events name the instruction that defines their value, so the time of an ALLOC is known and that of a FREE lies between
+    the two ALLOCs around it: the earlier is taken, which leaves every maximum what it is.
+    """
+    places: dict[int, _Place] = {}
+    for trace in traces:
+        position = 0
+        for event in trace.messages(_Trace.events):
+            kind, value = event.number(_Trace.kind), event.number(_Trace.value)
+            if kind == _Trace.free:
+                place = places.get(value)
+                if place and place.live:
+                    place.live -= 1
+                    place.spans[-1] = (place.spans[-1][0], position)
+                continue
+            position = program.positions.get(event.text(_Trace.instruction), position)
+            owner = event.number(_Trace.shares_with) if kind == _Trace.share else value
+            place = places[value] = places.setdefault(owner, _Place())
+            place.values.append(value)
+            if not place.live:
+                first = place.spans.pop()[0] if place.spans and place.spans[-1][1] == position else position
+                place.spans.append((first, len(program.labels) - 1))  # until it is freed
+            place.live += 1
+    return places
+
+
+class _Program:
+    """The scheduled program: order, names, shapes and source lines of its instructions."""
+
+    def __init__(self, module: Message) -> None:
+        self._sources = _Sources(module.message(_Module.frames))
+        self._computations = {c.number(_Computation.id): c for c in module.messages(_Module.computations)}
+        # HloScheduleProto is a map from a computation's id to a message with the ids of its instructions.
+        schedule = {
+            entry.number(1): entry.message(2).numbers(1) for entry in module.message(_Module.schedule).messages(1)
+        }
+        self._instructions: dict[int, Message] = {}
+        for computation in schedule:
+            for instruction in self._computations[computation].messages(_Computation.instructions):
+                self._instructions[instruction.number(_Instruction.id)] = instruction
+        order = list(self._flatten(module.number(_Module.entry_id), schedule, set()))
+        names = [self._instructions[i].text(_Instruction.name) for i in order]
+        self._order = {identity: position for position, identity in enumerate(order)}
+        self.positions = {name: position for position, name in enumerate(names)}
+        self.labels = tuple(self._operation(i) or name for i, name in zip(order, names))
+
+    def _flatten(self, computation: int, schedule: dict[int, list[int]], seen: set[int]) -> Iterator[int]:
+        # The order of XLA's own HloLiveRange: what an instruction calls (a loop's condition, then its body) comes just before it.
+        if computation in seen or computation not in schedule:
+            return
+        seen.add(computation)
+        for identity in schedule[computation]:
+            for called in reversed(self._instructions[identity].numbers(_Instruction.called_ids)):
+                yield from self._flatten(called, schedule, seen)
+            yield identity
+
+    def position_of(self, value: Message) -> int:
+        """Returns the position at which a value is defined, -1 where that is outside the schedule."""
+        return self._order.get(value.message(_Value.place).number(_Value.place_instruction), -1)
+
+    def buffer(self, value: Message, kind: str, size: int) -> Buffer:
+        """Returns the buffer that holds a value."""
+        place = value.message(_Value.place)
+        identity = place.number(_Value.place_instruction)
+        instruction = self._instructions.get(identity, Message())
+        shape = instruction.message(_Instruction.shape)
+        for index in place.numbers(_Value.place_index):
+            parts = shape.messages(_Shape.parts)
+            shape = parts[index] if index < len(parts) else Message()
+        source = next((line for m in self._metadata(identity) if (line := self._sources.line(m))), "")
+        return Buffer(instruction.text(_Instruction.name), size, _shape(shape), self._operation(identity), source, kind)
+
+    def _operation(self, identity: int) -> str:
+        return next((name for m in self._metadata(identity) if (name := m.text(_Metadata.operation))), "")
+
+    def _metadata(self, identity: int) -> Iterator[Message]:
+        """Yields an instruction's metadata, then that of its fusion's root, then that of the instruction whose value it moves."""
+        for _ in range(8):
+            instruction = self._instructions.get(identity)
+            if instruction is None:
+                return
+            yield instruction.message(_Instruction.metadata)
+            for called in instruction.numbers(_Instruction.called_ids):
+                computation = self._computations.get(called, Message())
+                root = computation.number(_Computation.root_id)
+                for inner in computation.messages(_Computation.instructions):
+                    if inner.number(_Instruction.id) == root:
+                        yield inner.message(_Instruction.metadata)
+            operands = instruction.numbers(_Instruction.operand_ids)
+            if not operands:
+                return
+            identity = operands[0]
+
+
+class _Sources:
+    """The source lines of a program, which it holds as one table of stack frames."""
+
+    def __init__(self, index: Message) -> None:
+        self._files = index.texts(_Frames.files)
+        self._locations = index.messages(_Frames.locations)
+        self._frames = index.messages(_Frames.frames)
+
+    def line(self, metadata: Message) -> str:
+        """Returns "file.py:12": the innermost frame of the user's own code, or the innermost of all where there is none such."""
+        if metadata.text(_Metadata.file):  # written out, where there is no table
+            return f"{metadata.text(_Metadata.file)}:{metadata.number(_Metadata.line)}"
+        stack: list[tuple[str, int]] = []
+        frame = metadata.number(_Metadata.frame)  # from 1 on; 0 is none
+        while 0 < frame <= len(self._frames):
+            location = self._locations[self._frames[frame - 1].number(_Frames.frame_location) - 1]
+            stack.append(
+                (self._files[location.number(_Frames.location_file) - 1], location.number(_Frames.location_line))
+            )
+            outer = self._frames[frame - 1].number(_Frames.frame_parent)
+            frame = outer if outer < frame else 0
+        own = [place for place in stack if not _is_library(place[0])] or stack
+        return f"{own[0][0]}:{own[0][1]}" if own else ""
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, _PACKAGE + os.sep)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or re.search(r"[/\\](site|dist)-packages[/\\]", file) is not None
+
+
+# xla.PrimitiveType
+_TYPES = re.findall(
+    r"\w+",
+    """invalid pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4
+    f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu""",
+)
+
+
+def _shape(shape: Message) -> str:
+    parts = shape.messages(_Shape.parts)
+    if parts:
+        return f"({', '.join(map(_shape, parts))})"
+    number = shape.number(_Shape.type)
+    name = _TYPES[number] if number < len(_TYPES) else f"type{number}"
+    return f"{name}[{','.join(map(str, shape.numbers(_Shape.dimensions)))}]"

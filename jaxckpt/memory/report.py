@@ -1,0 +1,292 @@
+"""Compile a function and read from the compiler what memory it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import html
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError
+from jaxckpt.core.units import format_bytes, parse_bytes
+from jaxckpt.memory import buffers
+from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
+from jaxckpt.memory.targets import Target, resolve, start_backend
+from jaxckpt.memory.targets import compiler_options as options_for
+
+logger = logging.getLogger("jaxckpt")
+
+SMALL_SHARE = 0.2
+"""Where temporaries are less than this share of the peak, `MemoryReport.advice` says that checkpointing can do little."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What one device needs to run a compiled program, in bytes. Prints as a block of text.
+
+    Attributes:
+      target: name of the target that it was compiled for.
+      peak_bytes: the most memory in use at once on the device: arguments, outputs and temporaries.
+        CPU: argument + output + temp - alias, for XLA's own figure leaves temporaries out there.
+        CUDA: XLA's figure; with buffers in host memory, argument + output + temp - alias, for XLA's figure then takes the host's
+        temporaries for the device's where they are more.
+        TPU: XLA's figure, which is arguments and outputs plus temporaries in HBM, or plus those in the vector memory on the chip where
+        they are more: see `on_chip_bytes`. Host memory is left out as on CUDA.
+      argument_bytes, output_bytes: arguments and results.
+      temp_bytes: all between. On TPU peak - argument - output + alias, for XLA's figure leaves out what is on the chip.
+      alias_bytes: outputs that are written in the place of donated arguments, counted in both of the above.
+      host_bytes: buffers in the host's memory: what was offloaded.
+      on_chip_bytes: how many of the peak's bytes are in a TPU's vector memory (VMEM, on v5e 128 MiB) and so not in HBM. Not 0 only for
+        programs so small that their temporaries fit there; their HBM need is `main_memory_bytes`.
+      main_memory_bytes: the peak in main memory alone; `peak_bytes`, unless something is on the chip.
+      code_bytes: the program itself, which on TPU is in HBM too, beside the peak; 0 elsewhere.
+      flops: the compiler's count, a loop's body once. None where it does not count, as on a CUDA device that is not there.
+      compile_seconds: how long compiling took; tracing and lowering come on top.
+    """
+
+    target: str
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    host_bytes: int
+    on_chip_bytes: int
+    main_memory_bytes: int
+    code_bytes: int
+    flops: float | None
+    compile_seconds: float
+    _assignment: Assignment | None = field(default=None, repr=False, compare=False)
+
+    def largest(self, count: int = 10) -> tuple[Buffer, ...]:
+        """Returns the biggest buffers that are live at the peak, biggest first."""
+        return self._read_assignment().largest(count)
+
+    def timeline(self) -> Timeline:
+        """Returns the live bytes at each position of the compiled schedule."""
+        return self._read_assignment().timeline
+
+    def advice(self) -> str | None:
+        """Returns a sentence that says how little checkpointing can save, where temporaries are a small share of the peak, else None."""
+        if not self.peak_bytes or self.temp_bytes >= SMALL_SHARE * self.peak_bytes:
+            return None
+        rest = format_bytes(self.peak_bytes - self.temp_bytes)
+        return (
+            f"Activations are {self.temp_bytes / self.peak_bytes:.0%} of the peak: checkpointing can save at most "
+            f"{format_bytes(self.temp_bytes)} of {format_bytes(self.peak_bytes)}; arguments and outputs take the other {rest}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the figures as plain values: bytes, FLOPs, seconds."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "_assignment"}
+
+    def _read_assignment(self) -> Assignment:
+        if self._assignment is None:
+            raise TargetError(
+                f"the compiler for {self.target} gave no buffer assignment that could be read: see the log"
+            )
+        return self._assignment
+
+    def _rows(self) -> list[tuple[str, str]]:
+        optional = {
+            "arguments reused for outputs": self.alias_bytes,
+            "in host memory": self.host_bytes,
+            "of the peak on the chip": self.on_chip_bytes,
+            "program": self.code_bytes,
+        }
+        return [
+            ("peak", format_bytes(self.peak_bytes)),
+            ("arguments", format_bytes(self.argument_bytes)),
+            ("outputs", format_bytes(self.output_bytes)),
+            ("temporaries", format_bytes(self.temp_bytes)),
+            *((name, format_bytes(size)) for name, size in optional.items() if size),
+            *([("FLOPs", f"{self.flops:.3g}")] if self.flops is not None else []),
+            ("compiled in", f"{self.compile_seconds:.1f} s"),
+        ]
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        wide, deep = (max(len(row[i]) for row in rows) for i in range(2))
+        lines = [f"{self.target}, one device", *(f"  {name:<{wide}}  {value:>{deep}}" for name, value in rows)]
+        return "\n".join([*lines, *filter(None, [self.advice()])])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in self._rows()
+        )
+        advice = self.advice()
+        caption = f"{html.escape(self.target)}, one device"
+        return f"<table><caption>{caption}</caption>{rows}</table>" + (
+            f"<p>{html.escape(advice)}</p>" if advice else ""
+        )
+
+
+def measure(
+    fun: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> MemoryReport:
+    """Compiles a function for a target and returns what memory it needs. Runs nothing and needs no device but for a local target.
+
+    Args:
+      fun: a function, or an already jitted one: then what `jax.jit` was told holds (donated and static arguments, shardings).
+      *args: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shapes, dtypes and shardings matter; Python scalars.
+        An argument without a sharding goes where JAX puts it: on the target's first device, or over the mesh of the other arguments.
+        A sharding over a mesh of other devices, or over an abstract mesh, is moved to a mesh of that shape of all the target's devices.
+        Compile-only GPUs know no memory kinds: for one that is not here, an argument in host memory counts as on the device, and the
+        log says so.
+      target: what to compile for: see `Target`; None for the local backend.
+      compiler_options: XLA's options for this one program. By default `compiler_options(target)`, what checkpointing needs to hold there;
+        `{}` for none, as a bare `jax.jit` compiles.
+
+    Raises:
+      UnknownTargetError, MissingTargetError: see `Target`.
+      ArgumentError: `fun` cannot be called, or a sharding's mesh has another size than the target.
+      DoesNotFitError: the compiler gives up because the program does not fit the device; TPU's does.
+
+    >>> import jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    >>> report = measure(lambda x: jnp.sin(x) @ x, x, target="cpu")
+    >>> report.argument_bytes, report.output_bytes, report.temp_bytes >= 4 * 1024**2
+    (4194304, 4194304, True)
+    """
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
+    resolved = resolve(target)
+    options = options_for(resolved) if compiler_options is None else dict(compiler_options)
+    device = resolved.devices[0]
+    jitted: Any = fun if hasattr(fun, "trace") and hasattr(fun, "lower") else jax.jit(fun)
+    start_backend()
+    # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
+    traced = jitted.trace(*jax.tree.map(lambda leaf: _abstract(leaf, resolved), args))
+    with (
+        jax.default_device(device),
+        _compat.no_persistent_cache,
+        tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder,
+    ):
+        lowered = traced.lower(lowering_platforms=(resolved.platform,))
+        start = time.perf_counter()
+        compiled = _compile(lowered, options | {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}, resolved)
+        seconds = time.perf_counter() - start
+        assignment = _read_dump(folder, resolved.platform)
+    return _report(compiled, assignment, resolved, seconds)
+
+
+def _abstract(leaf: Any, target: Target) -> Any:
+    """Returns shape, dtype and sharding of a leaf; what is no array of JAX's (scalars, NumPy arrays, static arguments) stays itself."""
+    if isinstance(leaf, jax.Array):
+        # An array that is nowhere in particular goes where the others go.
+        sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+    elif isinstance(leaf, jax.ShapeDtypeStruct):
+        sharding = leaf.sharding
+    else:
+        return leaf
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_move(sharding, target), weak_type=weak)
+
+
+def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
+    """Returns the sharding over the target's devices."""
+    if sharding is None:
+        return None
+    host = sharding.memory_kind in ("pinned_host", "unpinned_host")
+    if host and target.platform == "cuda" and not target.local:
+        logger.warning(
+            "JAX's compile-only GPUs have no host memory: an argument in %s counts as on the device",
+            sharding.memory_kind,
+        )
+    if isinstance(sharding, NamedSharding):
+        mesh: Any = sharding.mesh
+        if mesh.empty:
+            return None
+        if isinstance(mesh, AbstractMesh) or not set(mesh.devices.flat) <= set(target.devices):
+            moved = target.mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
+            return NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
+        return sharding
+    if sharding.device_set <= set(target.devices):
+        return sharding
+    if len(sharding.device_set) > 1:
+        raise ArgumentError("args", f"sharded over a mesh (NamedSharding), to be compiled for {target.name}", sharding)
+    return SingleDeviceSharding(target.devices[0], memory_kind=sharding.memory_kind) if host else None
+
+
+_NO_ROOM = re.compile(r"([\d.]+)([KMGT]?)\)? (?:exceeds available HBM \(|of )([\d.]+)([KMGT]?)")
+
+
+def _compile(lowered: Any, options: dict[str, Any], target: Target) -> Any:
+    if target.platform == "cuda" and not target.local:
+        # There is nothing to tune kernels on. With the option XLA takes its default kernels at once instead of looking for a device.
+        options = {"xla_gpu_autotune_level": 0} | options
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        found = _NO_ROOM.search(str(error))
+        needed = parse_bytes(f"{found[1]}{found[2]}iB" if found[2] else found[1]) if found else None
+        raise DoesNotFitError(target.name, needed, target.memory_bytes, str(error).splitlines()[0]) from error
+
+
+def _read_dump(folder: str, platform: str) -> Assignment | None:
+    # A GPU's compiler may dump helpers beside the program; they are smaller.
+    files = sorted(glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb")), key=os.path.getsize)
+    if not files:
+        logger.warning("XLA for %s dumped no program: no timeline, no buffers", platform)
+        return None
+    with open(files[-1], "rb") as file:
+        content = file.read()
+    try:
+        return buffers.read(content, platform)
+    except (IndexError, KeyError, ValueError):
+        logger.warning(
+            "cannot read the buffer assignment that XLA for %s dumped: no timeline, no buffers", platform, exc_info=True
+        )
+        return None
+
+
+def _report(compiled: Any, assignment: Assignment | None, target: Target, seconds: float) -> MemoryReport:
+    stats = compiled.memory_analysis()
+    argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    temp, alias = stats.temp_size_in_bytes, stats.alias_size_in_bytes
+    host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes + stats.host_temp_size_in_bytes
+    host -= stats.host_alias_size_in_bytes
+    if target.platform == "cpu" or (host and not (target.platform == "tpu" and assignment)):
+        peak = argument + output + temp - alias
+    elif host and assignment:
+        peak = assignment.timeline.peak_bytes
+    else:
+        peak = stats.peak_memory_in_bytes
+    if target.platform == "tpu":
+        temp = peak - argument - output + alias
+    on_chip = assignment.on_chip_bytes if assignment else 0
+    costs = compiled.cost_analysis()
+    costs = costs[0] if isinstance(costs, list) and costs else costs
+    flops = costs.get("flops") if isinstance(costs, Mapping) else None
+    return MemoryReport(
+        target=target.name,
+        peak_bytes=peak,
+        argument_bytes=argument,
+        output_bytes=output,
+        temp_bytes=temp,
+        alias_bytes=alias,
+        host_bytes=host,
+        on_chip_bytes=on_chip,
+        main_memory_bytes=assignment.main_peak_bytes if assignment and on_chip else peak,
+        code_bytes=stats.generated_code_size_in_bytes if target.platform == "tpu" else 0,
+        flops=float(flops) if flops is not None and np.isfinite(flops) else None,
+        compile_seconds=seconds,
+        _assignment=assignment,
+    )

@@ -1,0 +1,94 @@
+"""The wire format of protocol buffers, as far as reading a few fields of a message takes it.
+
+A message is a row of fields, each a key (the field's number and a wire type) and a value. It says where it ends, so a reader needs to know
+only the fields that it wants. https://protobuf.dev/programming-guides/encoding
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Message:
+    """A message: the values of its fields by their numbers. A field that is not there reads as 0, "" or an empty message.
+
+    >>> message = Message(bytes([0x08, 0x96, 0x01, 0x12, 0x02, 0x68, 0x69]))  # field 1: 150, field 2: "hi"
+    >>> message.number(1), message.text(2), message.number(3)
+    (150, 'hi', 0)
+    """
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, data: bytes | memoryview = b"") -> None:
+        self._fields: dict[int, list[Any]] = {}
+        view, at = memoryview(data), 0
+        while at < len(view):
+            key, at = _varint(view, at)
+            wire = key & 7
+            value: Any
+            if wire == 0:
+                value, at = _varint(view, at)
+            elif wire in (1, 2, 5):
+                if wire == 2:
+                    size, at = _varint(view, at)
+                else:
+                    size = 8 if wire == 1 else 4
+                value, at = view[at : at + size], at + size
+            else:
+                raise ValueError(f"no protocol buffer: wire type {wire}")
+            self._fields.setdefault(key >> 3, []).append(value)
+        if at > len(view):
+            raise ValueError("no protocol buffer: the last field is cut off")
+
+    def number(self, field: int) -> int:
+        """Returns an integer or boolean field."""
+        return int(self._fields[field][-1]) if field in self._fields else 0
+
+    def numbers(self, field: int) -> list[int]:
+        """Returns a repeated integer field, packed or not."""
+        result = []
+        for value in self._fields.get(field, ()):
+            if isinstance(value, int):
+                result.append(value)
+                continue
+            at = 0
+            while at < len(value):
+                item, at = _varint(value, at)
+                result.append(item)
+        return result
+
+    def text(self, field: int) -> str:
+        """Returns a string field."""
+        return _decode(self._fields[field][-1]) if field in self._fields else ""
+
+    def texts(self, field: int) -> list[str]:
+        """Returns a repeated string field."""
+        return [_decode(value) for value in self._fields.get(field, ())]
+
+    def message(self, field: int) -> Message:
+        """Returns a field that is itself a message."""
+        return Message(self._fields[field][-1]) if field in self._fields else Message()
+
+    def messages(self, field: int) -> list[Message]:
+        """Returns a repeated field of messages."""
+        return [Message(value) for value in self._fields.get(field, ())]
+
+
+def _decode(value: memoryview) -> str:
+    return bytes(value).decode(errors="replace")
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    """Returns the integer at a position, seven bits a byte, the lowest first, and the position after it."""
+    byte = view[at]
+    at += 1
+    if byte < 128:
+        return byte, at
+    value, shift = byte & 127, 7
+    while True:
+        byte = view[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7

@@ -1,0 +1,173 @@
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxckpt.memory import buffers
+from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Timeline
+from jaxckpt.memory.report import MemoryReport, measure
+from tests.memory import chain
+
+HERE = Path(__file__)
+TARGETS = ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda), pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)]
+
+
+def line_of(marker: str) -> str:
+    """ "file.py:12" of the line of this file that ends with a comment."""
+    (number,) = [i for i, line in enumerate(HERE.read_text().splitlines(), 1) if line.endswith(f"  # {marker}")]
+    return f"{HERE}:{number}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("segment", [0, 4])
+def test_the_most_live_bytes_are_the_reported_peak(target, segment):
+    report = chain.report(target, segment)
+    line = report.timeline()
+    assert line.peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
+    assert line.live_bytes[line.peak_position] == line.peak_bytes
+    assert len(line.positions) == len(line.live_bytes) == len(line.labels)
+    assert list(line.positions) == sorted(set(line.positions))
+    # Arguments and outputs stand throughout.
+    assert min(line.live_bytes) == pytest.approx(report.argument_bytes + report.output_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_it_holds_for_loops_whose_carries_are_updated_in_place(target):
+    # A scan and its transpose: values share places, are freed and taken again.
+    def loss(ws, x):
+        return jnp.sum(
+            jax.lax.scan(lambda x, w: (jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, w), None), x, ws)[0] ** 2
+        )
+
+    ws = jax.ShapeDtypeStruct((12, 256, 256), jnp.bfloat16)
+    report = measure(jax.value_and_grad(loss), ws, jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16), target=target)
+    assert report.timeline().peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
+    assert any("while" in label for label in report.timeline().labels)
+
+
+def live_activations(report: MemoryReport) -> int:
+    """How many temporaries of an activation's size are live at the peak."""
+    return sum(b.kind == "temporary" and b.bytes == chain.ACTIVATION for b in report.largest(10_000))
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)])
+def test_without_checkpoints_every_layers_activation_is_live_at_the_peak_and_with_them_a_few(target):
+    plain, checkpointed = chain.report(target), chain.report(target, 4)
+    assert chain.LAYERS - 1 <= live_activations(plain) <= chain.LAYERS + 4
+    # One for each segment's input, and those of one segment. (On TPU weights prefetched to the chip come on top: of another size.)
+    assert live_activations(checkpointed) <= chain.LAYERS / 4 + 4 + 4
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_the_plain_chain_rises_to_its_middle_and_falls_and_the_checkpointed_one_saws(target):
+    plain, checkpointed = (chain.report(target, segment).timeline() for segment in (0, 4))
+    peak = plain.peak_position / len(plain.positions)
+    assert 0.2 < peak < 0.8
+    base = min(plain.live_bytes)
+    quarter = plain.live_bytes[round(plain.peak_position * 0.75)]
+    assert base < quarter < plain.peak_bytes
+
+    def rises(line: Timeline) -> int:
+        """How often memory climbs by three layers' worth from a low."""
+        count, low = 0, line.live_bytes[0]
+        for live in line.live_bytes:
+            low = min(low, live)
+            if live - low >= 3 * chain.ACTIVATION:
+                count, low = count + 1, live
+        return count
+
+    in_backward = [
+        i for i, label in enumerate(checkpointed.labels) if "rematted_computation" in label and "dot_general" in label
+    ]
+    assert in_backward
+    after = Timeline(*(tuple(x[in_backward[0] :]) for x in dataclasses.astuple(checkpointed)))
+    after_plain = Timeline(*(tuple(x[plain.peak_position + 1 :]) for x in dataclasses.astuple(plain)))
+    assert rises(after) >= 3  # each segment is computed again
+    assert rises(after) > rises(after_plain)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_biggest_buffer_is_named_with_operation_and_line(target):
+    # 64 MiB on the way from 512 KiB.
+    x, w = jax.ShapeDtypeStruct((4096, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4096), jnp.float32)
+
+    def outer(x, w):
+        big = jax.lax.optimization_barrier(x @ w)  # the outer product
+        return jnp.sum(jnp.sin(big) @ big)
+
+    report = measure(outer, x, w, target=target)
+    size = report.largest(1)[0].bytes
+    assert size in (64 * 2**20, 32 * 2**20)  # on TPU it may be kept as bfloat16, which is what its matmuls take
+    named = [b for b in report.largest(10) if b.bytes == size and b.source == line_of("the outer product")]
+    assert named, report.largest(10)
+    assert named[0].kind == "temporary"
+    assert named[0].operation.startswith("jit(outer)")
+    assert named[0].operation.endswith("dot_general")
+    assert named[0].shape in ("f32[4096,4096]", "bf16[4096,4096]")
+    assert line_of("the outer product") in str(named[0])
+
+
+def test_arguments_and_outputs_have_their_names_and_kinds():
+    def fun(params, x):
+        return {"y": jnp.sin(x) @ params["weights"]}
+
+    report = measure(fun, {"weights": jnp.ones((64, 64))}, jnp.ones((512, 64)), target="cpu")
+    of_kind = {kind: [b for b in report.largest(100) if b.kind == kind] for kind in ("argument", "output")}
+    assert {(b.operation, b.bytes, b.shape) for b in of_kind["argument"]} == {
+        ("params['weights']", 64 * 64 * 4, "f32[64,64]"),
+        ("x", 512 * 64 * 4, "f32[512,64]"),
+    }
+    assert [(b.bytes, b.shape) for b in of_kind["output"]] == [(512 * 64 * 4, "f32[512,64]")]
+    assert of_kind["output"][0].operation.endswith("dot_general")
+
+
+def test_a_donated_argument_is_one_buffer():
+    report = measure(jax.jit(lambda x: x * 2, donate_argnums=0), jnp.ones((1024, 1024)), target="cpu")
+    assert [b.kind for b in report.largest(100) if b.bytes >= 2**20] == ["argument"]
+    assert report.timeline().peak_bytes == report.peak_bytes
+
+
+def test_the_source_is_the_users_line_and_not_a_librarys():
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4096)(x)  # a layer of flax
+
+    model, x = Model(), jax.ShapeDtypeStruct((2048, 8), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    report = measure(model.apply, params, x, target="cpu")
+    assert report.largest(1)[0].source == line_of("a layer of flax")
+
+
+def assignment(*lifetimes: Lifetime, standing: int = 100, length: int = 6) -> Assignment:
+    whole = Buffer("p", standing, "u8[100]", "x", "", "argument")
+    return Assignment((whole,), lifetimes, (), tuple(f"op{i}" for i in range(length)), 0)
+
+
+def temporary(size: int) -> Buffer:
+    return Buffer(f"t{size}", size, f"u8[{size}]", "", "", "temporary")
+
+
+def test_lifetimes_are_inclusive_and_add_up():
+    a = assignment(Lifetime(1, 2, temporary(10)), Lifetime(2, 4, temporary(5)), Lifetime(4, 4, temporary(7)))
+    assert a.timeline.live_bytes == (100, 110, 115, 105, 112, 100)
+    assert a.timeline.peak_position == 2
+    assert [b.bytes for b in a.largest(2)] == [100, 10]
+    assert [b.bytes for b in a.live(4)] == [100, 7, 5]
+    assert "peak 115 B at op2" in str(a.timeline)
+
+
+def test_of_two_memories_the_timeline_is_of_the_fuller():
+    a = assignment(Lifetime(1, 2, temporary(10)))
+    b = dataclasses.replace(a, on_chip=(Lifetime(3, 4, temporary(40)),))
+    assert (a.timeline.peak_bytes, a.on_chip_bytes, a.main_peak_bytes) == (110, 0, 110)
+    assert (b.timeline.peak_bytes, b.on_chip_bytes, b.main_peak_bytes) == (140, 40, 110)
+
+
+def test_what_is_no_program_is_an_error():
+    with pytest.raises((ValueError, IndexError, KeyError)):
+        buffers.read(b"this is no protocol buffer", "cpu")
