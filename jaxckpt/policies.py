@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, UnmatchedTagError, did_you_mean
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from
@@ -191,6 +193,16 @@ class Policy:
     def plan(self, graph: Graph, *, prevent_cse: bool = True) -> Plan:
         """Returns these decisions as a plan."""
         return Plan(self.regions(graph), graph.fingerprint, prevent_cse)
+
+    def as_jax(self) -> tuple[bool, Any]:
+        """Returns (True, policy of JAX's own) where one decides the same whatever the program: nothing kept, or everything; else (False, None).
+
+        So those two are jax.checkpoint's own programs, to the letter. JAX keeps what derivatives need (`cos x`) where names could only keep
+        what the function computes (`x`, `sin x`); with everything kept that is less.
+        """
+        if self.rules or self.default not in (RECOMPUTE, SAVE):
+            return False, None
+        return True, None if self.default == RECOMPUTE else jax.checkpoint_policies.everything_saveable
 
     def _check_globs(self, graph: Graph) -> None:
         globs = {glob for sel, _ in self.rules for glob in sel.globs}

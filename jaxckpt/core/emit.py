@@ -15,7 +15,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import INTERNAL, Body, Graph, Op, trace
-from jaxckpt.core.plan import Plan, Region, keeps_everything
+from jaxckpt.core.plan import Plan, Region
 
 Flat = Callable[..., list[Any]]
 
@@ -160,17 +160,14 @@ def _region(region: Region, graph: Graph, groups: list[list[Any]], names: _Names
         inner: Flat = functools.partial(_evaluate, body)
     else:
         inner = _stretch(region.start, region.stop, region.regions, graph, groups, names, prevent_cse)
-    return _checkpointed(inner, region, graph, names, prevent_cse)
+    return _checkpointed(inner, region, names, prevent_cse)
 
 
-def _checkpointed(fun: Flat, region: Region, graph: Graph, names: _Names, prevent_cse: bool) -> Flat:
-    if keeps_everything(graph, region) and (region.start, region.stop) == (0, len(graph.ops)):
-        policy: Any = jax.checkpoint_policies.everything_saveable
-        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool) -> Flat:
     saved = [names(i) for i, action in region.actions.items() if action == SAVE]
     offloaded = [names(i) for i, action in region.actions.items() if action == OFFLOAD]
     if not offloaded:
-        policy = jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
+        policy: Any = jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
         return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=saved,
@@ -222,10 +219,10 @@ def _piece(
             fun: Flat = functools.partial(_evaluate, _slice(ins, outs, eqns, graph))
         elif region.regions:
             inner = _piece(begin, end, region.regions, graph, groups, names, prevent_cse, ins, outs)
-            fun = _checkpointed(inner, region, graph, names, prevent_cse)
+            fun = _checkpointed(inner, region, names, prevent_cse)
         else:
             fun = _checkpointed(
-                functools.partial(_evaluate, _slice(ins, outs, eqns, graph)), region, graph, names, prevent_cse
+                functools.partial(_evaluate, _slice(ins, outs, eqns, graph)), region, names, prevent_cse
             )
         parts.append((fun, ins, outs))
         needed |= set(ins)

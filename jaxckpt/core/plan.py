@@ -147,15 +147,6 @@ class Plan:
         return "\n".join(lines)
 
 
-def keeps_everything(graph: Graph, region: Region) -> bool:
-    """Whether a region saves each intermediate value: then it is as if there were none."""
-    return all(
-        region.actions.get(value.index, RECOMPUTE) == SAVE
-        for value in graph.values
-        if value.kind == "intermediate" and value.addressable
-    )
-
-
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file whole or not at all: to a temporary file beside it, which then takes its name."""
     target = pathlib.Path(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +52,8 @@ def checkpoint(
     Args:
       fun: a function of pytrees of arrays, with any number of outputs. Left out: a decorator is returned.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`. With None, or JAX's
-        own, the result is `jax.checkpoint(fun)`. A `Policy` is decided when `fun` is traced, at each call with new shapes.
+        own, or a policy that keeps nothing or everything, the result is `jax.checkpoint(fun)`.
+        Another `Policy` is decided when `fun` is traced, at each call with new shapes.
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass. False is right only inside `lax.scan`,
         where nothing can be merged, and is faster there.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable.
@@ -74,9 +76,12 @@ def checkpoint(
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
     numbers = _static_argnums(static_argnums)
     resolved = resolve(policy)
-    if not isinstance(resolved, Policy):
-        inner = jax.checkpoint(fun, policy=resolved, prevent_cse=prevent_cse, static_argnums=numbers)
-        return _range_checked(fun, inner, numbers) if numbers else inner
+    is_jaxs, own = resolved.as_jax() if isinstance(resolved, Policy) else (True, resolved)
+    if is_jaxs:
+        inner = jax.checkpoint(fun, policy=own, prevent_cse=prevent_cse, static_argnums=numbers)
+        return _checked(fun, inner, numbers, resolved) if numbers or isinstance(resolved, Policy) else inner
+    assert isinstance(resolved, Policy)
+    decided = resolved
 
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +89,7 @@ def checkpoint(
         leaves, in_tree = jax.tree.flatten((dynamic, kwargs))
         avals = tuple(_aval(leaf) for leaf in leaves)
         with _compat.working_checkpoints():
-            graph, emitted = _decided(fun, resolved, prevent_cse, statics, len(args), in_tree, avals, dynamic, kwargs)
+            graph, emitted = _decided(fun, decided, prevent_cse, statics, len(args), in_tree, avals, dynamic, kwargs)
             return run(graph, emitted, dynamic, kwargs)
 
     return checkpointed
@@ -162,11 +167,16 @@ def _check_range(numbers: tuple[int, ...], count: int) -> None:
             )
 
 
-def _range_checked(fun: Callable[..., Any], inner: Callable[..., Any], numbers: tuple[int, ...]) -> Callable[..., Any]:
+def _checked(
+    fun: Callable[..., Any], inner: Callable[..., Any], numbers: tuple[int, ...], policy: Any
+) -> Callable[..., Any]:
+    """Returns `inner` with argument numbers checked, and with a policy of ours where checkpoints work."""
+
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         _check_range(numbers, len(args))
-        return inner(*args, **kwargs)
+        with _compat.working_checkpoints() if isinstance(policy, Policy) else contextlib.nullcontext():
+            return inner(*args, **kwargs)
 
     return checkpointed
 

@@ -42,6 +42,15 @@ def test_values_and_gradients_stay(policy):
     assert_trees_close(both(jaxckpt.checkpoint(layer, policy=policy))(X, W), both(layer)(X, W))
 
 
+@pytest.mark.parametrize("preset", ["nothing", "everything"])
+def test_a_policy_that_keeps_nothing_or_everything_is_jaxs_own(preset):
+    own = {"nothing": None, "everything": jax.checkpoint_policies.everything_saveable}[preset]
+    text = lambda wrap, policy: (
+        jax.jit(jax.grad(lambda x, w: wrap(layer, policy=policy)(x, w).sum())).lower(X, W).as_text()
+    )
+    assert text(jaxckpt.checkpoint, preset) == text(jax.checkpoint, own)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"prevent_cse": False}, {"policy": jax.checkpoint_policies.dots_saveable}], ids=str
 )
