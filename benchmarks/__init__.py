@@ -1,0 +1,1 @@
+"""Models, data and scripts that answer one question each; run from the root of the repository."""
