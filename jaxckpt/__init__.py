@@ -1,12 +1,16 @@
 """Gradient checkpointing for JAX and Flax: fit a training step into the memory you have, and prove it with the compiler."""
 
-from jaxckpt import policies as policies
+from jaxckpt import _quiet as _quiet  # imports jax, before anything else does
+from jaxckpt import policies
 from jaxckpt._errors import (
     ArgumentError,
+    DoesNotFitError,
     EffectsError,
     FactoryError,
+    ForwardModeError,
     InfeasibleBudgetError,
     JaxckptError,
+    MissingPackageError,
     MissingTargetError,
     NotDifferentiableError,
     PlanMismatchError,
@@ -19,9 +23,73 @@ from jaxckpt._errors import (
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import Graph, count_flops, trace
 from jaxckpt.core.plan import Plan, Region
-from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
+from jaxckpt.memory.compare import Comparison, compare
+from jaxckpt.memory.estimate import estimate_memory_savings
+from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import Residual, ResidualReport, residuals
+from jaxckpt.memory.targets import Target, compiler_options, targets
+from jaxckpt.memory.verify import Verification, verify
+from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "OFFLOAD",
+    "RECOMPUTE",
+    "SAVE",
+    "Action",
+    "ArgumentError",
+    "Comparison",
+    "DoesNotFitError",
+    "EffectsError",
+    "FactoryError",
+    "ForwardModeError",
+    "Graph",
+    "InfeasibleBudgetError",
+    "JaxckptError",
+    "MemoryReport",
+    "MissingPackageError",
+    "MissingTargetError",
+    "NotDifferentiableError",
+    "Plan",
+    "PlanMismatchError",
+    "Policy",
+    "Region",
+    "Residual",
+    "ResidualReport",
+    "StructureError",
+    "Target",
+    "TargetError",
+    "UnknownTargetError",
+    "UnmatchedTagError",
+    "Verification",
+    "VerificationError",
+    "checkpoint",
+    "checkpoint_sequential",
+    "compare",
+    "compiler_options",
+    "count_flops",
+    "estimate_memory_savings",
+    "intensity_above",
+    "larger_than",
+    "measure",
+    "op",
+    "policies",
+    "residuals",
+    "tag",
+    "targets",
+    "trace",
+    "verify",
+    "where",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Imports `jaxckpt.flax` when it is first asked for: flax is an extra."""
+    if name == "flax":
+        import importlib
+
+        return importlib.import_module("jaxckpt.flax")
+    raise AttributeError(f"module 'jaxckpt' has no attribute {name!r}")
