@@ -5,7 +5,7 @@
     ├── UnmatchedTagError (LookupError)     a tag glob of a strict policy matches nothing
     ├── StructureError (TypeError)          a layer of a sequence returned another structure than the next one takes
     ├── NotDifferentiableError (TypeError)  there is nothing to differentiate
-    ├── ForwardModeError (TypeError)        a scan that has only a reverse mode is differentiated forward
+    ├── ForwardModeError (TypeError)        a scan that has one reverse mode alone is differentiated forward, or twice in reverse
     ├── EffectsError (TypeError)            a checkpointed function has side effects that a recomputation would repeat
     ├── TargetError
     │   ├── UnknownTargetError (ValueError)     no such target; the nearest names are given
@@ -59,7 +59,7 @@ class NotDifferentiableError(JaxckptError, TypeError):
 
 
 class ForwardModeError(JaxckptError, TypeError):
-    """A transformed function that can be differentiated in reverse alone is differentiated forward."""
+    """A function that can be differentiated in reverse alone, and once, is differentiated in another way."""
 
 
 class EffectsError(JaxckptError, TypeError):

@@ -62,7 +62,7 @@ def decided(policy):
         (intensity_above(4 - 1e-6) & op("dot_general"), {"mlp_up", "mlp_down", "scores"}),
         (where(lambda v: v.shape == (2, 5, 5) and "scores" in v.tags), {"scores"}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else str(value) if isinstance(value, policies.Selector) else "",
 )
 def test_selectors(selector, values):
     assert picked(selector) == values

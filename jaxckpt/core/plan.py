@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxckpt._errors import PlanMismatchError
-from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
+from jaxckpt.core.actions import Action, action_from
 from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.units import format_bytes
 

@@ -52,7 +52,9 @@ def test_a_policy_that_keeps_nothing_or_everything_is_jaxs_own(preset):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"prevent_cse": False}, {"policy": jax.checkpoint_policies.dots_saveable}], ids=str
+    "options",
+    [{}, {"prevent_cse": False}, {"policy": jax.checkpoint_policies.dots_saveable}],
+    ids=["plain", "no cse", "dots"],
 )
 def test_without_a_policy_of_ours_it_lowers_to_the_program_of_jax_checkpoint(options):
     text = lambda wrap: jax.jit(jax.grad(lambda x, w: wrap(layer, **options)(x, w).sum())).lower(X, W).as_text()

@@ -1,0 +1,324 @@
+"""The command `jaxckpt`: compare, measure, residuals, targets.
+
+Exit codes: 0 all right; 1 an error of jaxckpt's, said in one line on standard error; 2 wrong usage. Reports go to standard output, everything
+else to standard error. Commands are a table: see COMMANDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import logging
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+import jaxckpt
+from jaxckpt import factories, policies
+from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt.memory.compare import check_differentiable, compare
+from jaxckpt.memory.report import measure
+from jaxckpt.memory.residuals import residuals
+from jaxckpt.memory.targets import resolve, start_backend, targets
+from jaxckpt.policies import Policy
+from jaxckpt.show import html, plot, table
+from jaxckpt.show.files import write_whole
+
+EPILOG = """\
+FACTORY is FILE.py:NAME or package.module:NAME, a function that returns (fun, args): a loss and the tuple of its arguments (arrays or
+jax.ShapeDtypeStruct), the first of which is differentiated. It may take `checkpoint`, the transform that it puts around each run of
+`segment_size` of its blocks.
+
+  jaxckpt compare benchmarks/models/gpt.py:gpt2 --target cuda:h100 --plot gpt2.png
+  jaxckpt compare train.py:model --policy 'mlp_*=save' --policy 'op(dot_general)=save, attention_*=offload'
+  jaxckpt measure train.py:model --target tpu:v5e:2x2 --variant segments:4
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its line in the help, its options, what it does."""
+
+    help: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+# ----------------------------------------------------------------------------------------------------------------- commands
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    _factory_options(parser)
+    _target_option(parser)
+    parser.add_argument(
+        "--variants",
+        metavar="A,B,...",
+        default="",
+        help=f"which of the standard variants, in what order: {', '.join(v.name for v in factories.STANDARD)}, or segments:N; all by default",
+    )
+    _policy_option(parser, "a variant of your own, beside the others; may be given several times")
+    parser.add_argument(
+        "--time",
+        action="store_true",
+        help="also run the step of each variant on this machine's backend, on the factory's real data",
+    )
+    _file_options(parser, "memory against recomputation", "table, picture, timelines, largest buffers")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    _check_files(options)
+    factory = factories.load(options.factory)
+    chosen = [name.strip() for name in options.variants.split(",") if name.strip()]
+    variants = factories.variants_for(factory, _policies(options.policy), chosen)
+    resolve(options.target)  # an unknown target is an error before the model is built, which may take a while
+    functions, args = factories.build(factory, variants, real=options.time, settings=_settings(options.set))
+    with _progress() as progress:
+        comparison = compare(functions, *args, target=options.target, time=options.time, progress=progress)
+    _print(table.comparison_view(comparison))
+    _write(options.json, lambda: json.dumps({"factory": options.factory, **comparison.to_json()}, indent=1))
+    _write(options.plot, lambda: plot.render(plot.comparison_figure(comparison), plot.check_suffix(options.plot)))
+    _write(options.html, lambda: html.comparison_page(comparison))
+
+
+def _measure_options(parser: argparse.ArgumentParser) -> None:
+    _one_variant_options(parser)
+    _target_option(parser)
+    parser.add_argument(
+        "--largest", type=int, default=10, metavar="N", help="how many of the largest buffers at the peak to list (10)"
+    )
+    _file_options(parser, "live bytes over the schedule", "figures, timeline, largest buffers")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    _check_files(options)
+    factory = factories.load(options.factory)
+    resolve(options.target)
+    name, fun, args = _one_variant(factory, options)
+    check_differentiable(name, fun, args)
+    with _progress() as progress:
+        progress(0, 1, f"compiling {name}")
+        report = measure(jax.value_and_grad(fun), *args, target=options.target)
+        progress(1, 1, "")
+    _print(table.report_view(report, f"{options.factory}, {name}"), table.buffers_view(report, options.largest))
+    _write(
+        options.json,
+        lambda: json.dumps({"factory": options.factory, "variant": name, **table.report_values(report)}, indent=1),
+    )
+    _write(options.plot, lambda: plot.render(plot.timelines_figure({name: report}), plot.check_suffix(options.plot)))
+    _write(options.html, lambda: html.report_page(report, f"{options.factory}, {name}"))
+
+
+def _residuals_options(parser: argparse.ArgumentParser) -> None:
+    _one_variant_options(parser)
+    parser.add_argument("--all", action="store_true", help="list every array, and not only the largest 30")
+    parser.add_argument("--json", metavar="OUT.json", help="write the list as JSON")
+
+
+def _residuals(options: argparse.Namespace) -> None:
+    _check_files(options)
+    factory = factories.load(options.factory)
+    _, fun, args = _one_variant(factory, options)
+    report = residuals(fun, *args)
+    _print(table.residuals_view(report, None if options.all else 30))
+    _write(options.json, lambda: json.dumps(report.to_json(), indent=1))
+
+
+def _no_options(parser: argparse.ArgumentParser) -> None:
+    del parser
+
+
+def _targets(options: argparse.Namespace) -> None:
+    _print(table.targets_view(targets()))
+
+
+COMMANDS: Mapping[str, Command] = {
+    "compare": Command(
+        "compile a model's variants and put memory, recomputation and time side by side", _compare_options, _compare
+    ),
+    "measure": Command("compile one variant and say where its memory goes", _measure_options, _measure),
+    "residuals": Command("list what differentiation keeps for the backward pass", _residuals_options, _residuals),
+    "targets": Command("list what can be compiled for here, and what to install for the rest", _no_options, _targets),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------------ options
+
+
+def _factory_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("factory", metavar="FACTORY", help="FILE.py:NAME or package.module:NAME")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword argument for the factory, such as layers=24",
+    )
+
+
+def _one_variant_options(parser: argparse.ArgumentParser) -> None:
+    _factory_options(parser)
+    parser.add_argument(
+        "--variant",
+        default="none",
+        metavar="NAME",
+        help="how to checkpoint it: none (the default), whole, dots, segments:4 ...",
+    )
+    _policy_option(parser, "checkpoint each block with this policy instead of --variant")
+
+
+def _target_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="what to compile for, such as cuda:h100 (see `jaxckpt targets`); this machine by default",
+    )
+
+
+def _policy_option(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="RULES",
+        help=f"{what}: a preset ({', '.join(policies.PRESETS)}) or rules such as 'mlp_*=save, op(dot_general)=offload'",
+    )
+
+
+def _file_options(parser: argparse.ArgumentParser, picture: str, page: str) -> None:
+    parser.add_argument("--plot", metavar="OUT.png", help=f"write a picture: {picture}; also .svg and .pdf")
+    parser.add_argument("--json", metavar="OUT.json", help="write all figures as JSON")
+    parser.add_argument("--html", metavar="OUT.html", help=f"write one self-contained page: {page}")
+
+
+def _policies(texts: Sequence[str]) -> dict[str, Policy]:
+    return {text: policies.parse(text) for text in texts}
+
+
+def _settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Returns what --set says: values as Python literals, what is none of those as strings."""
+    settings = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ArgumentError("--set", "KEY=VALUE, with a keyword argument's name", text)
+        try:
+            settings[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            settings[key.strip()] = value.strip()
+    return settings
+
+
+def _one_variant(
+    factory: factories.Factory, options: argparse.Namespace
+) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
+    if len(options.policy) > 1:
+        raise ArgumentError(
+            "--policy", "given once here", options.policy, "Several rules go into one, with commas between them."
+        )
+    added = _policies(options.policy)
+    (variant,) = factories.variants_for(factory, added, list(added) or [options.variant])
+    functions, args = factories.build(factory, [variant], settings=_settings(options.set))
+    return variant.name, functions[variant.name], args
+
+
+# ------------------------------------------------------------------------------------------------------------ input, output
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raises, before minutes of compiling, for files that could not be written after them."""
+    for option in ("plot", "json", "html"):
+        path = getattr(options, option, None)
+        if path is None:
+            continue
+        if pathlib.Path(path).is_dir() or not pathlib.Path(path).parent.is_dir():
+            raise ArgumentError(f"--{option}", "a file in a folder that exists", path)
+        if option == "plot":
+            plot.check_suffix(path)
+
+
+def _write(path: str | None, content: Callable[[], str | bytes]) -> None:
+    if path is not None:
+        write_whole(path, content())
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print(*parts: Any) -> None:
+    """Prints tables and sentences: as wide as the terminal, or as `table.WIDTH` where there is none."""
+    console = Console(highlight=False)
+    for part in filter(None, parts):
+        shown = Text(part) if isinstance(part, str) else part
+        if console.is_terminal:
+            console.print(shown)
+        else:
+            print(table.to_text(shown))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Yields what `compare` reports its progress to: a bar on standard error, gone when it is over; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    top = argparse.ArgumentParser(
+        prog="jaxckpt",
+        description="Gradient checkpointing for JAX: what it saves and what it costs, from compiled programs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"jaxckpt {jaxckpt.__version__}, jax {jax.__version__}")
+    top.add_argument("--verbose", action="store_true", help="log what is done, and show where an error comes from")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.help,
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.options(sub)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; wrong usage exits with 2."""
+    options = parser().parse_args(argv)
+    if options.verbose:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("jaxckpt").setLevel(logging.DEBUG)
+    try:
+        start_backend()  # before a factory does, and without what the compilers of absent devices have to say
+        COMMANDS[options.command].run(options)
+    except (JaxckptError, OSError) as error:
+        if options.verbose:
+            raise
+        print(f"jaxckpt: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jaxckpt: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Variants of one function side by side: compiled peak, recomputation, estimate, time."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time as clock
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import ArgumentError, NotDifferentiableError, did_you_mean
+from jaxckpt.core.graph import trace
+from jaxckpt.memory.liveness import graph_peak
+from jaxckpt.memory.report import MemoryReport, measure
+from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.memory.targets import Target, compiler_options, resolve
+from jaxckpt.memory.verify import fill
+
+FORMAT = 1
+"""Version of the JSON form."""
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
+
+ROUNDS = range(3, 16)
+"""The least and the most rounds of a timing, the last excluded."""
+SAME = 0.001
+"""The relative difference up to which two variants are as good as each other, in memory or in FLOPs."""
+TIMING_SECONDS = 60.0
+"""A timing takes as many rounds as fit into so many seconds, within ROUNDS."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant.
+
+    Attributes:
+      name: as the caller named it.
+      report: what the compiler says of its step.
+      estimate_bytes: the peak as estimated from the traced step alone: see `jaxckpt.memory.liveness`.
+      flops: FLOPs of the traced step, recomputation counted.
+      recompute_flops: how many of them are more than the leanest variant has.
+      recompute: `recompute_flops` over the leanest variant's FLOPs.
+      seconds: median time of a step on the local backend; None where nothing was timed.
+      time_ratio: `seconds` over those of the first variant.
+      on_front: whether it is on the Pareto front of peak and recomputation: no other variant beats it, see `pareto_front`.
+    """
+
+    name: str
+    report: MemoryReport
+    estimate_bytes: int
+    flops: int
+    recompute_flops: int
+    recompute: float
+    seconds: float | None
+    time_ratio: float | None
+    on_front: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Compiled peak in bytes, arguments and outputs and all."""
+        return self.report.peak_bytes
+
+    @property
+    def estimate_error(self) -> float:
+        """The estimate's relative error: positive where it says more than the compiler."""
+        return self.estimate_bytes / self.peak_bytes - 1 if self.peak_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants of one function, in the order they were given: prints as a table, shows as one in a notebook.
+
+    Attributes:
+      rows: one for each variant; the first is what the others are held against.
+      target: name of the target that was compiled for.
+      timed_on: name of the local backend where steps were timed, None where none were.
+    """
+
+    rows: tuple[Row, ...]
+    target: str
+    timed_on: str | None = None
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise ArgumentError("name", "a variant's name", name, did_you_mean(name, (row.name for row in self.rows)))
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def baseline(self) -> Row:
+        """The first variant."""
+        return self.rows[0]
+
+    def pareto(self) -> tuple[Row, ...]:
+        """Returns the variants that no other beats in both peak and recomputation, the one with the least peak first."""
+        return tuple(
+            sorted((row for row in self.rows if row.on_front), key=lambda row: (row.peak_bytes, row.recompute_flops))
+        )
+
+    def advice(self) -> str:
+        """Returns a sentence on what checkpointing can do for the first variant, where that is little; otherwise ""."""
+        return self.baseline.report.advice() or ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything in the table as plain values: bytes, FLOPs, seconds, ratios."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "timed_on": self.timed_on,
+            "jax": jax.__version__,
+            "advice": self.advice(),
+            "variants": [_row_to_json(row) for row in self.rows],
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws memory against recomputation, the Pareto front marked, to a file: .png, .svg or .pdf (extra: plot)."""
+        from jaxckpt.show.plot import save_comparison
+
+        save_comparison(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one self-contained page: table, picture, timelines, the largest buffers of each variant."""
+        from jaxckpt.show.files import write_whole
+        from jaxckpt.show.html import comparison_page
+
+        write_whole(path, comparison_page(self))
+
+    def __str__(self) -> str:
+        from jaxckpt.show.table import comparison_view, to_text
+
+        return to_text(comparison_view(self))
+
+    def _repr_html_(self) -> str:
+        from jaxckpt.show.html import comparison_fragment
+
+        return comparison_fragment(self)
+
+
+def compare(
+    variants: Mapping[str, Callable[..., Any]],
+    *args: Any,
+    target: Target | str | None = None,
+    step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
+    time: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compiles the step of each variant of a function for a target and puts the figures side by side.
+
+    Peaks come from the compiler. Recomputation is counted on the traced step: its FLOPs beyond those of the leanest variant. The estimate
+    beside each peak is what the traced program lets one expect without compiling, with its error.
+
+    Args:
+      variants: name -> function; the first is what the others are held against. They compute the same and differ in their checkpoints.
+      *args: the functions' arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
+      target: what to compile for: see `jaxckpt.Target`; None for the local backend.
+      step: makes the step that is measured of a function: `jax.value_and_grad`, which differentiates with respect to the first argument,
+        or a function that also has the optimiser's update in it.
+      time: whether to run each step on the local backend, whatever the target is, with `compiler_options()`: medians of interleaved runs.
+        Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). The step must not donate its arguments.
+      progress: called before each piece of work: see `Progress`.
+
+    Raises:
+      ArgumentError: `variants` is no mapping of functions, or empty.
+      NotDifferentiableError: the step is a gradient, and the first argument or the result is not differentiable.
+      UnknownTargetError, MissingTargetError: see `jaxckpt.Target`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> f = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> comparison = compare({"none": f, "whole": jax.checkpoint(f)}, jnp.ones((4, 4)), jnp.ones((8, 4)))
+    >>> [row.recompute_flops for row in comparison]  # the matmul and the tanh again
+    [0, 288]
+    """
+    _check(variants)
+    resolved = resolve(target)
+    steps = {name: step(fun) for name, fun in variants.items()}
+    if step in (jax.value_and_grad, jax.grad):
+        for name, fun in variants.items():
+            check_differentiable(name, fun, args)
+    total = len(variants) * (2 if time else 1)
+    report = progress or (lambda done, total, what: None)
+    measured = []
+    for done, (name, fun) in enumerate(steps.items()):
+        report(done, total, f"compiling {name}")
+        graph = trace(fun, *args)
+        measured.append((name, measure(fun, *args, target=resolved), graph_peak(graph, resolved.platform), graph.flops))
+    seconds = _time(steps, fill(args), lambda done, what: report(len(variants) + done, total, what)) if time else {}
+    report(total, total, "")
+    return _comparison(measured, seconds, resolved.name)
+
+
+def _comparison(
+    measured: list[tuple[str, MemoryReport, int, int]], seconds: dict[str, float], target: str
+) -> Comparison:
+    least = min(flops for _, _, _, flops in measured)
+    front = pareto_front([(report.peak_bytes, flops) for _, report, _, flops in measured])
+    first = seconds.get(measured[0][0])
+    rows = tuple(
+        Row(
+            name=name,
+            report=report,
+            estimate_bytes=estimate,
+            flops=flops,
+            recompute_flops=flops - least,
+            recompute=(flops - least) / least if least else 0.0,
+            seconds=seconds.get(name),
+            time_ratio=seconds[name] / first if first else None,
+            on_front=on_front,
+        )
+        for (name, report, estimate, flops), on_front in zip(measured, front)
+    )
+    return Comparison(rows, target, jax.default_backend() if seconds else None)
+
+
+def pareto_front(points: list[tuple[float, float]]) -> list[bool]:
+    """Says of each point (both coordinates: the less the better) that no other beats it.
+
+    One beats another if it is better in one coordinate by more than SAME, a thousandth, and not worse in the other by more than that: nobody
+    takes twice the memory for a ten-thousandth of the FLOPs.
+
+    >>> pareto_front([(400, 1000), (200, 1100), (300, 1100), (100, 1500), (400, 1000), (800, 999.5)])
+    [True, True, False, True, True, False]
+    """
+
+    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        no_worse = all(a <= b * (1 + SAME) for a, b in zip(one, other))
+        return no_worse and any(a * (1 + SAME) < b for a, b in zip(one, other))
+
+    return [not any(beats(other, point) for other in points) for point in points]
+
+
+def _check(variants: Any) -> None:
+    if not isinstance(variants, Mapping) or not variants:
+        raise ArgumentError("variants", "a mapping from name to function, with at least one", variants)
+    for name, fun in variants.items():
+        if not isinstance(name, str):
+            raise ArgumentError("variants", "a mapping with strings for names", name)
+        if not callable(fun):
+            raise ArgumentError(f"variants[{name!r}]", "a function", fun)
+
+
+def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises NotDifferentiableError where the gradient of `fun` with respect to its first argument does not exist."""
+    if not args:
+        raise NotDifferentiableError(f"{name} has nothing to differentiate: it takes no arguments.")
+    leaves = jax.tree_util.tree_leaves_with_path(args[0])
+    wrong = [(path, leaf) for path, leaf in leaves if not is_inexact(leaf)]
+    if wrong or not leaves:
+        got = f"args[0]{jax.tree_util.keystr(wrong[0][0])} is {wrong[0][1].dtype}" if wrong else "it has no arrays"
+        raise NotDifferentiableError(
+            f"{name} has nothing to differentiate: the first argument must be of floating-point dtypes, since gradients are taken with "
+            f"respect to it; {got}. Put the parameters first, or pass a step of your own."
+        )
+    out = jax.tree.leaves(jax.eval_shape(fun, *args))
+    if len(out) != 1 or out[0].shape != () or not is_inexact(out[0]):
+        kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in out) or "nothing"
+        raise NotDifferentiableError(
+            f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it returns {kinds}. "
+            "Reduce it to one, or pass a step of your own, such as functools.partial(jax.value_and_grad, has_aux=True)."
+        )
+
+
+def _time(
+    steps: dict[str, Callable[..., Any]], args: tuple[Any, ...], report: Callable[[int, str], None]
+) -> dict[str, float]:
+    """Returns the median seconds of each step. Runs are interleaved (A B C A B C ...), so that what slows the machine down slows all of them."""
+    args = jax.device_put(args)
+    compiled = {}
+    for done, (name, fun) in enumerate(steps.items()):
+        report(done, f"timing {name}")
+        jitted = fun if hasattr(fun, "lower") else jax.jit(fun, compiler_options=compiler_options() or None)
+        jax.block_until_ready(jitted(*args))
+        compiled[name] = jitted
+    runs: dict[str, list[float]] = {name: [] for name in compiled}
+    start = clock.perf_counter()
+    for done in range(ROUNDS[-1]):
+        if done >= ROUNDS[0] and (clock.perf_counter() - start) * (done + 1) / done > TIMING_SECONDS:
+            break
+        for name, jitted in compiled.items():
+            before = clock.perf_counter()
+            jax.block_until_ready(jitted(*args))
+            runs[name].append(clock.perf_counter() - before)
+    return {name: statistics.median(times) for name, times in runs.items()}
+
+
+def _row_to_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "peak_bytes": row.peak_bytes,
+        "estimate_bytes": row.estimate_bytes,
+        "estimate_error": row.estimate_error,
+        "step_flops": row.flops,
+        "recompute_flops": row.recompute_flops,
+        "recompute": row.recompute,
+        "seconds": row.seconds,
+        "time_ratio": row.time_ratio,
+        "pareto": row.on_front,
+        "compiled": row.report.to_json(),
+    }

@@ -1,0 +1,234 @@
+"""Do two functions agree, in values and in gradients? Checkpointing must change neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError
+from jaxckpt.core.graph import trace
+from jaxckpt.memory.residuals import is_inexact
+
+# Recomputation repeats the same operations, but XLA may order and fuse them in another way. Per dtype, the relative error that this makes; of
+# several dtypes in a program the coarsest counts, since rounding in bfloat16 shows in float32 gradients too.
+TOLERANCES = {
+    "float64": 1e-11,
+    "complex128": 1e-11,
+    "float32": 1e-5,
+    "complex64": 1e-5,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}
+COARSEST = 0.25
+"""The tolerance of dtypes that are not in the table: float8 and narrower."""
+FLOOR = 0.01
+"""A gradient is held against its own largest value, or this part of the largest of all gradients if that is more: where a gradient is zero
+but for rounding (a bias before a normalisation), the rounding is no error."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: the functions agree.
+
+    Attributes:
+      leaves: how many arrays were compared, outputs and gradients.
+      worst: where the largest error is, such as "gradient of args[0]['w']" or "output".
+      max_abs_error: the largest absolute error in that array.
+      max_rel_error: that error divided by the largest magnitude in the reference's array; see `verify`.
+      rtol: the tolerance that `max_rel_error` was held against.
+    """
+
+    leaves: int
+    worst: str
+    max_abs_error: float
+    max_rel_error: float
+    rtol: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.leaves} arrays agree within {self.rtol:g}; the worst is {self.worst}: "
+            f"off by {self.max_abs_error:.3g}, {self.max_rel_error:.3g} of its largest value."
+        )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    path: str
+    absolute: float
+    relative: float
+
+
+def verify(
+    fun: Callable[..., Any], reference: Callable[..., Any], *args: Any, rtol: float | None = None, seed: int = 0
+) -> Verification:
+    """Compares two functions: every output, and the gradient with respect to every inexact leaf of the arguments.
+
+    Both run compiled, on the local backend. Gradients are pulled back from cotangents drawn once for both, normal with the given seed, one for
+    every inexact output. An array's error is its largest absolute difference over the largest magnitude in the reference's array, for a
+    gradient at least a hundredth of the largest in all gradients; integers, booleans and keys must be equal. NaN agrees with NaN, an
+    infinity with the same infinity.
+
+    Args:
+      fun: the function to check, say one with checkpoints.
+      reference: what it should equal.
+      *args: pytrees for both. A `jax.ShapeDtypeStruct` is filled with seeded data: see `fill`.
+      rtol: the error that is allowed; by default 1e-5 where all is float32, 1e-11 for float64, 1e-2 for float16, 5e-2 for bfloat16, whichever is
+        the coarsest in the reference's program.
+      seed: of cotangents and filled data.
+
+    Raises:
+      VerificationError: they differ; the message has the worst array, its path and its errors.
+      NotDifferentiableError: no argument, or no output, is of an inexact dtype.
+      ArgumentError: `rtol` is no number of at least 0.
+
+    >>> import jax, jax.numpy as jnp
+    >>> f = lambda x: jnp.sum(jnp.sin(x))
+    >>> verify(jax.checkpoint(f), f, jnp.arange(3.0)).leaves
+    2
+    """
+    if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol >= 0):
+        raise ArgumentError("rtol", "a number of at least 0, or None", rtol)
+    args = fill(args, seed)
+    if rtol is None:
+        rtol = _tolerance(reference, args)
+    got, expected = (_outputs_and_gradients(each, args, seed) for each in (fun, reference))
+    differences = [*_compare(got[0], expected[0], "output"), *_compare(got[1], expected[1], "gradient of args", FLOOR)]
+    worst = max(differences, key=lambda difference: difference.relative)
+    wrong = sum(difference.relative > rtol for difference in differences)
+    if wrong:
+        raise VerificationError(
+            f"{_name(fun)} and {_name(reference)} differ in {wrong} of {len(differences)} arrays. The worst is {worst.path}: off by "
+            f"{worst.absolute:.6g}, {worst.relative:.3g} of its largest value; {rtol:g} is allowed. A function that is not pure (a changing "
+            "closure, its own random numbers) or a recomputation that reads other values than the forward pass did differs so."
+        )
+    return Verification(len(differences), worst.path, worst.absolute, worst.relative, rtol)
+
+
+def fill(args: Any, seed: int = 0) -> Any:
+    """Returns the pytree with each `jax.ShapeDtypeStruct` replaced by seeded data; everything else stays what it is.
+
+    Inexact dtypes get normal values over the square root of the array's second-last dimension (1 where it has none), so that a chain of
+    matrices neither explodes nor vanishes. Integers get 0 or 1, which are good indices into anything; booleans get either; keys are new keys.
+
+    >>> import jax, jax.numpy as jnp
+    >>> fill({"tokens": jax.ShapeDtypeStruct((2, 3), jnp.int32), "scale": 2.0})["tokens"].shape
+    (2, 3)
+    """
+    leaves, tree = jax.tree.flatten(args)
+    keys = jax.random.split(jax.random.key(seed), max(len(leaves), 1))
+    filled = [_fill(leaf, key) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf, key in zip(leaves, keys)]
+    return jax.tree.unflatten(tree, filled)
+
+
+def _fill(leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    shape, dtype = leaf.shape, leaf.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(jax.random.randint(key, (), 0, 2**30), impl=dtype._impl.name), shape)
+    if dtype == jax.dtypes.float0:
+        return np.zeros(shape, dtype)  # type: ignore[return-value]
+    if jnp.issubdtype(dtype, jnp.inexact):
+        fan_in = shape[-2] if len(shape) >= 2 else 1
+        wide = jnp.complex64 if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.float32
+        return (jax.random.normal(key, shape, wide) / max(fan_in, 1) ** 0.5).astype(dtype)
+    return jax.random.bernoulli(key, 0.5, shape).astype(dtype)
+
+
+def _tolerance(fun: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    dtypes = {value.dtype for value in trace(fun, *args).values if value.dtype is not None}
+    inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    return max((TOLERANCES.get(str(dtype), COARSEST) for dtype in inexact), default=0.0)
+
+
+def _outputs_and_gradients(fun: Callable[..., Any], args: tuple[Any, ...], seed: int) -> tuple[Any, Any]:
+    """Returns (outputs, gradients): gradients shaped as `args`, None for what is not differentiated."""
+    leaves, tree = jax.tree.flatten(args)
+    active = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    if not active:
+        dtypes = sorted({str(jnp.result_type(leaf)) for leaf in leaves})
+        raise NotDifferentiableError(
+            f"{_name(fun)} has nothing to differentiate: no argument is of a floating-point or complex dtype; got {dtypes or 'no arrays'}."
+        )
+
+    def run(leaves: list[Any]) -> tuple[Any, list[Any]]:
+        def differentiated(inexact: list[Any]) -> tuple[list[Any], Any]:
+            merged = list(leaves)
+            for i, leaf in zip(active, inexact):
+                merged[i] = leaf
+            out = fun(*jax.tree.unflatten(tree, merged))
+            return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
+
+        smooth, pull_back, out = jax.vjp(differentiated, [jnp.asarray(leaves[i]) for i in active], has_aux=True)
+        if not smooth:
+            raise NotDifferentiableError(
+                f"{_name(fun)} has nothing to differentiate: no output is of a floating-point or complex dtype."
+            )
+        keys = jax.random.split(jax.random.key(seed + 1), len(smooth))
+        cotangents = [_cotangent(leaf, key) for leaf, key in zip(smooth, keys)]
+        return out, pull_back(cotangents)[0]
+
+    from jaxckpt.memory.targets import compiler_options
+
+    out, inexact = jax.jit(run, compiler_options=compiler_options() or None)(leaves)
+    gradients: list[Any] = [None] * len(leaves)
+    for i, gradient in zip(active, inexact):
+        gradients[i] = gradient
+    return out, jax.tree.unflatten(tree, gradients)
+
+
+def _cotangent(leaf: jax.Array, key: jax.Array) -> jax.Array:
+    wide = jnp.complex64 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else jnp.float32
+    return jax.random.normal(key, leaf.shape, wide).astype(leaf.dtype)
+
+
+def _compare(got: Any, expected: Any, what: str, floor: float = 0.0) -> list[_Difference]:
+    """Compares two trees leaf by leaf; `floor`: the part of the largest magnitude of all leaves that is the least scale of an error."""
+    here, there = str(jax.tree.structure(got)), str(jax.tree.structure(expected))
+    if here != there:
+        raise VerificationError(f"The {what} differs in structure: {here} against the reference's {there}.")
+    paths = [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
+    pairs = list(zip(paths, jax.tree.leaves(got), jax.tree.leaves(expected)))
+    for path, a, b in pairs:
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise VerificationError(
+                f"The {path} differs in kind: {a.dtype}{list(a.shape)} against the reference's {b.dtype}{list(b.shape)}."
+            )
+    least = floor * max((_largest(_wide(b)) for _, _, b in pairs), default=0.0) if floor else 0.0
+    return [_difference(path, _wide(a), _wide(b), least) for path, a, b in pairs]
+
+
+def _wide(array: Any) -> np.ndarray:
+    """Returns a NumPy array that holds the same values: float64, complex128, or the integers as they are; a key's words."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return np.asarray(array).astype(np.complex128)
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        return np.asarray(array).astype(np.float64)
+    return np.asarray(array)
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
+
+
+def _difference(path: str, got: np.ndarray, expected: np.ndarray, least: float) -> _Difference:
+    if not np.issubdtype(got.dtype, np.inexact):
+        off = 0.0 if np.array_equal(got, expected) else np.inf
+        return _Difference(path, off, off)
+    differs = ~((got == expected) | (np.isnan(got) & np.isnan(expected)))
+    if not differs.any():
+        return _Difference(path, 0.0, 0.0)
+    if not (np.isfinite(got[differs]).all() and np.isfinite(expected[differs]).all()):
+        return _Difference(path, np.inf, np.inf)
+    absolute = float(np.max(np.abs(got[differs] - expected[differs])))
+    scale = max(_largest(expected), least)
+    return _Difference(path, absolute, absolute / scale if scale else np.inf)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)

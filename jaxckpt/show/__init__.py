@@ -1,0 +1,1 @@
+"""Reports as tables for a terminal, as pictures, as pages."""

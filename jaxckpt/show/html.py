@@ -1,0 +1,175 @@
+"""Self-contained pages: one file, nothing loaded from elsewhere, readable by day and by night."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from jaxckpt.core.units import format_bytes
+from jaxckpt.show import plot
+from jaxckpt.show.table import NOTE, buffer_cells, comparison_cells, report_cells
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jaxckpt.memory.compare import Comparison
+    from jaxckpt.memory.report import MemoryReport
+
+BUFFERS = 12
+"""How many of the largest buffers a page lists for each variant."""
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --rule: #cbd2d9; --ground: #ffffff; --mark: #e6f0fb; --link: #0967d2 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7eb; --soft: #9aa5b1; --rule: #3e4c59; --ground: #14191f; --mark: #16324f; --link: #6db3f8 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground) }
+body { max-width: 62rem; margin: 2.5rem auto; padding: 0 1.25rem }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem } h2 { font-size: 1.1rem; margin: 2.25rem 0 .5rem }
+p { margin: .5rem 0 } .soft, figcaption { color: var(--soft); font-size: .9em }
+.advice { border-left: 4px solid var(--link); padding: .4rem .9rem; background: var(--mark) }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .8rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule) }
+th { font-weight: 600; border-bottom-width: 2px } th:first-child, td:first-child, .text { text-align: left }
+tr.front td { background: var(--mark); font-weight: 600 }
+td.source { white-space: normal; overflow-wrap: anywhere; color: var(--soft); font-size: .9em; min-width: 14rem }
+figure { margin: 1rem 0 }
+figure img { background: #ffffff; border-radius: 6px; padding: .5rem; box-sizing: border-box; width: 100%; height: auto }
+summary { cursor: pointer; padding: .35rem 0 } details { border-bottom: 1px solid var(--rule) } details table { margin: .25rem 0 1rem }
+"""
+
+# In a notebook the page around is not ours: borders and nothing more, colours inherited.
+_FRAGMENT_CSS = (
+    ".jaxckpt td, .jaxckpt th { text-align: right; padding: .2em .7em } .jaxckpt td:first-child, .jaxckpt th:first-child { text-align: left }"
+    " .jaxckpt tr.front td { font-weight: bold }"
+)
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Returns the page of a comparison: table, picture, timelines of the Pareto front, largest buffers of every variant.
+
+    Raises:
+      MissingPackageError: matplotlib, which draws the pictures, is not installed.
+    """
+    base = comparison.baseline
+    shown = {row.name: row.report for row in (base, *(row for row in comparison.pareto() if row is not base))}
+    parts = [
+        f"<h1>Checkpointing variants on {_text(comparison.target)}</h1>",
+        *(f"<p>{_text(line)}</p>" for line in _summary(comparison)),
+        _advice(comparison.advice()),
+        f'<div class="wide">{_comparison_table(comparison)}</div>',
+        f'<p class="soft">{_text(NOTE)}</p>',
+        "<h2>Memory against recomputation</h2>",
+        _figure(
+            plot.comparison_figure(comparison, title=False),
+            "Compiled peak of each variant against the FLOPs that it computes again.",
+        ),
+        "<h2>Live bytes over the step</h2>",
+        _figure(
+            plot.timelines_figure(shown, title=False),
+            "Bytes that are live at each point of the compiled schedule, of the first variant and the Pareto front.",
+        ),
+        "<h2>Largest buffers at the peak</h2>",
+        *(_details(f"{row.name}: {format_bytes(row.peak_bytes)}", _buffers(row.report)) for row in comparison),
+    ]
+    return _page(f"Checkpointing variants on {comparison.target}", parts)
+
+
+def report_page(report: MemoryReport, title: str) -> str:
+    """Returns the page of one compiled program: figures, timeline, largest buffers; raises as `comparison_page`."""
+    rows = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in report_cells(report))
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p class="soft">compiled for {_text(report.target)}</p>',
+        _advice(report.advice()),
+        f"<table>{rows}</table>",
+        "<h2>Live bytes over the program</h2>",
+        _figure(
+            plot.timelines_figure({title: report}, title=False),
+            "Bytes that are live at each point of the compiled schedule.",
+        ),
+        "<h2>Largest buffers at the peak</h2>",
+        f'<div class="wide">{_buffers(report)}</div>',
+    ]
+    return _page(title, parts)
+
+
+def comparison_fragment(comparison: Comparison) -> str:
+    """Returns the comparison's table for a notebook."""
+    note = " ".join(filter(None, [NOTE, comparison.advice()]))
+    return f'<div class="jaxckpt"><style>{_FRAGMENT_CSS}</style>{_comparison_table(comparison)}<p><small>{_text(note)}</small></p></div>'
+
+
+def _summary(comparison: Comparison) -> Iterable[str]:
+    base = comparison.baseline
+    least = min(comparison, key=lambda row: (row.peak_bytes, row.recompute_flops))
+    if least is base or not base.peak_bytes:
+        yield f"No variant needs less than {base.name}: {format_bytes(base.peak_bytes)} at the peak."
+        return
+    more = (
+        f", for {least.recompute:.1%} more FLOPs than the leanest"
+        if least.recompute
+        else ", without recomputing anything"
+    )
+    yield (
+        f"{least.name} needs least: {format_bytes(least.peak_bytes)} at the peak, {least.peak_bytes / base.peak_bytes:.0%} of the "
+        f"{format_bytes(base.peak_bytes)} of {base.name}{more}."
+    )
+
+
+def _comparison_table(comparison: Comparison) -> str:
+    header, rows = comparison_cells(comparison)
+    return _table(header, rows, ["front" if row.on_front else "" for row in comparison])
+
+
+def _buffers(report: MemoryReport) -> str:
+    header, rows = buffer_cells(report, BUFFERS)
+    return _table(header, rows, text_from=2)
+
+
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[str] = (), text_from: int | None = None
+) -> str:
+    """Returns a table of text; the columns from `text_from` on are aligned left, the last of them is a source."""
+
+    def kind(i: int) -> str:
+        if text_from is None or i < text_from:
+            return ""
+        return ' class="text source"' if i == len(header) - 1 else ' class="text"'
+
+    head = "".join(f"<th{kind(i).replace(' source', '')}>{_text(cell)}</th>" for i, cell in enumerate(header))
+    lines = []
+    for j, row in enumerate(rows):
+        cells = "".join(f"<td{kind(i)}>{_text(cell)}</td>" for i, cell in enumerate(row))
+        lines.append(f'<tr class="{classes[j]}">{cells}</tr>' if classes and classes[j] else f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _figure(figure: Figure, caption: str) -> str:
+    # An image keeps the picture's styles and ids to itself. Letters as outlines: the reader may not have the font.
+    data = base64.b64encode(plot.render(figure, "svg", outlines=True)).decode()
+    return f'<figure><img alt="{_text(caption)}" src="data:image/svg+xml;base64,{data}"><figcaption>{_text(caption)}</figcaption></figure>'
+
+
+def _details(summary: str, content: str) -> str:
+    return f'<details><summary>{_text(summary)}</summary><div class="wide">{content}</div></details>'
+
+
+def _advice(text: str | None) -> str:
+    return f'<p class="advice">{_text(text)}</p>' if text else ""
+
+
+def _page(title: str, parts: Iterable[str]) -> str:
+    body = "\n".join(filter(None, parts))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _text(value: str) -> str:
+    return html.escape(str(value))

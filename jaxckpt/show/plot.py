@@ -1,0 +1,288 @@
+"""Pictures, with matplotlib's objects alone: no pyplot, so no global state and no display.
+
+`*_figure` functions make a figure, `save_*` functions write it to a file, whole or not at all; the format is the file's suffix.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxckpt._errors import ArgumentError, MissingPackageError, did_you_mean
+from jaxckpt.show.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
+
+    from jaxckpt.memory.compare import Comparison, Row
+    from jaxckpt.memory.report import MemoryReport
+
+INK, GREY, FAINT, FRONT = "#1f2933", "#7b8794", "#e4e7eb", "#0967d2"
+# Told apart by those who see colours differently too: Okabe and Ito's palette without yellow, which is too light for lines.
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+STYLE: Any = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.hashsalt": "jaxckpt",  # equal figures give equal files
+}
+
+
+def save_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+    """Writes the picture of a comparison: peak against recomputation, the Pareto front marked.
+
+    Raises:
+      ArgumentError: matplotlib writes no files with that suffix, or the folder does not exist.
+      MissingPackageError: matplotlib is not installed.
+    """
+    _save(path, lambda: comparison_figure(comparison))
+
+
+def save_timelines(reports: Mapping[str, MemoryReport], path: str | os.PathLike[str]) -> None:
+    """Writes the picture of live bytes over the schedule: see `timelines_figure`; raises as `save_comparison`."""
+    _save(path, lambda: timelines_figure(reports))
+
+
+def _save(path: str | os.PathLike[str], make: Any) -> None:
+    suffix = check_suffix(path)
+    write_whole(path, render(make(), suffix))
+
+
+def check_suffix(path: str | os.PathLike[str]) -> str:
+    """Returns the kind of picture that a file's name asks for, such as "png"; raises as `save_comparison`."""
+    _require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    suffix = pathlib.Path(path).suffix.lstrip(".").lower()
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if suffix not in known:
+        raise ArgumentError(
+            "plot",
+            "a file name that ends as pictures do, in .png, .svg or .pdf",
+            str(path),
+            did_you_mean(suffix, known),
+        )
+    return suffix
+
+
+def render(figure: Figure, suffix: str, *, outlines: bool = False) -> bytes:
+    """Returns a figure as the content of a file.
+
+    Args:
+      figure: what to draw.
+      suffix: "png", "svg", "pdf" ...
+      outlines: whether letters in an SVG are outlines, which look the same where the font is missing, or text, which can be searched.
+    """
+    import matplotlib
+
+    buffer = io.BytesIO()
+    undated: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix, {})
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path" if outlines else "none"}):
+        figure.savefig(buffer, format=suffix, metadata=undated)
+    return buffer.getvalue()
+
+
+def comparison_figure(comparison: Comparison, *, title: bool = True) -> Figure:
+    """Returns the figure of peak memory against recomputation, with a title or without.
+
+    Filled points are the Pareto front, joined by its staircase; the band at the foot is the arguments, which no checkpoint makes smaller.
+    """
+    _require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = list(comparison)
+    unit, divisor = _unit(max(row.peak_bytes for row in rows))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 4.8), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        if title:
+            _title(axes, f"Memory against recomputation on {comparison.target}")
+        axes.set_xlabel("recomputed FLOPs, in % of the leanest variant's step")
+        axes.set_ylabel(f"compiled peak ({unit})")
+        axes.grid(color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+
+        top = max(row.peak_bytes for row in rows) / divisor
+        right = max(max(row.recompute for row in rows) * 100, 1.0)
+        axes.set_xlim(-0.06 * right, 1.22 * right)
+        axes.set_ylim(0, 1.14 * top)
+        corners = _staircase(axes, comparison, divisor, 1.22 * right)
+        _floor(axes, comparison, divisor, unit)
+        legend = axes.legend(loc="upper right", frameon=False, handlelength=1.6)
+        for row in rows:
+            axes.plot(
+                100 * row.recompute,
+                row.peak_bytes / divisor,
+                "o",
+                markersize=7.5,
+                markerfacecolor=FRONT if row.on_front else "white",
+                markeredgecolor=FRONT if row.on_front else GREY,
+                markeredgewidth=1.4,
+                zorder=4,
+            )
+        _label(figure, axes, legend, rows, divisor, corners)
+    return figure
+
+
+def _staircase(axes: Axes, comparison: Comparison, divisor: float, right: float) -> list[tuple[float, float]]:
+    """Draws the Pareto front and returns its corners."""
+    corners: list[tuple[float, float]] = []
+    for row in sorted(comparison.pareto(), key=lambda row: row.recompute_flops):
+        x, y = 100 * row.recompute, row.peak_bytes / divisor
+        corners += [(x, corners[-1][1]), (x, y)] if corners else [(x, y)]
+    corners.append((right, corners[-1][1]))
+    axes.plot(*zip(*corners), color=FRONT, alpha=0.55, linewidth=1.4, label="Pareto front", zorder=3)
+    return corners
+
+
+def _floor(axes: Axes, comparison: Comparison, divisor: float, unit: str) -> None:
+    given = comparison.baseline.report.argument_bytes / divisor
+    axes.axhspan(0, given, color="#d2d8de", alpha=0.6, linewidth=0, zorder=1, label=f"arguments, {given:.3g} {unit}")
+
+
+def _label(
+    figure: Figure,
+    axes: Axes,
+    legend: Legend,
+    rows: Sequence[Row],
+    divisor: float,
+    lines: Sequence[tuple[float, float]],
+) -> None:
+    """Writes each point's name beside it, at the nearest place where it covers no point, no line and no other name.
+
+    Points in one place get one label.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # fixes the layout, which everything below is measured in
+    renderer = canvas.get_renderer()
+    inside = axes.get_window_extent(renderer)
+    scale = figure.dpi / 72
+    to_pixels, to_data = axes.transData.transform, axes.transData.inverted().transform
+    points = [to_pixels((100 * row.recompute, row.peak_bytes / divisor)) for row in rows]
+    taken = [Bbox.from_bounds(x - 5 * scale, y - 5 * scale, 10 * scale, 10 * scale) for x, y in points]
+    taken += [Bbox([to_pixels(a), to_pixels(b)]).padded(scale) for a, b in itertools.pairwise(lines)]
+    taken.append(legend.get_window_extent(renderer))
+    # The front first: it is what one looks for. Then from the top down.
+    order = sorted(range(len(rows)), key=lambda i: (not rows[i].on_front, -points[i][1], rows[i].recompute))
+    labelled: set[int] = set()
+    for i in order:
+        if i in labelled:
+            continue
+        x, y = points[i]
+        here = [j for j in order if max(abs(points[j][0] - x), abs(points[j][1] - y)) < 4 * scale and j not in labelled]
+        labelled.update(here)
+        name = ", ".join(rows[j].name for j in sorted(here))
+        text = axes.text(0, 0, name, fontsize=8.5, color=FRONT if rows[i].on_front else INK, transform=None, zorder=5)
+        at_origin = text.get_window_extent(renderer)
+        size = (at_origin.width, at_origin.height)
+        places = [(reach, Bbox.from_bounds(x + dx, y + dy, *size)) for reach, dx, dy in _places(*size, scale)]
+        free = (
+            (reach, box)
+            for reach, box in places
+            if inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if not any(box.padded(1.5 * scale).overlaps(other) for other in taken)
+        )
+        reach, box = next(free, places[0])  # where all is full, the first place, whatever is there
+        taken.append(box)
+        text.set_transform(axes.transData)
+        left, base = to_data((box.x0 - at_origin.x0, box.y0 - at_origin.y0))
+        text.set_position((left, base))
+        if reach > 12 * scale:
+            ends = zip(to_data((x, y)), to_data((min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))))
+            axes.plot(*ends, color=GREY, linewidth=0.6, zorder=2)
+
+
+def _places(width: float, height: float, scale: float) -> list[tuple[float, float, float]]:
+    """Returns (distance, dx, dy) from a point to the lower left corner of its label, the nearest first."""
+    places = []
+    for step in range(1, 9):
+        gap = (3 + 5 * step) * scale
+        for dx, dy in (
+            (gap, -height / 2),
+            (gap * 0.7, gap * 0.6),
+            (gap, -gap * 0.7 - height),
+            (-width / 2, gap),
+            (-width / 2, -gap - height),
+            (-width - gap, -height / 2),
+            (-width - gap, gap * 0.7),
+            (-width - gap, -gap * 0.7 - height),
+        ):
+            places.append((gap, dx, dy))
+    return places
+
+
+def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True) -> Figure:
+    """Returns the figure of live bytes over the compiled schedule, a line for each report, its peak marked.
+
+    Programs differ in length; each goes from 0 to 100% of its own schedule. Equal ones share a line. The legend has the compiler's peaks, in
+    which padding and holes between buffers count too; in the lines they do not.
+    """
+    _require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    lines: dict[tuple[int, ...], list[str]] = {}
+    for name, report in reports.items():
+        lines.setdefault(report.timeline().live_bytes, []).append(name)
+    top = max(report.peak_bytes for report in reports.values())
+    unit, divisor = _unit(top)
+    targets = sorted({report.target for report in reports.values()})
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        if title:
+            _title(axes, f"Live bytes over the step on {', '.join(targets)}")
+        axes.set_xlabel("position in the compiled schedule, in %")
+        axes.set_ylabel(f"live ({unit})")
+        axes.grid(color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlim(0, 100)
+        axes.set_ylim(0, 1.1 * top / divisor)
+        for i, (live, names) in enumerate(lines.items()):
+            report = reports[names[0]]
+            colour, dashes = LINES[i % len(LINES)], ("-", "--", ":")[i // len(LINES) % 3]
+            x = [100 * k / max(len(live) - 1, 1) for k in range(len(live))]
+            y = [count / divisor for count in live]
+            label = f"{', '.join(names)}: {report.peak_bytes / divisor:.3g} {unit}"
+            axes.plot(x, y, linewidth=1.5, drawstyle="steps-post", label=label, color=colour, linestyle=dashes)
+            if y:
+                at = report.timeline().peak_position
+                axes.plot(x[at], y[at], "o", color=colour, markersize=5, zorder=4)
+        axes.legend(title="compiled peak", loc="best", frameon=True, framealpha=0.9, edgecolor=FAINT, fontsize=8.5)
+    return figure
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11, fontweight="bold", pad=12)
+
+
+def _unit(largest: float) -> tuple[str, float]:
+    for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if largest >= size:
+            return unit, size
+    return "bytes", 1.0
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError(
+            "Pictures need matplotlib, which is not installed: pip install 'jaxckpt[plot]'."
+        ) from error

@@ -1,0 +1,219 @@
+"""Tables for a terminal, with rich."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxckpt.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from jaxckpt.memory.compare import Comparison, Row
+    from jaxckpt.memory.report import MemoryReport
+    from jaxckpt.memory.residuals import ResidualReport
+    from jaxckpt.memory.targets import TargetTable
+
+WIDTH = 120
+"""Columns of text that is not printed to a terminal."""
+
+
+def to_text(renderable: Any, width: int = WIDTH) -> str:
+    """Returns a rich renderable as plain text, without colours and trailing blanks."""
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, color_system=None, highlight=False).print(renderable)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
+
+
+def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Returns the table's header and rows as text; the terminal, the page and the benchmarks show the same."""
+    header = ["variant", "peak", "of first", "recomputed", "estimate", "error"]
+    if comparison.timed_on is not None:
+        header += [f"time on {comparison.timed_on}", "of first"]
+    return header, [_cells(row, comparison) for row in comparison]
+
+
+def _cells(row: Row, comparison: Comparison) -> list[str]:
+    share = row.peak_bytes / comparison.baseline.peak_bytes if comparison.baseline.peak_bytes else 1.0
+    cells = [
+        row.name + (" *" if row.on_front else ""),
+        format_bytes(row.peak_bytes),
+        f"{share:.1%}",
+        f"{row.recompute:+.1%}",
+        format_bytes(row.estimate_bytes),
+        f"{row.estimate_error:+.1%}",
+    ]
+    if row.seconds is not None and row.time_ratio is not None:
+        cells += [format_seconds(row.seconds), f"{row.time_ratio:.2f}"]
+    return cells
+
+
+NOTE = (
+    "*: Pareto front of peak and recomputation. peak: compiled, arguments and outputs and all. recomputed: FLOPs beyond the leanest "
+    "variant's. estimate: of the peak, from the traced step, with its error."
+)
+
+
+def comparison_view(comparison: Comparison) -> Group:
+    """Returns what is printed of a comparison: its table, what the columns mean, and the advice where there is one."""
+    header, rows = comparison_cells(comparison)
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, name in enumerate(header):
+        table.add_column(
+            name, justify="left" if i == 0 else "right", no_wrap=True, overflow="ellipsis" if i == 0 else "fold"
+        )
+    for row, cells in zip(comparison, rows):
+        table.add_row(*map(Text, cells), style="bold" if row.on_front else "")
+    return _titled(f"Checkpointing variants on {comparison.target}", table, NOTE, comparison.advice())
+
+
+def _titled(title: str, table: Table, note: str = "", advice: str | None = None) -> Group:
+    """Returns a table with lines above and below it; rich's own title and caption are no wider than the table."""
+    lines = ([Text(note, style="dim")] if note else []) + ([Text(advice)] if advice else [])
+    return Group(Text(title, style="bold"), table, *lines)
+
+
+def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
+    """Returns (what, how much) for each figure of a report; what only some programs have is left out where it is 0."""
+    optional = {
+        "arguments reused for outputs": report.alias_bytes,
+        "host memory": report.host_bytes,
+        "of the peak on the chip": report.on_chip_bytes,
+        "program": report.code_bytes,
+    }
+    cells = [
+        ("peak", format_bytes(report.peak_bytes)),
+        ("arguments", format_bytes(report.argument_bytes)),
+        ("outputs", format_bytes(report.output_bytes)),
+        ("temporaries", format_bytes(report.temp_bytes)),
+        *((name, format_bytes(size)) for name, size in optional.items() if size),
+    ]
+    if report.flops is not None:
+        cells.append(("compiler's FLOPs", f"{report.flops:.3g}"))
+    return [*cells, ("compiled in", format_seconds(report.compile_seconds))]
+
+
+def report_view(report: MemoryReport, title: str) -> Group:
+    """Returns what is printed of a compiled program: its figures, and the advice where there is one."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for what, much in report_cells(report):
+        table.add_row(Text(what), Text(much))
+    return _titled(f"{title}, compiled for {report.target}", table, advice=report.advice())
+
+
+def report_values(report: MemoryReport) -> dict[str, Any]:
+    """Returns a report's figures, its advice and its ten largest buffers as plain values, for JSON."""
+    largest = [dataclasses.asdict(buffer) for buffer in report.largest(10)]
+    return {**report.to_json(), "advice": report.advice(), "largest": largest}
+
+
+def buffer_cells(report: MemoryReport, count: int) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of what is live at the peak, the largest first; equal buffers of one operation are one row."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for buffer in report.largest(sys.maxsize):
+        kind = (buffer.kind, buffer.shape, buffer.operation or buffer.name, _near(buffer.source))
+        groups.setdefault(kind, []).append(buffer.bytes)
+    return ["bytes", "buffers", "kind", "array", "operation", "source"], _largest_groups(groups, count)
+
+
+def _largest_groups(groups: dict[tuple[str, ...], list[int]], count: int | None) -> list[list[str]]:
+    order = sorted(groups.items(), key=lambda item: -sum(item[1]))
+    return [[format_bytes(sum(sizes)), str(len(sizes)), *cells] for cells, sizes in order[:count]]
+
+
+def buffers_view(report: MemoryReport, count: int) -> Group:
+    """Returns what is printed of the largest buffers that are live at the peak."""
+    return _titled("Live at the peak, the largest", _text_table(*buffer_cells(report, count), text_from=2, folded=4))
+
+
+def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
+    """Returns what is printed of what differentiation keeps, the largest first; equal arrays of one source line are one row.
+
+    Args:
+      report: of `jaxckpt.residuals`.
+      count: rows at most; None for all. What is left out is added up in the last row.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    arguments = [residual for residual in report.residuals if residual.argument]
+    for residual in report.residuals:
+        if not residual.argument:
+            kind = (format_array(residual.dtype, residual.shape), residual.name, _near(residual.source))
+            groups.setdefault(kind, []).append(residual.bytes)
+    rows = _largest_groups(groups, None)
+    if count is not None and len(rows) > count:
+        rest = sorted(groups.values(), key=lambda sizes: -sum(sizes))[count:]
+        rows = [*rows[:count], [format_bytes(sum(map(sum, rest))), str(sum(map(len, rest))), "of other kinds", "", ""]]
+    return _titled(
+        f"{format_bytes(report.kept_bytes)} kept for the backward pass in {sum(map(len, groups.values()))} arrays",
+        _text_table(["bytes", "arrays", "array", "name", "source"], rows, text_from=2, folded=4),
+        f"Besides {len(arguments)} arguments ({format_bytes(report.total_bytes - report.kept_bytes)}), which are there anyway.",
+    )
+
+
+def targets_view(targets: TargetTable) -> Group:
+    """Returns what is printed of what can be compiled for here, and what to install for the rest."""
+    rows = [
+        [
+            format_bytes(status.memory_bytes) if status.memory_bytes else "",
+            status.name,
+            "yes" if status.available else status.reason,
+        ]
+        for status in targets
+    ]
+    return _titled("Targets", _text_table(["memory", "target", "can be compiled for"], rows, text_from=1, folded=2))
+
+
+def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, folded: int) -> Table:
+    """Returns a table of text; columns before `text_from` are numbers, and `folded` is the one that gives way where there is no room."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i < text_from else "left", no_wrap=i != folded, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _near(source: str) -> str:
+    """Returns a source line with its path from the working directory where it lies below that."""
+    return source.removeprefix(os.getcwd() + os.sep)
+
+
+def markdown(header: list[str], rows: Iterable[list[str]]) -> str:
+    """Returns a table in Markdown; the first column aligned left, the others right.
+
+    >>> print(markdown(["a", "b"], [["x", "1"]]))
+    | a | b |
+    |:--|--:|
+    | x | 1 |
+    """
+    lines = [header, *rows]
+    rule = "|" + "|".join([":--", *["--:"] * (len(header) - 1)]) + "|"
+    text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([text[0], rule, *text[1:]])
+
+
+def format_array(dtype: Any, shape: Iterable[int]) -> str:
+    """Returns an array's kind as "float32[8, 1024]"."""
+    return f"{dtype}{list(shape)}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a duration with three digits and a fitting unit.
+
+    >>> format_seconds(0.01234), format_seconds(75.0)
+    ('12.3 ms', '75 s')
+    """
+    size, unit = next(
+        (size, unit) for size, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= size or unit == "µs"
+    )
+    return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"

@@ -1,0 +1,58 @@
+"""Tables, pictures, pages: the figures are in them, and a file is written whole or not at all."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from jaxckpt import ArgumentError
+from jaxckpt.show import html, plot, table
+from jaxckpt.show.files import write_whole
+
+
+def loss(x):
+    return jnp.sum(jnp.tanh(jnp.sin(x) @ x))
+
+
+REPORT = jaxckpt.measure(jax.value_and_grad(loss), jax.ShapeDtypeStruct((256, 256), jnp.float32), target="cpu")
+
+
+def test_a_report_as_text_and_page_has_its_figures():
+    text = table.to_text(table.report_view(REPORT, "the title"))
+    assert "the title" in text
+    assert jaxckpt.core.units.format_bytes(REPORT.peak_bytes) in text
+    buffers = table.to_text(table.buffers_view(REPORT, 3))
+    assert "test_show." in buffers
+    page = html.report_page(REPORT, "a <title> & more")
+    assert "a &lt;title&gt; &amp; more" in page and "<script src" not in page
+
+
+def test_residuals_as_a_table():
+    report = jaxckpt.residuals(loss, jnp.ones((256, 256)))
+    text = table.to_text(table.residuals_view(report, 1))
+    assert "256.0 KiB" in text
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_timeline_is_drawn(suffix):
+    data = plot.render(plot.timelines_figure({"none": REPORT}), plot.check_suffix(f"x{suffix}"))
+    assert len(data) > 2000
+
+
+def test_an_unknown_kind_of_picture_is_an_error():
+    with pytest.raises(ArgumentError, match="png"):
+        plot.check_suffix("x.bmp")
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_whole(path, "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(ArgumentError, match="path must be a file in a folder that exists"):
+        write_whole(tmp_path / "no" / "file", "x")
