@@ -183,7 +183,22 @@ def test_fingerprint_is_equal_for_equal_programs_and_differs_for_others():
         (lambda x: x.at[jnp.array([0, 1])].add(1.0), (np.ones(8),), None),
         (lambda x: jnp.fft.fft(x), (np.ones(8, np.complex64),), 5 * 8 * 3),
     ],
-    ids=["matmul", "batched", "reduce", "moves", "conv", "grouped", "scan", "cond", "window", "cumsum", "power", "sort", "scatter", "fft"],
+    ids=[
+        "matmul",
+        "batched",
+        "reduce",
+        "moves",
+        "conv",
+        "grouped",
+        "scan",
+        "cond",
+        "window",
+        "cumsum",
+        "power",
+        "sort",
+        "scatter",
+        "fft",
+    ],
 )
 def test_flops(fun, args, flops):
     args = [jnp.asarray(a) for a in args]
