@@ -6,9 +6,9 @@
 The chain is benchmarks/models/chain.py: dense layers and tanh, `jaxckpt.checkpoint` around each run of `segment` layers, all of them, the last
 too. Its batch is so large that a layer's activation is a thousand times its parameters, so that the peak is made of activations.
 
-Activation bytes of a compiled program: at the peak, arguments are no activations. Gradients are none either, but XLA may put activations into
-the buffers of gradients that are not written yet. So activations are between peak - arguments - outputs and peak - arguments, and the
-error given is the larger one of the two.
+Activation bytes of a compiled program: at the peak, arguments are no activations. Gradients are none either, but XLA may put activations
+into the buffers of gradients that are not written yet. So activations are between peak - arguments - outputs and peak - arguments, and the
+error given is the larger one of the two. What a library takes as scratch (cuBLAS on an H100: 32 MiB) is counted as activations.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def variants(factory: Callable[..., Any], segments: tuple[int | str, ...], *, re
     return made, args
 
 
-def run(name: str, factory: Callable[..., Any], segments: tuple[int | str, ...], *, time: bool) -> tuple[Comparison, Comparison | None]:
+def run(
+    name: str, factory: Callable[..., Any], segments: tuple[int | str, ...], *, time: bool
+) -> tuple[Comparison, Comparison | None]:
     """Returns the comparison at full size for the target, and that of the small model that is timed."""
     say = lambda done, total, what: print(f"{name}: {done}/{total} {what}", file=sys.stderr, flush=True)
     losses, args = variants(factory, segments)
@@ -75,8 +77,8 @@ def table(memory: Comparison, timed: Comparison | None, closed_form: Callable[[i
             format_bytes(row.peak_bytes),
             f"{row.peak_bytes / memory.baseline.peak_bytes:.1%}",
             f"{row.recompute:+.1%}",
-            format_bytes(row.estimate_bytes),
-            f"{row.estimate_error:+.1%}",
+            format_bytes(row.estimate_bytes or 0),
+            f"{row.estimate_error or 0:+.1%}",
         ]
         if closed_form:
             expected = closed_form(segment)
@@ -88,8 +90,11 @@ def table(memory: Comparison, timed: Comparison | None, closed_form: Callable[[i
 
 
 def chain_peak(layers: int, activation_bytes: int, memory: Comparison) -> Callable[[int | str], int]:
-    """Returns segment -> expected peak: arguments and the activations of the closed form, which gradients are written into by and by."""
-    given = memory.baseline.report.argument_bytes
+    """Returns segment -> expected peak: arguments, gradients, the closed form's activations.
+
+    An activation is larger than a layer's gradient, so it cannot live in the gradient's buffer while that is not written.
+    """
+    given = memory.baseline.report.argument_bytes + memory.baseline.report.output_bytes
 
     def peak(segment: int | str) -> int:
         without, with_, _ = estimate_memory_savings(layers, activation_bytes, segment or 1)
@@ -105,7 +110,12 @@ def main() -> None:
     options = parser.parse_args()
 
     layers, width, batch = 100, 1024, 8192
-    long, long_timed = run("chain", functools.partial(chain.chain, layers=layers, width=width, batch=batch), SEGMENTS, time=not options.no_time)
+    long, long_timed = run(
+        "chain",
+        functools.partial(chain.chain, layers=layers, width=width, batch=batch),
+        SEGMENTS,
+        time=not options.no_time,
+    )
     deep, deep_timed = run("gpt2", gpt.gpt2, SEGMENTS, time=not options.no_time)
     wide, _ = run("wide", chain.wide, (0, 1, 2, "sqrt"), time=False)
     text = "\n".join(
@@ -116,14 +126,14 @@ def main() -> None:
             "",
             table(long, long_timed, chain_peak(layers, 4 * width * batch, long)),
             "",
-            "Closed form: `estimate_memory_savings` and the arguments. Estimate: from the traced step.",
+            "Closed form: arguments, gradients and `estimate_memory_savings`. Estimate: from the traced step.",
             "",
             "## GPT-2, 12 blocks of 768, 8 sequences of 1,024 tokens",
             "",
             table(deep, deep_timed),
             "",
-            "Time is of smaller models with as many blocks: the chain with 1,024 rows of 256, the GPT with 8 sequences of 128 tokens and a width of "
-            "128.",
+            "Time is of smaller models with as many blocks: the chain with 1,024 rows of 256, the GPT with 8 sequences of 128 tokens "
+            "and a width of 128.",
             "",
             "## Why does my memory not fall?",
             "",
@@ -137,7 +147,9 @@ def main() -> None:
     print(text)
     if not options.no_save:
         results = {"chain": long, "chain_timed": long_timed, "gpt2": deep, "gpt2_timed": deep_timed, "wide": wide}
-        reporting.save("segments", text, {name: result.to_json() for name, result in results.items() if result is not None})
+        reporting.save(
+            "segments", text, {name: result.to_json() for name, result in results.items() if result is not None}
+        )
 
 
 if __name__ == "__main__":

@@ -283,7 +283,9 @@ def cuda_plugin() -> str | None:
 
     if importlib.util.find_spec("jax_plugins") is None:
         return None
-    return next((name for name in ("xla_cuda13", "xla_cuda12") if importlib.util.find_spec(f"jax_plugins.{name}")), None)
+    return next(
+        (name for name in ("xla_cuda13", "xla_cuda12") if importlib.util.find_spec(f"jax_plugins.{name}")), None
+    )
 
 
 def tpu_topology(name: str, **options: Any) -> tuple[Any, ...]:
@@ -297,7 +299,12 @@ def tpu_topology(name: str, **options: Any) -> tuple[Any, ...]:
 
     from jaxckpt._quiet import accelerator_visible
 
-    variables = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+    variables = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+    }
     if not accelerator_visible():
         variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     with _environment(variables):

@@ -254,6 +254,7 @@ def _write(path: str | None, content: Callable[[], str | bytes]) -> None:
 def _print(*parts: Any) -> None:
     """Prints tables and sentences: as wide as the terminal, or as `table.WIDTH` where there is none."""
     console = Console(highlight=False)
+    console.width = max(console.width, table.LEAST_WIDTH)
     for part in filter(None, parts):
         shown = Text(part) if isinstance(part, str) else part
         if console.is_terminal:

@@ -40,7 +40,8 @@ class Row:
     Attributes:
       name: as the caller named it.
       report: what the compiler says of its step.
-      estimate_bytes: the peak as estimated from the traced step alone: see `jaxckpt.memory.liveness`.
+      estimate_bytes: the peak as estimated from the traced step alone: see `jaxckpt.memory.liveness`. None where an argument is sharded over
+        several devices: the estimate would be of all of them together.
       flops: FLOPs of the traced step, recomputation counted.
       recompute_flops: how many of them are more than the leanest variant has.
       recompute: `recompute_flops` over the leanest variant's FLOPs.
@@ -51,7 +52,7 @@ class Row:
 
     name: str
     report: MemoryReport
-    estimate_bytes: int
+    estimate_bytes: int | None
     flops: int
     recompute_flops: int
     recompute: float
@@ -65,8 +66,10 @@ class Row:
         return self.report.peak_bytes
 
     @property
-    def estimate_error(self) -> float:
-        """The estimate's relative error: positive where it says more than the compiler."""
+    def estimate_error(self) -> float | None:
+        """The estimate's relative error: positive where it says more than the compiler. None where there is no estimate."""
+        if self.estimate_bytes is None:
+            return None
         return self.estimate_bytes / self.peak_bytes - 1 if self.peak_bytes else 0.0
 
 
@@ -189,17 +192,19 @@ def compare(
     total = len(variants) * (2 if time else 1)
     report = progress or (lambda done, total, what: None)
     measured = []
+    sharded = any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in jax.tree.leaves(args))
     for done, (name, fun) in enumerate(steps.items()):
         report(done, total, f"compiling {name}")
         graph = trace(fun, *args)
-        measured.append((name, measure(fun, *args, target=resolved), graph_peak(graph, resolved.platform), graph.flops))
+        estimate = None if sharded else graph_peak(graph, resolved.platform)
+        measured.append((name, measure(fun, *args, target=resolved), estimate, graph.flops))
     seconds = _time(steps, fill(args), lambda done, what: report(len(variants) + done, total, what)) if time else {}
     report(total, total, "")
     return _comparison(measured, seconds, resolved.name)
 
 
 def _comparison(
-    measured: list[tuple[str, MemoryReport, int, int]], seconds: dict[str, float], target: str
+    measured: list[tuple[str, MemoryReport, int | None, int]], seconds: dict[str, float], target: str
 ) -> Comparison:
     least = min(flops for _, _, _, flops in measured)
     front = pareto_front([(report.peak_bytes, flops) for _, report, _, flops in measured])

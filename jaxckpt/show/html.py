@@ -35,7 +35,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .8rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule) }
 th { font-weight: 600; border-bottom-width: 2px } th:first-child, td:first-child, .text { text-align: left }
 tr.front td { background: var(--mark); font-weight: 600 }
-td.source { white-space: normal; overflow-wrap: anywhere; color: var(--soft); font-size: .9em; min-width: 14rem }
+td.text { white-space: normal } td.source { overflow-wrap: anywhere; color: var(--soft); font-size: .9em; min-width: 12rem }
 figure { margin: 1rem 0 }
 figure img { background: #ffffff; border-radius: 6px; padding: .5rem; box-sizing: border-box; width: 100%; height: auto }
 summary { cursor: pointer; padding: .35rem 0 } details { border-bottom: 1px solid var(--rule) } details table { margin: .25rem 0 1rem }

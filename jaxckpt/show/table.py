@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 """Columns of text that is not printed to a terminal."""
+LEAST_WIDTH = 80
+"""Columns that tables need; a narrower terminal breaks their lines."""
 
 
 def to_text(renderable: Any, width: int = WIDTH) -> str:
@@ -48,8 +51,8 @@ def _cells(row: Row, comparison: Comparison) -> list[str]:
         format_bytes(row.peak_bytes),
         f"{share:.1%}",
         f"{row.recompute:+.1%}",
-        format_bytes(row.estimate_bytes),
-        f"{row.estimate_error:+.1%}",
+        "" if row.estimate_bytes is None else format_bytes(row.estimate_bytes),
+        "" if row.estimate_error is None else f"{row.estimate_error:+.1%}",
     ]
     if row.seconds is not None and row.time_ratio is not None:
         cells += [format_seconds(row.seconds), f"{row.time_ratio:.2f}"]
@@ -65,14 +68,18 @@ NOTE = (
 def comparison_view(comparison: Comparison) -> Group:
     """Returns what is printed of a comparison: its table, what the columns mean, and the advice where there is one."""
     header, rows = comparison_cells(comparison)
-    table = Table(box=box.SIMPLE_HEAD)
+    table = _table()
     for i, name in enumerate(header):
-        table.add_column(
-            name, justify="left" if i == 0 else "right", no_wrap=True, overflow="ellipsis" if i == 0 else "fold"
-        )
+        # Figures are never cut: where there is no room, long names of variants go over several lines.
+        words = name.replace(" ", "\n", 1)
+        table.add_column(words, justify="right" if i else "left", no_wrap=i > 0, overflow="fold", vertical="bottom")
     for row, cells in zip(comparison, rows):
         table.add_row(*map(Text, cells), style="bold" if row.on_front else "")
     return _titled(f"Checkpointing variants on {comparison.target}", table, NOTE, comparison.advice())
+
+
+def _table(**settings: Any) -> Table:
+    return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **settings)
 
 
 def _titled(title: str, table: Table, note: str = "", advice: str | None = None) -> Group:
@@ -103,7 +110,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
 
 def report_view(report: MemoryReport, title: str) -> Group:
     """Returns what is printed of a compiled program: its figures, and the advice where there is one."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table = _table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for what, much in report_cells(report):
@@ -121,9 +128,33 @@ def buffer_cells(report: MemoryReport, count: int) -> tuple[list[str], list[list
     """Returns header and rows of what is live at the peak, the largest first; equal buffers of one operation are one row."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for buffer in report.largest(sys.maxsize):
-        kind = (buffer.kind, buffer.shape, buffer.operation or buffer.name, _near(buffer.source))
+        operation = buffer.operation if buffer.kind == "argument" else readable_operation(buffer.operation)
+        kind = (buffer.kind, buffer.shape, operation or buffer.name, _near(buffer.source))
         groups.setdefault(kind, []).append(buffer.bytes)
     return ["bytes", "buffers", "kind", "array", "operation", "source"], _largest_groups(groups, count)
+
+
+_TRANSFORM = re.compile(r"(?:jit|jvp|transpose|vmap|checkpoint|remat)\((.*)\)")
+_PARTS_OF_JAX = ("", "checkpoint", "remat", "remat2", "rematted_computation", "closed_call")
+
+
+def readable_operation(name: str) -> str:
+    """Returns an operation's name as XLA has it from JAX in words: what pass it is of, and the user's scopes.
+
+    >>> readable_operation("jit(loss)/transpose(jvp(jvp()))/checkpoint/rematted_computation/Block/mlp/tanh")
+    'recomputed Block/mlp/tanh'
+    >>> readable_operation("jit(loss)/transpose(jvp(Head))/dot_general"), readable_operation("jit(loss)/jvp()/add")
+    ('backward Head/dot_general', 'forward add')
+    """
+    first, _, rest = name.partition("/")
+    parts = (rest if _TRANSFORM.fullmatch(first) and rest else name).split("/")
+    recomputed, backward, differentiated = (word in name for word in ("rematted_computation", "transpose(", "jvp("))
+    for i, part in enumerate(parts):
+        while found := _TRANSFORM.fullmatch(part):
+            part = found[1]
+        parts[i] = part
+    which = "recomputed " if recomputed else "backward " if backward else "forward " if differentiated else ""
+    return which + "/".join(part for part in parts if part not in _PARTS_OF_JAX)
 
 
 def _largest_groups(groups: dict[tuple[str, ...], list[int]], count: int | None) -> list[list[str]]:
@@ -133,7 +164,9 @@ def _largest_groups(groups: dict[tuple[str, ...], list[int]], count: int | None)
 
 def buffers_view(report: MemoryReport, count: int) -> Group:
     """Returns what is printed of the largest buffers that are live at the peak."""
-    return _titled("Live at the peak, the largest", _text_table(*buffer_cells(report, count), text_from=2, folded=4))
+    return _titled(
+        "Live at the peak, the largest", _text_table(*buffer_cells(report, count), text_from=2, folded=(4, 5))
+    )
 
 
 def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
@@ -155,7 +188,7 @@ def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
         rows = [*rows[:count], [format_bytes(sum(map(sum, rest))), str(sum(map(len, rest))), "of other kinds", "", ""]]
     return _titled(
         f"{format_bytes(report.kept_bytes)} kept for the backward pass in {sum(map(len, groups.values()))} arrays",
-        _text_table(["bytes", "arrays", "array", "name", "source"], rows, text_from=2, folded=4),
+        _text_table(["bytes", "arrays", "array", "name", "source"], rows, text_from=2, folded=(3, 4)),
         f"Besides {len(arguments)} arguments ({format_bytes(report.total_bytes - report.kept_bytes)}), which are there anyway.",
     )
 
@@ -170,14 +203,14 @@ def targets_view(targets: TargetTable) -> Group:
         ]
         for status in targets
     ]
-    return _titled("Targets", _text_table(["memory", "target", "can be compiled for"], rows, text_from=1, folded=2))
+    return _titled("Targets", _text_table(["memory", "target", "can be compiled for"], rows, text_from=1, folded=(2,)))
 
 
-def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, folded: int) -> Table:
-    """Returns a table of text; columns before `text_from` are numbers, and `folded` is the one that gives way where there is no room."""
-    table = Table(box=box.SIMPLE_HEAD)
+def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, folded: Container[int]) -> Table:
+    """Returns a table of text; columns before `text_from` are numbers, and those in `folded` give way where there is no room."""
+    table = _table()
     for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i < text_from else "left", no_wrap=i != folded, overflow="fold")
+        table.add_column(name, justify="right" if i < text_from else "left", no_wrap=i not in folded, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     return table

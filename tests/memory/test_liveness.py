@@ -117,3 +117,23 @@ def test_a_loop_counts_its_body_once_and_its_stacked_results_whole():
     ws = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
     peak = estimate_peak(scanned, ws, X)
     assert 8 * MIB < peak - MIB - 8 * 64 * 64 * 4 < 20 * MIB
+
+
+def test_what_is_offloaded_does_not_count_and_what_is_saved_does():
+    def block(x, ws):
+        for w in ws:
+            x = jnp.tanh(jaxckpt.tag(x @ w, "up"))
+        return x
+
+    def peak(action):
+        wrapped = jaxckpt.checkpoint(block, policy=jaxckpt.Policy({"up": action}))
+
+        def loss(ws, x):
+            for i in range(0, 16, 4):
+                x = wrapped(x, ws[i : i + 4])
+            return jnp.sum(x * x)
+
+        return estimate_peak(jax.value_and_grad(loss), [W] * 16, X)
+
+    assert peak("save") - peak("offload") > 10 * MIB
+    assert peak("recompute") <= peak("offload")
