@@ -14,11 +14,11 @@ def test_sharded_arguments_have_peaks_of_one_device_and_no_estimate():
     mesh = target.mesh((2,), ("data",))
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    whole = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
-    split = jax.ShapeDtypeStruct((8192, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    whole = jax.ShapeDtypeStruct((262_144, 64), jnp.float32)
+    split = jax.ShapeDtypeStruct((262_144, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     one = jaxckpt.compare({"none": loss}, w, whole, target="cuda:h100")["none"]
     two = jaxckpt.compare({"none": loss}, w, split, target=target)
-    assert two["none"].peak_bytes < 0.6 * one.peak_bytes
+    assert two["none"].peak_bytes < 0.8 * one.peak_bytes
     assert one.estimate_bytes == pytest.approx(one.peak_bytes, rel=0.1)
     assert two["none"].estimate_bytes is None and two["none"].estimate_error is None
     assert "none" in str(two) and two.to_json()["variants"][0]["estimate_error"] is None
