@@ -17,9 +17,8 @@ _CHECKED: dict[str, str | None] = {}
 
 def _missing(name: str) -> str | None:
     """Why a target cannot be compiled for here, or None."""
-    from jaxckpt.memory.targets import Target
-
     from jaxckpt._errors import MissingTargetError
+    from jaxckpt.memory.targets import Target
 
     if name not in _CHECKED:
         try:
