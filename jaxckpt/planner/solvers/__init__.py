@@ -1,0 +1,1 @@
+"""One solver a file, one signature: (chain, budget) -> schedule or None."""
