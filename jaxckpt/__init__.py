@@ -30,7 +30,10 @@ from jaxckpt.memory.residuals import Residual, ResidualReport, residuals
 from jaxckpt.memory.targets import Target, compiler_options, targets
 from jaxckpt.memory.verify import Verification, verify
 from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
+from jaxckpt.transforms import schedules
 from jaxckpt.transforms.checkpoint import checkpoint, tag
+from jaxckpt.transforms.scan import scan
+from jaxckpt.transforms.schedules import Slots
 from jaxckpt.transforms.sequential import checkpoint_sequential
 
 __version__ = "0.1.0"
@@ -59,6 +62,7 @@ __all__ = [
     "Region",
     "Residual",
     "ResidualReport",
+    "Slots",
     "StructureError",
     "Target",
     "TargetError",
@@ -78,6 +82,8 @@ __all__ = [
     "op",
     "policies",
     "residuals",
+    "scan",
+    "schedules",
     "tag",
     "targets",
     "trace",

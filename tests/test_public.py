@@ -15,11 +15,11 @@ from jaxckpt import _errors
 ROOT = pathlib.Path(jaxckpt.__file__).parent
 
 NAMES = """
-    Action ArgumentError DoesNotFitError EffectsError FactoryError ForwardModeError Graph InfeasibleBudgetError JaxckptError
-    MissingTargetError NotDifferentiableError OFFLOAD Plan PlanMismatchError Policy RECOMPUTE Region SAVE StructureError TargetError
-    UnknownTargetError UnmatchedTagError VerificationError checkpoint checkpoint_sequential compare compiler_options count_flops
-    estimate_memory_savings intensity_above larger_than measure op policies residuals tag Target targets trace verify where Comparison
-    MemoryReport MissingPackageError Residual ResidualReport Verification
+    Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Graph InfeasibleBudgetError JaxckptError
+    MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan PlanMismatchError Policy RECOMPUTE Region
+    Residual ResidualReport SAVE Slots StructureError Target TargetError UnknownTargetError UnmatchedTagError Verification VerificationError
+    checkpoint checkpoint_sequential compare compiler_options count_flops estimate_memory_savings intensity_above larger_than measure op
+    policies residuals scan schedules tag targets trace verify where
 """.split()  # noqa: SIM905
 
 

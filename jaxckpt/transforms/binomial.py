@@ -1,0 +1,357 @@
+"""The engine of `Slots`: a scan whose backward pass runs revolve's schedule in one compiled loop.
+
+The forward pass stores the carries that the schedule asks for in a buffer. The backward pass is a loop over *runs* of a few steps, from the
+last to the first. Each time round it restores a carry, advances it to the start of the run and stores carries on the way, all as tables say;
+then it goes through the run forward once more, keeping what its backward pass needs, pulls the cotangents back step by step, and settles
+what could wait. Nothing in the compiled program depends on the length or on the number of slots but the tables.
+
+It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxckpt.core.actions import OFFLOAD, SAVE, Action
+from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
+from jaxckpt.transforms.reverse_only import no_forward_mode, no_second_reverse
+from jaxckpt.transforms.schedules import Binomial, binomial, sweep
+from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, perturbed, pick, split, zeros
+
+
+def scan_with_slots(
+    scan: Scan, slots: int, *, run: int = 1, kept: Sequence[Any] | None = None, carry: Action = SAVE
+) -> tuple[Values, Values]:
+    """Runs a scan; differentiated in reverse it keeps no more than `slots` carries.
+
+    Args:
+      scan: what to run.
+      slots: carries whose bytes may be kept, the initial one counted.
+      run: steps that one turn of the backward loop takes. 1: as many as are best for the slots, what is kept of them being paid for in
+        slots. More: so many, and what is kept of them comes on top.
+      kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
+      carry: where the kept carries lie, SAVE or OFFLOAD.
+
+    Returns:
+      The carries after the last step and the ys.
+    """
+    engine = _Engine(scan.step, slots, run, kept, carry)
+    counts = (scan.step.consts, scan.step.carries, scan.step.xs)
+
+    @jax.custom_vjp
+    def call(operands: Values) -> tuple[Values, Values]:
+        return engine.plain(*split(operands, counts))
+
+    def forward(operands: Values) -> Any:
+        flags = [operand.perturbed and is_inexact(jax.typeof(operand.value)) for operand in operands]
+        consts, init, xs = split([operand.value for operand in operands], counts)
+        work, plan = engine.plan(*split(flags, counts))
+        (carry, ys), slots = engine.forward(plan, consts, init, xs)
+        return (no_second_reverse(carry), no_second_reverse(ys)), (_Static((work, plan)), consts, init, xs, slots)
+
+    def reverse(residuals: Any, cotangents: Any) -> tuple[Values]:
+        chosen, consts, init, xs, slots = residuals
+        work, plan = chosen.value
+        return (no_second_reverse(engine.backward(work, plan, consts, init, xs, slots, *cotangents)),)
+
+    call.defvjp(forward, reverse, symbolic_zeros=True)
+    return call(no_forward_mode([*scan.consts, *scan.init, *scan.xs]))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """A value that is part of a tree's structure."""
+
+    value: Any
+
+
+class _Engine:
+    """The loops of one scan."""
+
+    def __init__(self, step: Step, slots: int, run: int, kept: Sequence[Any] | None, carry: Action) -> None:
+        self.step, self.slots, self.run, self.carry = step, slots, run, carry
+        self.kept = dear_values(step) if kept is None else list(kept)
+
+    def plan(self, consts: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]) -> tuple[Backward, Binomial]:
+        """Returns the backward step and the schedule, for what is differentiated."""
+        step = self.step
+        carry, ys = perturbed(step, consts, init, xs)
+        wanted = Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
+        if self.run > 1 or self.kept is not None:
+            work = backward(step, wanted, self.kept, defer=True)
+            if self.run > 1:
+                run = min(self.run, step.length)
+                plan = Binomial(step.length, run, min(self.slots, -(-step.length // run)), work.again)
+            else:
+                row = work.bytes_a_step / max(step.carry_bytes, 1)
+                plan = binomial(step.length, self.slots, row=row, again=work.again, waits=work.settle is not None)
+            if plan.run > 1:
+                return work, plan
+        return backward(step, wanted, None, defer=False), binomial(step.length, self.slots)
+
+    # ----------------------------------------------------------------------------------------------------------- forward
+
+    def plain(self, consts: Values, init: Values, xs: Values) -> tuple[Values, Values]:
+        """Runs the scan as lax.scan does, for when it is not differentiated."""
+        step = self.step
+        return lax.scan(lambda carry, x: step.run(consts, carry, x), init, xs, length=step.length, reverse=step.reverse)
+
+    def forward(self, plan: Binomial, consts: Values, init: Values, xs: Values) -> tuple[tuple[Values, Values], Values]:
+        """Runs all steps; returns the results and the slots."""
+        loops = _Loops(self.step, plan, self.carry, consts, init, xs)
+        ys = [zeros(aval, self.step.length) for aval in self.step.y_avals]
+        slots = [loops.home.buffer(value, plan.slots) for value in init]
+        if loops.home.away:  # only what is kept goes to the host
+            carry, ys, slots = loops.fetch(0, loops.forward, 0, init, ys, slots)
+            slots = loops.home.write(slots, carry, loops.spare)
+            return loops.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+
+        # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So the number of turns is
+        # known, and if nobody uses the ys, JAX sees it.
+        def turn(i: Any, state: tuple[Values, Values, Values]) -> tuple[Values, Values, Values]:
+            carry, ys, slots = state
+            slots = loops.home.write(slots, carry, loops.rows[i])
+            carry, ys = loops.steps(carry, i * plan.run, plan.run, ys)
+            return carry, ys, slots
+
+        carry, ys, slots = lax.fori_loop(0, plan.units - (not loops.even), turn, (init, ys, slots))
+        if loops.even:
+            return (carry, ys), slots
+        slots = loops.home.write(slots, carry, loops.spare)
+        return loops.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+
+    # ---------------------------------------------------------------------------------------------------------- backward
+
+    def backward(
+        self,
+        work: Backward,
+        plan: Binomial,
+        consts: Values,
+        init: Values,
+        xs: Values,
+        slots: Values,
+        ct_carry: Sequence[Any],
+        ct_ys: Sequence[Any],
+    ) -> Values:
+        """Returns the cotangents of constants, initial carry and xs; None for those that are not asked for."""
+        wanted = work.wanted
+        zero = jax.custom_derivatives.SymbolicZero
+        some = tuple(flag and not isinstance(ct, zero) for flag, ct in zip(wanted.ys, ct_ys))
+        if some != wanted.ys:  # results that nothing was made of
+            wanted = replace(wanted, ys=some)
+            work = backward(self.step, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
+        loops = _Loops(self.step, plan, self.carry, consts, init, xs)
+        turns = _Turns(loops, work, [ct for ct, flag in zip(ct_ys, some) if flag])
+
+        state = _State(
+            ct=[zeros(ct.aval) if isinstance(ct, zero) else ct for ct in pick(ct_carry, wanted.carry)],
+            totals=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(consts, wanted.consts)],
+            ct_xs=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(xs, wanted.xs)],
+            stacks=[],
+        )
+        # Each of the two programs has stacks of its own length; the loop hands them on from turn to turn.
+        rows = lambda count: [zeros(aval, count) for aval in work.stacks] if plan.run > 1 else []
+        if not loops.even:
+            state = state._replace(stacks=rows(plan.last))
+            state = turns.adjoint(plan.units - 1, plan.last, loops.home.read(slots, loops.spare), state)
+
+        def turn(i: Any, both: tuple[Values, _State]) -> tuple[Values, _State]:
+            slots, state = both
+            carry, slots = loops.restore(i, slots)
+            return slots, turns.adjoint(plan.units - 1 - i, plan.run, carry, state)
+
+        if loops.even or plan.units > 1:
+            state = state._replace(stacks=rows(plan.run))
+            _, state = lax.fori_loop(0 if loops.even else 1, plan.units, turn, (slots, state))
+        ct_init = [ct if asked else None for ct, asked in zip(_spread(state.ct, wanted.carry), wanted.init)]
+        return [*_spread(state.totals, wanted.consts), *ct_init, *_spread(state.ct_xs, wanted.xs)]
+
+
+def _spread(values: Values, flags: Sequence[bool]) -> Values:
+    rest = iter(values)
+    return [next(rest) if flag else None for flag in flags]
+
+
+class _State(NamedTuple):
+    """What the backward loop carries: cotangents of the carry, of the constants so far, of xs so far, and the stacks of a run."""
+
+    ct: Values
+    totals: Values
+    ct_xs: Values
+    stacks: Values
+
+
+class _Loops:
+    """Taking carries forward: by steps, by runs, and as the tables of the schedule say."""
+
+    def __init__(self, step: Step, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
+        self.step, self.plan, self.consts, self.init, self.xs = step, plan, consts, init, xs
+        self.home = _Home(carry)
+        # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before the loop.
+        self.even = plan.last == plan.run
+        tables = sweep(plan.units, plan.slots)
+        self.forward = int(tables.first[1])  # the first adjoint's way to its run is the forward pass
+        # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row that is to spare the
+        # carry at the start of the last run; nothing is read from it later, so what goes to slot 0 may be written there.
+        self.spare = plan.slots - 1
+        row = lambda slots: np.where(slots == 0, self.spare, slots - 1).astype(np.int32)
+        initial, at, first = tables.load == 0, tables.at.copy(), tables.first.copy()
+        initial[0], at[0], first[0] = False, plan.units - 1, first[1]
+        rows = np.full(plan.units, self.spare, np.int32)  # where the forward pass puts the carry of each run
+        kept = np.cumsum(tables.advance[: self.forward]) - tables.advance[: self.forward]
+        rows[kept] = row(tables.store[: self.forward])
+        self.load, self.initial, self.at, self.first, self.store, self.advance, self.rows = map(
+            jnp.asarray, (row(tables.load), initial, at, first, row(tables.store), tables.advance, rows)
+        )
+
+    def steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
+        """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
+
+        def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
+            carry, ys = state
+            row = self.step.row(start + j)
+            carry, y = self.step.run(self.consts, carry, read(self.xs, row))
+            return carry, write(ys, y, row) if ys else []
+
+        return loop(count, one, (carry, ys))
+
+    def fetch(
+        self, begin: Any, end: Any, at: Any, carry: Values, ys: Values, slots: Values
+    ) -> tuple[Values, Values, Values]:
+        """Takes the carry of run `at` through stretches `begin` .. `end`-1 of the tables, storing it before each."""
+        run = self.plan.run
+        if self.plan.units == 1:
+            return carry, ys, slots
+
+        def one(unit: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
+            return self.steps(state[0], unit * run, run, state[1])
+
+        def stretch(g: Any, state: tuple[Any, Values, Values, Values]) -> tuple[Any, Values, Values, Values]:
+            at, carry, ys, slots = state
+            slots = self.home.write(slots, carry, self.store[g])
+            to = at + self.advance[g]
+            carry, ys = lax.fori_loop(at, to, one, (carry, ys))
+            return to, carry, ys, slots
+
+        return lax.fori_loop(begin, end, stretch, (jnp.asarray(at, jnp.int32), carry, ys, slots))[1:]
+
+    def restore(self, i: Any, slots: Values) -> tuple[Values, Values]:
+        """Returns the carry at the start of adjoint i's run, and the slots after coming by it."""
+        kept = self.home.read(slots, self.load[i])
+        carry = [lax.select(self.initial[i], first, later) for first, later in zip(self.init, kept)]
+        carry, _, slots = self.fetch(self.first[i], self.first[i + 1], self.at[i], carry, [], slots)
+        return carry, slots
+
+
+class _Home:
+    """Where kept carries lie: in device memory, or in the host's."""
+
+    def __init__(self, carry: Action) -> None:
+        self.away = carry == OFFLOAD
+
+    def buffer(self, value: Any, count: int) -> Any:
+        """Returns room for `count` carries; made by broadcasting, which works for random keys too."""
+        return self._out(lax.broadcast(value, (count,)), value)
+
+    def read(self, slots: Values, i: Any) -> Values:
+        """Returns the carry in slot i."""
+        return [self._back(row) for row in read(slots, i)]
+
+    def write(self, slots: Values, carry: Values, i: Any) -> Values:
+        """Returns the slots with a carry put into slot i."""
+        return write(slots, [self._out(value, value) for value in carry], i)
+
+    def _out(self, value: Any, leaf: Any) -> Any:
+        return jax.device_put(value, jax.memory.Space.Host) if self.away and leaf.ndim else value
+
+    def _back(self, value: Any) -> Any:
+        return jax.device_put(value, jax.memory.Space.Device) if self.away and value.ndim else value
+
+
+class _Turns:
+    """Taking cotangents back through a run."""
+
+    def __init__(self, loops: _Loops, work: Backward, ct_ys: Values) -> None:
+        self.loops, self.work, self.ct_ys = loops, work, ct_ys
+        self.step, self.consts, self.xs = loops.step, loops.consts, loops.xs
+
+    def adjoint(self, unit: Any, count: int, carry: Values, state: _State) -> _State:
+        """Takes the cotangents back through the `count` steps of run `unit`, from the carry at its start."""
+        start = unit * self.loops.plan.run
+        if self.loops.plan.run == 1:
+            rows = [carry[i] for i in self.work.carry_rows]
+            return self._pull(start, rows, state)[0]
+        state = state._replace(stacks=self._again(start, count, carry, state.stacks))
+
+        def one(i: Any, state: _State) -> _State:
+            j = count - 1 - i
+            place = self._place(j, count)
+            state, factors = self._pull(start + j, read(state.stacks[: self.work.rows], place), state)
+            stacks = list(state.stacks)
+            for factor, taken in zip(factors, self.work.takes):
+                (stacks[taken],) = write([stacks[taken]], [factor], place)
+            return state._replace(stacks=stacks)
+
+        state = loop(count, one, state)
+        if self.work.settle is None:
+            return state
+        first = self.step.row(start + count - 1) if self.step.reverse else start
+        x = [lax.dynamic_slice_in_dim(value, first, count) for value in self.xs]
+        return state._replace(totals=self.work.settle(self.consts, state.stacks, x, state.totals))
+
+    def _again(self, start: Any, count: int, carry: Values, stacks: Values) -> Values:
+        """Goes through a run forward once more, stacking what its backward pass needs."""
+        work = self.work
+
+        def note(stacks: Values, carry: Values, kept: Values, j: Any) -> Values:
+            rows = [*(carry[i] for i in work.carry_rows), *kept]
+            return [*write(stacks[: work.rows], rows, self._place(j, count)), *stacks[work.rows :]]
+
+        def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
+            carry, stacks = state
+            x = read(self.xs, self.step.row(start + j))
+            if work.keep is None:
+                return self.step.run(self.consts, carry, x)[0], note(stacks, carry, [], j)
+            following, kept = work.keep(self.consts, carry, x)
+            return following, note(stacks, carry, kept, j)
+
+        if work.keep is not None:
+            return loop(count, one, (carry, stacks))[1]
+        carry, stacks = loop(count - 1, one, (carry, stacks))  # nothing waits for the carry after the last step
+        return note(stacks, carry, [], count - 1)
+
+    def _place(self, j: Any, count: int) -> Any:
+        """Returns the row of the stacks for step j of a run: they lie as the rows of xs do."""
+        return count - 1 - j if self.step.reverse else j
+
+    def _pull(self, i: Any, rows: Values, state: _State) -> tuple[_State, Values]:
+        row = self.step.row(i)
+        cts = [*state.ct, *read(self.ct_ys, row)]
+        ct, ct_x, totals, factors = self.work.pull(self.consts, rows, read(self.xs, row), cts, state.totals)
+        return state._replace(ct=ct, totals=totals, ct_xs=write(state.ct_xs, ct_x, row)), factors
+
+
+def loop(count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """Runs `body(i, state)` for i of 0 .. count-1, a number known now."""
+    return body(0, state) if count == 1 else lax.fori_loop(0, count, body, state) if count else state
+
+
+def read(buffers: Values, i: Any) -> Values:
+    """Returns row i of each buffer."""
+    return [lax.dynamic_index_in_dim(buffer, i, keepdims=False, allow_negative_indices=False) for buffer in buffers]
+
+
+def write(buffers: Values, rows: Values, i: Any) -> Values:
+    """Returns each buffer with row i replaced."""
+    return [
+        lax.dynamic_update_index_in_dim(buffer, row, i, 0, allow_negative_indices=False)
+        for buffer, row in zip(buffers, rows, strict=True)
+    ]

@@ -1,0 +1,467 @@
+"""The backward pass of a step: what to keep for it, and which cotangents can wait.
+
+*What to keep*: a few values of a step that make its backward pass cheap, the results of matmuls and the like, carried on through sums as long
+as that makes them no larger. Everything else is elementwise and computed again.
+
+*What can wait*: the cotangent of a matrix that is closed over is a sum over steps of products, d(W) = sum over t of outer(x_t, d(y_t)). Taken
+step by step that is a small matmul and a pass over all of d(W) each time. The factors are kept for a run of steps instead, and one matmul
+contracts over the steps too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxckpt import _compat
+from jaxckpt.core.inline import inline
+from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
+
+# Computed again rather than kept: operations that cost a few times what reading and writing their operands does. What is not in here and
+# holds no such program of its own is kept.
+_CHEAP = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil clamp
+    clz complex concatenate conj convert_element_type copy copy_p cos cosh cumsum cumprod cummax cummin cumlogsumexp device_put digamma div
+    dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 empty floor full gather ge gt imag integer_pow iota
+    is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not one_minus_square optimization_barrier or pad
+    population_count pow pvary random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
+    reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_xor rem reshape rev round rsqrt
+    select_and_gather_add select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh slice split sqrt
+    square squeeze stop_gradient sub tan tanh threefry2x32 transpose xor zeta argmax argmin scatter scatter-add scatter_add mul_add
+""".split()  # noqa: SIM905 (a list of a hundred lines is no better to read)
+CHEAP = frozenset(_CHEAP)
+
+# Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
+# else that a step touches. Measured on a CPU with 2 MiB a core; below it a matmul for every step is as fast as one for several.
+LARGE = 2**19
+
+# Operations that only say how an array lies in memory.
+_LAYOUT = {"copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose"}
+# Operations of one operand, f(sum of x) = sum of f(x), that leave a single cotangent: a sum over steps goes through them.
+_LINEAR = {*_LAYOUT, "broadcast_in_dim", "convert_element_type", "neg", "psum", "psum_invariant", "reduce_sum"}
+# Operations linear in each operand alone, whose derivative needs no operand: a kept value may be carried on through them.
+_SUMS = {"add", "add_any", "convert_element_type", "copy", "copy_p", "neg", "reshape", "squeeze", "sub", "transpose"}
+
+
+# --------------------------------------------------------------------------------------------------------------- what to keep
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """Returns the programs that an equation holds."""
+    params = _compat.equation_params(eqn).values()
+    items = [item for param in params for item in (param if isinstance(param, (tuple, list)) else [param])]
+    return [_compat.open_jaxpr(item) for item in items if _compat.is_jaxpr(item)]
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an equation is in the table `CHEAP`, or calls what is."""
+    name = _compat.primitive_name(eqn)
+    if name in ("custom_jvp_call", "jit", "pjit", "closed_call"):
+        return all(is_cheap(e) for jaxpr in _inner(eqn) for e in jaxpr.eqns)
+    return name in CHEAP
+
+
+def dear_values(step: Step) -> list[Any] | None:
+    """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
+
+    It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
+    of its own, jax.custom_jvp, brings that along.)
+    """
+    dear = [eqn for eqn in step.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
+    if any(_inner(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
+        return None
+    kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
+    return _carried_on(step.jaxpr.eqns, kept, step.jaxpr.outvars)
+
+
+def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) -> list[Any]:
+    """Returns the kept variables, each replaced by the sum that it goes into where nothing else uses it and the sum is no larger."""
+    uses: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if isinstance(var, _compat.Var):
+                uses.setdefault(var, []).append(eqn)
+    finals = {var for var in results if isinstance(var, _compat.Var)}
+    chosen = dict.fromkeys(kept)
+    for eqn in eqns:  # in order, so a value is carried on as far as it goes
+        operands = [v for v in eqn.invars if isinstance(v, _compat.Var) and v in chosen]
+        if not operands or eqn.primitive.name not in _SUMS or len(eqn.outvars) != 1:
+            continue
+        only_here = all(uses[v] == [eqn] and v not in finals for v in operands)
+        if only_here and nbytes(eqn.outvars[0].aval) <= sum(nbytes(v.aval) for v in operands):
+            for v in operands:
+                del chosen[v]
+            chosen[eqn.outvars[0]] = None
+    return list(chosen)
+
+
+@jax.custom_jvp
+def _inject(computed: Any, kept: Any) -> Any:
+    """Value of `kept`, derivative of `computed`."""
+    return kept
+
+
+_inject.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+def _with_injected(step: Step, kept: Sequence[Any]) -> Any:
+    """Returns the step's jaxpr with the values of `kept` as further inputs, put in place of the computed ones."""
+    given = {var: _compat.fresh_var(var.aval) for var in kept}
+    eqns: list[Any] = []
+    for eqn in step.jaxpr.eqns:
+        outvars, after = list(eqn.outvars), []
+        for i, var in enumerate(eqn.outvars):
+            if var in given:
+                outvars[i] = _compat.fresh_var(var.aval)
+                template = _compat.open_jaxpr(jax.make_jaxpr(_inject)(var.aval, var.aval)).eqns[-1]
+                after.append(template.replace(invars=[outvars[i], given[var]], outvars=[var]))
+        eqns += [eqn.replace(outvars=outvars) if after else eqn, *after]
+    return _compat.build_jaxpr(
+        [], [*step.jaxpr.invars, *given.values()], step.jaxpr.outvars, eqns, step.jaxpr.debug_info
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ the backward step
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which cotangents there are and which are asked for: a flag for each constant, initial carry, carry, x and y."""
+
+    consts: tuple[bool, ...]
+    init: tuple[bool, ...]
+    carry: tuple[bool, ...]
+    xs: tuple[bool, ...]
+    ys: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """The backward pass of a run of steps, one step at a time and then what could wait.
+
+    A *stack* holds one value of every step of the run, rows in the order of xs.
+
+    Attributes:
+      wanted: which cotangents it computes.
+      again: whether `pull` runs the step again, or part of it that is not cheap.
+      keep: (consts, carry, x) -> (next carry, kept): runs a step and returns what is kept of it. None: nothing is, so a run need not be run to
+        its end, and `pull` runs each of its steps again.
+      pull: (consts, stacked rows, x, cotangents of carry and ys, sums) -> (cotangents of carry and x, sums, further stacked rows).
+      settle: (consts, stacks, x rows, sums) -> sums: what could wait, over all rows. None: nothing could.
+      carry_rows: which carries are stacked.
+      stacks: abstract value of one row of each stack; carries first, then kept values, then factors that found no stack to take over.
+      rows: how many of the stacks are carries and kept values, what `pull` reads.
+      takes: for each factor that `pull` returns, the stack that its row is written to.
+      gathered: abstract value of one row of each of the xs that `settle` reads.
+    """
+
+    wanted: Wanted
+    again: bool
+    keep: Callable[..., tuple[Values, Values]] | None
+    pull: Callable[..., tuple[Values, Values, Values, Values]]
+    settle: Callable[..., Values] | None
+    carry_rows: tuple[int, ...]
+    stacks: tuple[Any, ...]
+    rows: int
+    takes: tuple[int, ...]
+    gathered: tuple[Any, ...]
+
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
+        return sum(map(nbytes, [*self.stacks, *self.gathered]))
+
+
+def backward(step: Step, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
+    """Returns the backward pass of a step.
+
+    Args:
+      step: the step.
+      wanted: which cotangents to compute.
+      kept: variables of the step whose values are kept; empty for none.
+      defer: whether cotangents of constants may wait for the end of a run.
+    """
+    kept = list(kept or ())
+    injected = _with_injected(step, kept)
+    groups = _Inputs.of(step, wanted, kept)
+
+    def pulled(*flat: Any) -> Values:
+        consts, carry, x, extra, ct_carry, ct_ys = groups.split(flat)
+        primals = [*pick(consts, wanted.consts), *pick(carry, wanted.carry), *pick(x, wanted.xs)]
+
+        def run(*moving: Any) -> Values:
+            rest = iter(moving)
+            fill = lambda values, flags: [next(rest) if flag else value for value, flag in zip(values, flags)]
+            operands = [*fill(consts, wanted.consts), *fill(carry, wanted.carry), *fill(x, wanted.xs)]
+            out = _compat.eval_jaxpr(injected, [], *operands, *extra)
+            return [*pick(out[: step.carries], wanted.carry), *pick(out[step.carries :], wanted.ys)]
+
+        return list(jax.vjp(run, *primals)[1]([*ct_carry, *ct_ys]))
+
+    traced = inline(jax.make_jaxpr(pulled)(*groups.avals))
+    return _Splitter(step, wanted, kept, groups, traced, defer=defer).split()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of a pulled-back step in their order: constants, carries, xs, kept values, cotangents of carries and of ys."""
+
+    avals: list[Any]
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(step: Step, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
+        inputs = [var.aval for var in step.jaxpr.invars]
+        cts = [pick(step.carry_avals, wanted.carry), pick(step.y_avals, wanted.ys)]
+        cts = [[aval.to_ct_aval() for aval in part] for part in cts]
+        parts = [[var.aval for var in kept], *cts]
+        return _Inputs(
+            [*inputs, *(aval for part in parts for aval in part)],
+            (step.consts, step.carries, step.xs, *map(len, parts)),
+        )
+
+    def split(self, flat: Sequence[Any]) -> list[Values]:
+        return split(flat, self.counts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Term:
+    """A summand of a constant's cotangent that can wait: the sum over steps of a product, or of a value; then what is linear."""
+
+    const: int
+    var: Any  # the summand
+    leaf: Any  # the variable that is summed over steps
+    dot: Any  # its equation where it is a matmul of two factors
+    factors: tuple[Any, ...]  # variables to have for every step: the matmul's operands, or the leaf
+
+
+class _Splitter:
+    """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
+
+    def __init__(
+        self, step: Step, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
+    ) -> None:
+        jaxpr = _compat.open_jaxpr(traced)
+        self.step, self.wanted, self.kept, self.defer = step, wanted, kept, defer
+        self.eqns, self.debug_info = jaxpr.eqns, jaxpr.debug_info
+        self.inputs = [*jaxpr.constvars, *jaxpr.invars]
+        self.extra = _compat.jaxpr_consts(traced)  # arrays that differentiation made, the same at every step
+        consts, self.carry, self.x, self.kept_in, ct_carry, ct_ys = groups.split(jaxpr.invars)
+        self.consts = [*jaxpr.constvars, *consts]
+        self.cts = [*ct_carry, *ct_ys]
+        self.made = {var: eqn for eqn in self.eqns for var in eqn.outvars}
+        self.moving = depends(self.eqns, [*self.carry, *self.x, *self.kept_in, *self.cts])
+        self.cotangents = depends(self.eqns, self.cts)
+        count = sum(wanted.consts), sum(wanted.carry)
+        self.ct_consts = jaxpr.outvars[: count[0]]
+        self.ct_carry = jaxpr.outvars[count[0] : sum(count)]
+        self.ct_x = jaxpr.outvars[sum(count) :]
+
+    def split(self) -> Backward:
+        summands = [(i, var) for i, out in enumerate(self.ct_consts) for var in self._summands(out)]
+        terms = self._waiting(summands) if self.defer else []
+        waiting = {id(term.var) for term in terms}
+        at_once = [(i, var) for i, var in summands if id(var) not in waiting]
+        roots = list(dict.fromkeys(root for term in terms for root in self._roots(term)))
+
+        settled = self._read_by(terms, roots)
+        read = settled | self._read([*self.ct_carry, *self.ct_x, *(var for _, var in at_once), *roots])
+        carry_rows = tuple(i for i, var in enumerate(self.carry) if var in read)
+        kept_rows = [i for i, var in enumerate(self.kept_in) if var in read]
+
+        rows = [*(self.carry[i] for i in carry_rows), *(self.kept_in[i] for i in kept_rows)]
+        stacks = [var.aval for var in rows]
+        free = [i for i, var in enumerate(rows) if var not in settled]
+        takes: list[int] = []
+        for root in roots:
+            same = [i for i in free if (stacks[i].shape, stacks[i].dtype) == (root.aval.shape, root.aval.dtype)]
+            if same:
+                free.remove(same[0])
+            else:
+                stacks.append(root.aval)
+            takes.append(same[0] if same else len(stacks) - 1)
+        return Backward(
+            wanted=self.wanted,
+            again=self._runs_again(
+                [*self.ct_carry, *self.ct_x, *(var for _, var in at_once), *roots], kept=bool(kept_rows)
+            ),
+            keep=self._keep([self.kept[i] for i in kept_rows]),
+            pull=self._pull(rows, at_once, roots),
+            settle=self._settle(terms, rows, roots, takes) if terms else None,
+            carry_rows=carry_rows,
+            stacks=tuple(stacks),
+            rows=len(rows),
+            takes=tuple(takes),
+            gathered=tuple(var.aval for var in self.x if var in settled),
+        )
+
+    # ------------------------------------------------------------------------------------------------------ what can wait
+
+    def _summands(self, var: Any) -> list[Any]:
+        eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
+        if eqn is not None and eqn.primitive.name == "add_any":
+            return [part for operand in eqn.invars for part in self._summands(operand)]
+        return [var]
+
+    def _waiting(self, summands: list[tuple[int, Any]]) -> list[_Term]:
+        """Returns the summands that wait: large matmuls, and sums of what is stacked for those anyway."""
+        found = [term for i, var in summands if (term := self._term(i, var)) is not None]
+        dots = [term for term in found if term.dot is not None]
+        products = sum(nbytes(term.dot.outvars[0].aval) for term in dots)
+        factors = sum(nbytes(root.aval) for root in {root for term in dots for root in self._roots(term)})
+        if products < max(LARGE, factors):
+            dots = []
+        stacked = {root for term in dots for root in self._roots(term)}
+        return dots + [term for term in found if term.dot is None and set(self._roots(term)) <= stacked]
+
+    def _term(self, const: int, var: Any) -> _Term | None:
+        leaf = var
+        while isinstance(leaf, _compat.Var) and leaf in self.made:
+            eqn = self.made[leaf]
+            name = eqn.primitive.name
+            moving = [v for v in eqn.invars if isinstance(v, _compat.Var) and v in self.moving]
+            if name == "dot_general" and len(moving) == 2:
+                return _Term(const, var, leaf, eqn, tuple(eqn.invars))
+            through = (
+                name in _LINEAR
+                or name in ("dot_general", "mul")
+                or (name == "div" and moving and moving[0] is eqn.invars[0])
+            )
+            if not through or len(moving) != 1:
+                break
+            leaf = moving[0]
+        if isinstance(leaf, _compat.Var) and leaf in self.cotangents and leaf is not var:
+            return _Term(const, var, leaf, None, (leaf,))
+        return None
+
+    def _roots(self, term: _Term) -> list[Any]:
+        """Returns what has to be stacked for a term: of each factor the value under its layout, unless the step was given it or kept it."""
+        roots = []
+        for factor in term.factors:
+            while factor in self.made and self.made[factor].primitive.name in _LAYOUT:
+                factor = self.made[factor].invars[0]
+            if factor in self.made or factor in self.cotangents:
+                roots.append(factor)
+        return roots
+
+    def _read(self, outputs: Iterable[Any]) -> set[Any]:
+        """Returns the variables that one step of the loop reads for `outputs`, and those of `outputs` themselves."""
+        outputs = [var for var in outputs if isinstance(var, _compat.Var)]
+        run = needed(self.eqns, self.inputs, outputs, effects=not self.defer)
+        return {v for eqn in run for v in eqn.invars if isinstance(v, _compat.Var)} | set(outputs)
+
+    def _runs_again(self, outputs: list[Any], *, kept: bool) -> bool:
+        forward = [
+            eqn
+            for eqn in needed(self.eqns, self.inputs, [var for var in outputs if isinstance(var, _compat.Var)])
+            if self.cotangents.isdisjoint(eqn.outvars) and not self.moving.isdisjoint(eqn.outvars)
+        ]
+        return any(not is_cheap(eqn) for eqn in forward) or (bool(forward) and not kept)
+
+    def _read_by(self, terms: list[_Term], roots: list[Any]) -> set[Any]:
+        """Returns the variables that are read for the factors of what waits, but for those that are stacked for it."""
+        factors = [factor for term in terms for factor in term.factors]
+        run = needed(self.eqns, [*self.inputs, *roots], factors)
+        read = {v for eqn in run for v in eqn.invars if isinstance(v, _compat.Var)}
+        return (read | set(factors)) - set(roots)
+
+    # --------------------------------------------------------------------------------------------------------- functions
+
+    def _keep(self, kept: list[Any]) -> Callable[..., tuple[Values, Values]] | None:
+        carries, jaxpr = self.step.carries, self.step.jaxpr
+        if not self.defer or not (kept or jaxpr.effects):
+            return None
+        run = piece(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
+
+        def keep(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+            out = run(*consts, *carry, *x)
+            return out[:carries], out[carries:]
+
+        return keep
+
+    def _pull(self, rows: list[Any], at_once: list[tuple[int, Any]], roots: list[Any]) -> Callable[..., Any]:
+        # What is scattered goes straight into the sum so far, one such summand of each constant, before others are added.
+        uses = Counter(id(var) for _, var in at_once)
+        scattered = {i: var for i, var in reversed(at_once) if uses[id(var)] == 1 and self._is_scattered(var)}
+        added = [(i, var) for i, var in at_once if scattered.get(i) is not var]
+        targets = [self.made[var].invars[0] for var in scattered.values()]
+        outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
+        inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
+        # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
+        run = piece(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
+        counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
+
+        def pull(
+            consts: Values, row: Values, x: Values, cts: Values, totals: Values
+        ) -> tuple[Values, Values, Values, Values]:
+            totals = list(totals)
+            out = run(*self.extra, *consts, *row, *x, *cts, *(totals[i] for i in scattered))
+            ct_carry, ct_x, sums, summands, factors = split(out, counts)
+            for i, value in zip(scattered, sums):
+                totals[i] = value
+            for (i, _), value in zip(added, summands):
+                totals[i] = lax.add(totals[i], value)
+            return ct_carry, ct_x, totals, factors
+
+        return pull
+
+    def _is_scattered(self, var: Any) -> bool:
+        """Whether a summand is rows scattered into zeros that serve nothing else: an embedding's."""
+        eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
+        if eqn is None or eqn.primitive.name not in ("scatter-add", "scatter_add"):
+            return False
+        target = self.made.get(eqn.invars[0])
+        if target is None or target.primitive.name != "broadcast_in_dim":
+            return False
+        fill = target.invars[0]
+        alone = sum(v is eqn.invars[0] for e in self.eqns for v in e.invars) == 1
+        return isinstance(fill, _compat.Literal) and not fill.val and alone
+
+    def _settle(
+        self, terms: list[_Term], rows: list[Any], roots: list[Any], takes: list[int]
+    ) -> Callable[[Values, Values, Values, Values], Values]:
+        per_row = [*rows, *roots, *self.x]
+        factors = list(dict.fromkeys(factor for term in terms for factor in term.factors))
+        expand = piece(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
+        tails = [piece(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
+
+        def settle(consts: Values, stacks: Values, x: Values, totals: Values) -> Values:
+            consts = [*self.extra, *consts]
+            stacked = [*stacks[: len(rows)], *(stacks[i] for i in takes), *x]
+            axes = [None] * len(consts) + [0] * len(stacked)
+            values = dict(zip(factors, jax.vmap(expand, in_axes=axes)(*consts, *stacked)))
+            totals = list(totals)
+            for term, tail in zip(terms, tails):
+                if term.dot is None:
+                    leaf = jnp.sum(values[term.leaf], axis=0, dtype=term.leaf.aval.dtype)
+                else:
+                    leaf = _contract(term.dot, *(values[factor] for factor in term.factors))
+                totals[term.const] = lax.add(totals[term.const], tail(*consts, leaf)[0])
+            return totals
+
+        return settle
+
+
+def _contract(dot: Any, left: Any, right: Any) -> Any:
+    """Returns the matmul of an equation with its leading axis, of steps, contracted too."""
+    (left_axes, right_axes), (left_batch, right_batch) = dot.params["dimension_numbers"]
+    shift = lambda axes: tuple(axis + 1 for axis in axes)
+    params = {**dot.params}
+    params["dimension_numbers"] = (
+        ((0, *shift(left_axes)), (0, *shift(right_axes))),
+        (shift(left_batch), shift(right_batch)),
+    )
+    # Neighbouring contracted axes are one axis: a plain matmul needs no transposition. Sharded axes cannot be merged.
+    sharded = any(part is not None for value in (left, right) for part in jax.typeof(value).sharding.spec)
+    if not sharded and not left_batch and tuple(left_axes) == tuple(right_axes) == tuple(range(len(left_axes))):
+        merged = len(left_axes) + 1
+        left, right = (value.reshape(math.prod(value.shape[:merged]), *value.shape[merged:]) for value in (left, right))
+        params["dimension_numbers"] = (((0,), (0,)), ((), ()))
+    return dot.primitive.bind(left, right, **params)

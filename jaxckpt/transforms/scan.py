@@ -1,0 +1,308 @@
+"""scan: lax.scan with a schedule that says which carries are kept for the backward pass.
+
+The step is traced once, by lax.scan itself. A nested schedule then becomes scans of checkpointed scans, plain JAX, with all that JAX can do to
+them; `Slots` goes to `jaxckpt.transforms.binomial`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+from jax import lax
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
+from jaxckpt.core.actions import OFFLOAD, SAVE, Action, action_from
+from jaxckpt.core.graph import trace
+from jaxckpt.core.units import format_bytes, parse_bytes
+from jaxckpt.policies import Policy, from_jax
+from jaxckpt.policies import resolve as resolve_policy
+from jaxckpt.transforms.binomial import scan_with_slots
+from jaxckpt.transforms.checkpoint import checkpoint
+from jaxckpt.transforms.pullback import Wanted, backward, dear_values
+from jaxckpt.transforms.schedules import Nested, Schedule, Slots, binomial, plain, resolve, segmented
+from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, nbytes, perturbed, take_apart
+
+_CARRY = "jaxckpt.scan:carry"  # the name of carries that are kept on the host
+
+Body = Callable[[Values, Values], tuple[Values, Values]]
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    schedule: Schedule = "sqrt",
+    policy: Any = None,
+    carry: Action | str = SAVE,
+    budget: int | str | None = None,
+) -> tuple[Any, Any]:
+    """`lax.scan`, keeping only some of the carries for the backward pass and running steps again to come by the others.
+
+    Arguments and results are lax.scan's, and its errors where they do not fit together.
+
+    Args:
+      f: the step, (carry, x) -> (carry, y), of pytrees. What it closes over is differentiated too.
+      init: the carry before the first step; integers and random keys may be in it.
+      xs: pytree of arrays with one row a step, or None.
+      length: steps; may be left out where there are xs.
+      reverse: whether to start from the last row.
+      unroll: as of lax.scan, for the innermost steps. With `Slots`: the steps that one turn of the backward loop takes; what is kept of them
+        comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
+      schedule: "none" (lax.scan as it is), "every" (each step checkpointed), "sqrt" (segments of square-root length, one more run of each
+        step), "log" (segments of segments, 4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a
+        tuple of ints (nested lengths, outermost first; their product at least the length), or `Slots(n)`: at most n carries' bytes, placed
+        by the binomial optimum. Lengths need not divide: a shorter last segment takes what is left, and nothing is padded.
+      policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
+      carry: SAVE, or OFFLOAD to keep the carries between segments in host memory.
+      budget: bytes ("64MiB") that kept carries and residuals may take, instead of a schedule: the one with the least recomputation that fits.
+
+    Returns:
+      The carry after the last step, and the ys with one row a step.
+
+    Raises:
+      ArgumentError: the schedule, the policy, the action or the budget is none.
+      InfeasibleBudgetError: not even one carry fits into the budget.
+      ForwardModeError: when a scan with `Slots` is differentiated forward.
+      TypeError, ValueError: lax.scan's own.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxckpt.transforms.schedules import Slots
+    >>> def loss(w, schedule):
+    ...     return scan(lambda c, x: (jnp.sin(w * c + x), None), 0.0, jnp.arange(1000.0), schedule=schedule)[0]
+    >>> [round(float(jax.grad(loss)(0.5, schedule)), 4) for schedule in ("none", "sqrt", Slots(10))]
+    [-0.9009, -0.9009, -0.9009]
+    """
+    action = _carry_action(carry)
+    if budget is not None and schedule != "sqrt":
+        raise ArgumentError("schedule", "left out where there is a budget, which chooses it", schedule)
+    resolve_policy(policy)
+    limit = None if budget is None else parse_bytes(budget, "budget")
+    resolve(0, schedule)
+    taken = take_apart(f, init, xs, length, reverse, unroll)
+    if taken is None:
+        return lax.scan(f, init, xs, length, reverse, unroll)
+    plan = resolve(taken.step.length, schedule) if limit is None else fit(taken.step, limit)
+    if isinstance(plan, Slots):
+        kept = None
+        if policy is not None:
+            taken, kept = _kept_by(policy, taken)
+        run = taken.step.length if unroll is True else max(int(unroll), 1)
+        return taken.finish(*scan_with_slots(taken, plan.count, run=run, kept=kept, carry=action))
+    if action == OFFLOAD and not plan.kept:
+        hint = "Use 'every', 'sqrt', 'log', an int, a tuple or Slots(n)."
+        raise ArgumentError("carry", "SAVE with a schedule that keeps no carries", action, hint)
+    return taken.finish(*_scan_nested(taken, plan, policy, action, unroll))
+
+
+def _carry_action(carry: Action | str) -> Action:
+    action = action_from(carry, "carry")
+    if action not in (SAVE, OFFLOAD):
+        raise ArgumentError("carry", "SAVE or OFFLOAD: the carries between segments are what is kept", carry)
+    return action
+
+
+# --------------------------------------------------------------------------------------------------------- nested schedules
+
+
+def _scan_nested(taken: Scan, plan: Nested, policy: Any, carry: Action, unroll: int | bool) -> tuple[Values, Values]:
+    step = taken.step
+
+    def body(state: Values, x: Values) -> tuple[Values, Values]:
+        return step.run(taken.consts, state, x)
+
+    # Inside a scan nothing can be merged with the forward pass, so there is no need to prevent it.
+    inner = body if policy is None else checkpoint(body, policy=policy, prevent_cse=False)
+    return _run(plan, body, inner, policy, carry, step.reverse, unroll, taken.init, taken.xs)
+
+
+def _run(
+    plan: Nested,
+    body: Body,
+    inner: Body,
+    policy: Any,
+    carry: Action,
+    reverse: bool,
+    unroll: int | bool,
+    init: Values,
+    xs: Values,
+) -> tuple[Values, Values]:
+    """Runs the steps of a nest; `inner` is the step as it is in plain stretches, `body` without the policy."""
+
+    def steps(f: Body, init: Values, xs: Values, length: int) -> tuple[Values, Values]:
+        return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
+
+    if plan.inner is None:
+        return steps(_checkpointed(body, policy, carry) if plan.remat else inner, init, xs, plan.length)
+    deeper, size, main = plan.inner, plan.inner.length, plan.count * plan.inner.length
+
+    def segment(state: Values, rows: Values) -> tuple[Values, Values]:
+        return _run(deeper, body, inner, policy, carry, reverse, unroll, state, rows)
+
+    first, rest = _cut(xs, main, plan.rest, reverse)
+    segments = [x.reshape(plan.count, size, *x.shape[1:]) for x in first]
+    state, ys = lax.scan(_checkpointed(segment, None, carry), init, segments, length=plan.count, reverse=reverse)
+    ys = [y.reshape(main, *y.shape[2:]) for y in ys]
+    if plan.rest:
+        state, last = steps(inner, state, rest, plan.rest)
+        ys = [jnp.concatenate([b, a] if reverse else [a, b]) for a, b in zip(ys, last)]
+    return state, ys
+
+
+def _cut(xs: Values, main: int, rest: int, reverse: bool) -> tuple[Values, Values]:
+    """Returns the rows of the segments, and those of the steps that come after them."""
+    if not rest:
+        return xs, []
+    if reverse:
+        return [x[rest:] for x in xs], [x[:rest] for x in xs]
+    return [x[:main] for x in xs], [x[main:] for x in xs]
+
+
+def _checkpointed(f: Body, policy: Any, carry: Action) -> Body:
+    """Returns a step or a segment under a checkpoint, of which the carry that it starts from is kept in device or host memory."""
+    if carry == SAVE:
+        return checkpoint(f, policy=policy, prevent_cse=False)
+    if policy is not None:
+        raise ArgumentError(
+            "policy",
+            "None with schedule='every' and carry=OFFLOAD",
+            policy,
+            "Use a segment length, such as schedule=1.",
+        )
+
+    def named(state: Values, x: Values) -> tuple[Values, Values]:
+        away = [
+            jax.ad_checkpoint.checkpoint_name(leaf, _CARRY) if is_inexact(jax.typeof(leaf)) else leaf for leaf in state
+        ]
+        return f(away, x)
+
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_CARRY],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def run(state: Values, x: Values) -> tuple[Values, Values]:
+        with _compat.working_checkpoints():
+            return jax.checkpoint(named, policy=offload, prevent_cse=False)(state, x)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ what a policy keeps
+
+
+def _kept_by(policy: Any, taken: Scan) -> tuple[Scan, list[Any]]:
+    """Returns the scan with its step traced for the policy, and the variables of the step that the policy keeps."""
+    resolved = resolve_policy(policy)
+    assert resolved is not None
+    rules = resolved if isinstance(resolved, Policy) else from_jax(resolved)
+    graph = trace(
+        lambda *flat: _compat.eval_jaxpr(taken.step.jaxpr, [], *flat), *(var.aval for var in taken.step.jaxpr.invars)
+    )
+    actions = rules.decide(graph)
+    if OFFLOAD in actions.values():
+        rule = "without OFFLOAD where the schedule is Slots(n): what a run keeps is needed at once"
+        raise ArgumentError("policy", rule, policy, "carry=OFFLOAD moves the carries.")
+    jaxpr = _compat.open_jaxpr(graph.jaxpr)
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars if not isinstance(var, _compat.DropVar)}
+    kept = [var for var, index in graph.body.values.items() if index in actions and var in made]
+    opened = _compat.build_jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
+    extra = _compat.jaxpr_consts(graph.jaxpr)
+    step = replace(taken.step, jaxpr=opened, consts=taken.step.consts + len(extra))
+    return replace(taken, step=step, consts=[*extra, *taken.consts]), kept
+
+
+# ------------------------------------------------------------------------------------------------------------------- budgets
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A schedule, what it costs, and the bytes of carries and residuals that it keeps at most."""
+
+    plan: Nested | Slots
+    steps: int
+    bytes: int
+
+
+def fit(step: Step, limit: int) -> Nested | Slots:
+    """Returns the schedule with the least recomputation whose kept carries and residuals fit into `limit` bytes.
+
+    Of equals, the one that JAX can differentiate in every way comes first, and then the one that keeps less.
+
+    Raises:
+      InfeasibleBudgetError: one carry and what one step's backward pass needs are more than the limit.
+    """
+    one = step.carry_bytes
+    if one > limit:
+        raise InfeasibleBudgetError(
+            f"budget must be at least {format_bytes(one)} ({one} bytes), the bytes of one carry; got {format_bytes(limit)}. "
+            "Shrink the carry, or keep it on the host with a schedule and carry=OFFLOAD."
+        )
+    fitting = [choice for choice in _choices(step, limit) if choice.bytes <= limit]
+    return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Slots), choice.bytes)).plan
+
+
+def _choices(step: Step, limit: int) -> Iterator[_Choice]:
+    length, one, residuals = step.length, step.carry_bytes, residual_bytes(step)
+    yield _Choice(plain(length), length, length * residuals)
+    if not one:  # a carry of nothing: there is nothing to keep but a step's residuals
+        yield _Choice(plain(length, remat=True), 2 * length, 0)
+        return
+    best = math.sqrt(length * one / max(residuals, 1))
+    for size in {max(1, math.floor(best)), math.ceil(best)}:
+        nest = segmented(length, min(size, length))
+        yield _Choice(nest, nest.steps, nest.carries * one + nest.residuals * residuals)
+    slots = min(limit // one, length * max(1, -(-residuals // one)))
+    row, again, waits = run_costs(step)
+    mixed = binomial(length, slots, row=row, again=again, waits=waits)
+    yield _Choice(Slots(slots), mixed.steps, math.ceil(mixed.carries(row if mixed.run > 1 else 0.0) * one))
+
+
+def residual_bytes(step: Step) -> int:
+    """Returns the bytes that differentiating the step keeps of it, if all that can be is differentiated; constants and xs not counted."""
+    inputs = [var.aval for var in step.jaxpr.invars]
+
+    def residuals(*flat: Any) -> Values:
+        moving = [is_inexact(aval) for aval in inputs]
+
+        def run(*values: Any) -> Values:
+            rest = iter(values)
+            out = _compat.eval_jaxpr(
+                step.jaxpr, [], *(next(rest) if flag else value for flag, value in zip(moving, flat))
+            )
+            return [value for value in out if is_inexact(jax.typeof(value))]
+
+        return jax.tree.leaves(jax.vjp(run, *(value for value, flag in zip(flat, moving) if flag))[1])
+
+    traced = _compat.open_jaxpr(jax.make_jaxpr(residuals)(*inputs))
+    there = {*traced.constvars, *traced.invars[: step.consts], *traced.invars[step.consts + step.carries :]}
+    kept = {var for var in traced.outvars if isinstance(var, _compat.Var) and var not in there}
+    return sum(nbytes(var.aval) for var in kept)
+
+
+def run_costs(step: Step) -> tuple[float, bool, bool]:
+    """Returns what a run of steps keeps of each, in carries; whether it runs them again; and whether cotangents wait for its end."""
+    kept = dear_values(step)
+    if kept is None:
+        return math.inf, False, False
+    inexact = [is_inexact(var.aval) for var in step.jaxpr.invars]
+    consts, init, xs = (
+        inexact[: step.consts],
+        inexact[step.consts : step.consts + step.carries],
+        inexact[step.consts + step.carries :],
+    )
+    carry, ys = perturbed(step, consts, init, xs)
+    work = backward(step, Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys)), kept, defer=True)
+    return work.bytes_a_step / max(step.carry_bytes, 1), work.again, work.settle is not None

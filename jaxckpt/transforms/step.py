@@ -1,0 +1,214 @@
+"""One step of a scan as a program: what it runs, and what in it depends on what is differentiated.
+
+`lax.scan` itself traces the step, so its rules and its error messages hold. The step is then a jaxpr, (constants, carry, x) -> (carry, y),
+with calls written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import unmapped_aval
+from jax.interpreters import ad
+
+from jaxckpt import _compat
+from jaxckpt.core.inline import inline
+
+Values = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The body of a scan.
+
+    Attributes:
+      jaxpr: open, without constants of its own; inputs are constants, carries and xs, results are carries and ys.
+      consts, carries, xs: how many inputs of each kind.
+      length: steps of the scan.
+      reverse: whether the last row of xs comes first.
+    """
+
+    jaxpr: Any
+    consts: int
+    carries: int
+    xs: int
+    length: int
+    reverse: bool
+
+    @property
+    def carry_avals(self) -> list[Any]:
+        """The carries' abstract values."""
+        return [var.aval for var in self.jaxpr.invars[self.consts : self.consts + self.carries]]
+
+    @property
+    def y_avals(self) -> list[Any]:
+        """One row of each of the ys."""
+        return [var.aval for var in self.jaxpr.outvars[self.carries :]]
+
+    @property
+    def carry_bytes(self) -> int:
+        """Bytes of one carry, all leaves."""
+        return sum(map(nbytes, self.carry_avals))
+
+    def run(self, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        """Runs the step once: the next carry and the row of ys."""
+        out = _compat.eval_jaxpr(self.jaxpr, [], *consts, *carry, *x)
+        return out[: self.carries], out[self.carries :]
+
+    def row(self, i: Any) -> Any:
+        """Returns the row of xs and ys that step i reads and writes."""
+        return self.length - 1 - i if self.reverse else i
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """A call of lax.scan: its step, its operands, and what makes the caller's result of the carries and ys that come out."""
+
+    step: Step
+    consts: Values
+    init: Values
+    xs: Values
+    finish: Callable[[Values, Values], Any]
+
+
+def take_apart(
+    f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool, unroll: int | bool
+) -> Scan | None:
+    """Traces `lax.scan` and takes the scan out of what it traced; None where there is none (length 0, jax.disable_jit).
+
+    Raises:
+      TypeError, ValueError: lax.scan's own, where its arguments do not fit together.
+    """
+    traced, shape = jax.make_jaxpr(lambda init, xs: lax.scan(f, init, xs, length, reverse, unroll), return_shape=True)(
+        init, xs
+    )
+    outer = _compat.open_jaxpr(traced)
+    where = [i for i, eqn in enumerate(outer.eqns) if eqn.primitive.name == "scan"]
+    if not where or outer.eqns[where[-1]].params["length"] == 0 or getattr(jax.config, "jax_disable_jit", False):
+        return None
+    scan = outer.eqns[where[-1]]
+    consts, carries = _compat.num_scan_consts_carry(scan.params)
+    body = inline(scan.params["jaxpr"])
+    inner = _compat.open_jaxpr(body)
+    closed = _compat.build_jaxpr([], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner.debug_info)
+
+    inputs = [*outer.constvars, *outer.invars]
+    values = [*_compat.jaxpr_consts(traced), *jax.tree.leaves((init, xs))]
+    before = piece(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
+    extra = _compat.jaxpr_consts(body)
+    step = Step(
+        closed,
+        consts + len(extra),
+        carries,
+        len(scan.invars) - consts - carries,
+        scan.params["length"],
+        scan.params["reverse"],
+    )
+
+    def finish(carry: Values, ys: Values) -> Any:
+        after = piece(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
+        return jax.tree.unflatten(jax.tree.structure(shape), after(*values, *carry, *ys))
+
+    return Scan(step, [*extra, *before[:consts]], before[consts : consts + carries], before[consts + carries :], finish)
+
+
+# ------------------------------------------------------------------------------------------------------------ parts of jaxprs
+
+
+def nbytes(aval: Any) -> int:
+    """Returns the bytes of an abstract value; a random key counts as its two words."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
+
+
+def piece(
+    eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
+) -> Callable[..., Values]:
+    """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.
+
+    Args:
+      effects: whether equations with side effects are run although nothing uses their results.
+    """
+    run = needed(eqns, inputs, outputs, effects=effects)
+    # DropVars are no inputs that build_jaxpr could bind; an unused position gets a variable of its own.
+    names = [_compat.fresh_var(var.aval) if isinstance(var, _compat.DropVar) else var for var in inputs]
+    jaxpr = _compat.build_jaxpr([], names, outputs, run, debug_info)
+    return lambda *values: _compat.eval_jaxpr(jaxpr, [], *values)
+
+
+def needed(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], *, effects: bool = False) -> list[Any]:
+    """Returns, in order, the equations that it takes to get from `inputs` to `outputs`, and those with side effects if asked."""
+    given = set(inputs)
+    wanted = {var for var in outputs if isinstance(var, _compat.Var)} - given
+    found: list[Any] = []
+    for eqn in reversed(eqns):
+        if wanted.isdisjoint(eqn.outvars) and not (effects and eqn.effects):
+            continue
+        found.append(eqn)
+        wanted -= set(eqn.outvars)
+        wanted |= {var for var in eqn.invars if isinstance(var, _compat.Var)} - given
+    assert not wanted, wanted
+    return found[::-1]
+
+
+def depends(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
+    """Returns the variables that depend on `sources`, themselves included."""
+    found = set(sources)
+    for eqn in eqns:
+        if not found.isdisjoint(v for v in eqn.invars if isinstance(v, _compat.Var)):
+            found.update(eqn.outvars)
+    return found
+
+
+def zeros(aval: Any, rows: int | None = None) -> Any:
+    """Returns zeros of an abstract value, its sharding and manual axes too, or so many rows of it; for random keys, keys of zero words."""
+    wide = aval if rows is None else unmapped_aval(rows, 0, aval)
+    return _compat.blank_keys(wide) if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else ad.zeros_like_aval(wide)
+
+
+def pick(values: Iterable[Any], flags: Iterable[bool]) -> Values:
+    """Returns the values whose flag is true."""
+    return [value for value, flag in zip(values, flags) if flag]
+
+
+def split(values: Sequence[Any], counts: Sequence[int]) -> list[Values]:
+    """Returns the values in parts of so many each."""
+    parts, at = [], 0
+    for count in counts:
+        parts.append(list(values[at : at + count]))
+        at += count
+    return parts
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether values of this kind have derivatives."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def perturbed(
+    step: Step, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
+) -> tuple[list[bool], list[bool]]:
+    """Returns which carries and which ys depend on what is differentiated, over all steps together.
+
+    Args:
+      consts, carry, xs: whether each is differentiated, the carry's at the first step.
+    """
+    carry = list(carry)
+    while True:
+        flags = [*consts, *carry, *xs]
+        moved = {var for var, flag in zip(step.jaxpr.invars, flags) if flag}
+        for eqn in step.jaxpr.eqns:
+            if eqn.primitive.name != "stop_gradient" and not moved.isdisjoint(
+                v for v in eqn.invars if isinstance(v, _compat.Var)
+            ):
+                moved.update(var for var in eqn.outvars if is_inexact(var.aval))
+        out = [isinstance(var, _compat.Var) and var in moved for var in step.jaxpr.outvars]
+        new = [a or b for a, b in zip(carry, out)]
+        if new == carry:
+            return carry, out[step.carries :]
+        carry = new

@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.transforms.schedules import (
+    Binomial,
+    Nested,
+    Slots,
+    Sweep,
+    binomial,
+    describe,
+    extra_steps,
+    nested,
+    plain,
+    repetitions,
+    resolve,
+    revolve,
+    segmented,
+    split,
+    sweep,
+)
+
+KNOWN = [(10, 3, 15), (56, 3, 210), (100, 5, 316), (100, 10, 222), (1000, 10, 3636), (1000, 50, 1948)]
+
+
+@functools.cache
+def optimum(length: int, slots: int) -> int:
+    """t by its recursion, every split tried."""
+    if length <= 1:
+        return 0
+    if slots == 1:
+        return length * (length - 1) // 2
+    return min(j + optimum(length - j, slots - 1) + optimum(j, slots) for j in range(1, length))
+
+
+def run_moves(length: int, slots: int) -> int:
+    """Runs revolve's moves as a machine would, checking each; returns the steps advanced."""
+    stored: dict[int, int] = {}
+    at, waiting, advanced = 0, length, 0
+    for move in revolve(length, slots):
+        if move.kind == "store":
+            assert at == move.step and 0 <= move.slot < slots
+            stored[move.slot] = at
+        elif move.kind == "restore":
+            assert stored[move.slot] == move.step
+            at = move.step
+        elif move.kind == "advance":
+            assert at == move.step < move.stop < waiting
+            advanced += move.stop - move.step
+            at = move.stop
+        else:
+            assert move.kind == "adjoint" and at == move.step == waiting - 1
+            at, waiting = -1, move.step
+    assert waiting == 0
+    return advanced
+
+
+def run_tables(tables: Sweep) -> int:
+    """Does what the tables say, checking that each adjoint has its carry; returns the steps advanced."""
+    stored: dict[int, int] = {}
+    advanced = 0
+    for i in range(tables.length):
+        at = int(tables.at[i])
+        assert i == 0 or stored[int(tables.load[i])] == at
+        for g in range(tables.first[i], tables.first[i + 1]):
+            assert 0 <= tables.store[g] < tables.slots
+            stored[int(tables.store[g])] = at
+            at += int(tables.advance[g])
+            advanced += int(tables.advance[g])
+        assert at == tables.length - 1 - i
+    return advanced
+
+
+@pytest.mark.parametrize(("length", "slots", "steps"), KNOWN)
+def test_extra_steps_are_the_published_ones(length: int, slots: int, steps: int) -> None:
+    assert extra_steps(length, slots) == steps
+
+
+def test_extra_steps_are_the_optimum_of_every_split() -> None:
+    for length in range(45):
+        for slots in range(1, 12):
+            assert extra_steps(length, slots) == optimum(length, slots), (length, slots)
+
+
+def test_the_split_attains_the_optimum() -> None:
+    for length in range(2, 45):
+        for slots in range(2, 12):
+            j = split(length, slots)
+            assert optimum(length, slots) == j + optimum(length - j, slots - 1) + optimum(j, slots), (length, slots)
+
+
+def test_no_step_is_run_more_often_than_repetitions_say() -> None:
+    for length, slots in [(10, 3), (56, 3), (57, 3), (100, 5), (7, 1)]:
+        runs = np.zeros(length, int)
+        for move in revolve(length, slots):
+            if move.kind == "advance":
+                runs[move.step : move.stop] += 1
+        assert runs.max() == repetitions(length, slots)
+
+
+@given(length=st.integers(0, 150), slots=st.integers(1, 160))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_moves_reverse_every_step_with_the_slots_there_are_in_the_fewest_advances(length: int, slots: int) -> None:
+    assert run_moves(length, slots) == extra_steps(length, slots)
+
+
+@given(length=st.integers(1, 200), slots=st.integers(1, 210))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_tables_say_what_the_moves_do(length: int, slots: int) -> None:
+    tables = sweep(length, slots)
+    assert run_tables(tables) == tables.advances == extra_steps(length, slots)
+    assert len(tables.load) == len(tables.at) == length and len(tables.first) == length + 1
+
+
+@pytest.mark.parametrize(("length", "slots"), [(100_000, 32), (100_000, 2000), (20_000, 2), (3_000, 1)])
+def test_tables_of_long_scans_have_the_optimal_count_and_int32_entries(length: int, slots: int) -> None:
+    tables = sweep(length, slots)
+    assert tables.advances == extra_steps(length, slots)
+    assert {table.dtype for table in (tables.load, tables.at, tables.first, tables.store, tables.advance)} == {
+        np.dtype(np.int32)
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- nested segments
+
+
+def leaves(nest: Nested) -> Iterator[tuple[int, int]]:
+    """For each step, in order: how often it runs in a forward and backward pass, and how many segment starts are kept around it."""
+    if nest.inner is None:
+        yield from [(2 if nest.remat else 1, 0)] * nest.length
+        return
+    for _ in range(nest.count):
+        yield from ((runs + 1, around + nest.count) for runs, around in leaves(nest.inner))
+    yield from [(1, nest.count)] * nest.rest
+
+
+@given(length=st.integers(0, 300), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_nested_lengths_cover_every_step_once_and_say_how_often_it_runs(length: int, lengths: list[int]) -> None:
+    if np.prod(lengths) < length:
+        with pytest.raises(ArgumentError, match=f"product is at least the length, {length}"):
+            resolve(length, tuple(lengths))
+        return
+    nest = resolve(length, tuple(lengths))
+    assert isinstance(nest, Nested)
+    steps = list(leaves(nest))
+    assert len(steps) == nest.length == length
+    assert sum(runs for runs, _ in steps) == nest.steps
+    assert max((around for _, around in steps), default=0) <= nest.carries
+
+
+@given(length=st.integers(0, 3000), size=st.integers(1, 60))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_an_int_is_the_steps_in_a_segment_and_the_rest_is_shorter(length: int, size: int) -> None:
+    nest = segmented(length, size)
+    if size >= length:
+        assert nest == plain(length)
+    else:
+        assert nest.inner is not None and nest.inner.length == size and nest.rest < size
+        assert nest.count * size + nest.rest == length
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 97, 1000, 1024, 10007])
+def test_sqrt_keeps_few_carries_and_runs_each_step_at_most_twice(length: int) -> None:
+    nest = resolve(length, "sqrt")
+    assert isinstance(nest, Nested)
+    assert nest.steps <= 2 * length
+    assert nest.carries + nest.residuals <= 2.2 * max(length, 1) ** 0.5 + 1
+
+
+@pytest.mark.parametrize("length", [100, 1000, 1009, 10007, 100_000])
+def test_log_keeps_fewer_carries_than_sqrt_and_no_more_than_five_a_level(length: int) -> None:
+    log, sqrt = resolve(length, "log"), resolve(length, "sqrt")
+    assert isinstance(log, Nested) and isinstance(sqrt, Nested)
+    assert log.carries + log.residuals < sqrt.carries + sqrt.residuals
+    assert log.carries <= 5 * np.log(length) / np.log(4)
+    assert log.steps <= length * (np.log(length) / np.log(4) + 1.5)
+
+
+# ---------------------------------------------------------------------------------------------------------- runs of steps
+
+
+@given(
+    length=st.integers(1, 3000),
+    slots=st.integers(1, 200),
+    row=st.floats(0.2, 12.0),
+    again=st.booleans(),
+    waits=st.booleans(),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_runs_never_take_more_steps_than_revolve_nor_more_bytes_than_the_slots(
+    length: int, slots: int, row: float, again: bool, waits: bool
+) -> None:
+    plan = binomial(length, slots, row=row, again=again, waits=waits)
+    assert plan.steps <= length + 1 + extra_steps(length, slots)
+    assert plan.slots >= 1 and plan.carries(row) <= slots
+
+
+def count_steps(plan: Binomial) -> int:
+    """Runs of the step when the plan is executed: forward pass, carries fetched by the tables, every run gone through."""
+    tables = sweep(plan.units, plan.slots)
+    total = plan.length
+    for unit in range(plan.units):
+        size = min(plan.run, plan.length - unit * plan.run)
+        total += 2 * size - 1 if plan.again else size
+    return total + plan.run * int(tables.advance[tables.first[1] :].sum())
+
+
+@given(length=st.integers(1, 400), run=st.integers(1, 30), slots=st.integers(1, 40), again=st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_steps_of_a_plan_are_those_that_its_tables_make(length: int, run: int, slots: int, again: bool) -> None:
+    run = min(run, length)
+    plan = Binomial(length, run, min(slots, -(-length // run)), again)
+    assert plan.steps == count_steps(plan)
+
+
+def test_a_slot_holds_residuals_where_that_saves_steps() -> None:
+    with_runs, alone = binomial(1024, 64, row=3.0), binomial(1024, 64)
+    assert with_runs.run > 1 and with_runs.carries(3.0) <= 64
+    assert with_runs.steps < 0.93 * alone.steps
+
+
+def test_slots_beyond_the_length_run_no_step_to_come_by_a_carry() -> None:
+    for length in (1, 2, 13):
+        plan = binomial(length, length + 5)
+        assert plan.steps == 2 * length and plan.slots == length
+
+
+# --------------------------------------------------------------------------------------------------- descriptions, bad input
+
+
+def test_describe_counts_what_each_schedule_does() -> None:
+    assert describe(100, "none").forward_steps == 100 and describe(100, "none").residual_steps == 100
+    every = describe(100, "every")
+    assert (every.forward_steps, every.kept_carries, every.residual_steps) == (200, 100, 1)
+    assert (describe(100, 10).forward_steps, describe(100, 10).kept_carries) == (200, 10)
+    assert describe(103, 10).forward_steps == 203  # the last three are not run again
+    three = describe(1000, (10, 10, 10))
+    assert (three.forward_steps, three.kept_carries, three.peak_carries, three.residual_steps) == (3000, 10, 20, 10)
+    for length, slots, steps in KNOWN:
+        slotted = describe(length, Slots(slots))
+        assert slotted.forward_steps == length + 1 + steps and slotted.peak_carries == slots
+    assert "runs the step 200 times" in str(describe(100, "sqrt"))
+
+
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize("schedule", ["none", "every", "sqrt", "log", 3, (2, 2), Slots(3)])
+def test_describe_of_nothing_and_of_one_step(length: int, schedule: object) -> None:
+    described = describe(length, schedule)  # type: ignore[arg-type]
+    assert length <= described.forward_steps <= 2 * length and described.peak_carries <= length
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
+def test_slots_must_be_an_int_of_at_least_one(count: object) -> None:
+    with pytest.raises(ArgumentError, match=r"Slots must be an int of at least 1, the number of carries to keep; got"):
+        Slots(count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("sqr", "Did you mean 'sqrt'"),
+        (0, "at least 1 where it is an int"),
+        (-3, "at least 1 where it is an int"),
+        (2.5, "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints or Slots"),
+        (True, "one of 'none'"),
+        ((), "one of 'none'"),
+        ((4, 0), "of ints of at least 1"),
+        ((4, "4"), "one of 'none'"),
+        ((3, 3), "whose product is at least the length, 10; got (3, 3). Their product is 9."),
+        (None, "one of 'none'"),
+    ],
+)
+def test_bad_schedules_say_the_rule_and_what_came(schedule: object, message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        describe(10, schedule)  # type: ignore[arg-type]
+    assert message in str(caught.value) and str(caught.value).startswith("schedule must be")
+
+
+@pytest.mark.parametrize("length", [-1, 2.0, "10", True])
+def test_bad_lengths(length: object) -> None:
+    with pytest.raises(ArgumentError, match="length must be an int of at least 0"):
+        describe(length, "sqrt")  # type: ignore[arg-type]
+
+
+def test_nested_without_levels_is_plain() -> None:
+    assert nested(7, (7,)) == plain(7) and nested(0, (3, 3)) == plain(0)
