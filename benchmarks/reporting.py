@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import jaxckpt
-from jaxckpt.show.files import write_whole
+from jaxckpt.core.files import write_whole
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

@@ -27,7 +27,6 @@ JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version_info__)
 
 Var = _extend_core.Var
 Literal = _extend_core.Literal
-JaxprEqn = _extend_core.JaxprEqn
 DropVar = _core.DropVar
 
 
@@ -208,9 +207,6 @@ def prepend_name_stack(outer: Any, inner: Any) -> Any:
 def is_tracer(value: Any) -> bool:
     """Whether a value is being traced."""
     return isinstance(value, jax.core.Tracer)
-
-
-Traceable = Callable[..., Any]
 
 
 # ------------------------------------------------------------------------------------------------------------- policies

@@ -25,13 +25,13 @@ from rich.text import Text
 import jaxckpt
 from jaxckpt import factories, policies
 from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt.core.files import write_whole
 from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.residuals import residuals
 from jaxckpt.memory.targets import resolve, start_backend, targets
 from jaxckpt.policies import Policy
 from jaxckpt.show import html, plot, table
-from jaxckpt.show.files import write_whole
 
 EPILOG = """\
 FACTORY is FILE.py:NAME or package.module:NAME, a function that returns (fun, args): a loss and the tuple of its arguments (arrays or
@@ -95,7 +95,7 @@ def _measure_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--largest", type=int, default=10, metavar="N", help="how many of the largest buffers at the peak to list (10)"
     )
-    _file_options(parser, "live bytes over the schedule", "figures, timeline, largest buffers")
+    _file_options(parser, "live bytes over the schedule and the largest buffers", "figures, timeline, largest buffers")
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -113,7 +113,7 @@ def _measure(options: argparse.Namespace) -> None:
         options.json,
         lambda: json.dumps({"factory": options.factory, "variant": name, **table.report_values(report)}, indent=1),
     )
-    _write(options.plot, lambda: plot.render(plot.timelines_figure({name: report}), plot.check_suffix(options.plot)))
+    _write(options.plot, lambda: plot.render(plot.report_figure(report), plot.check_suffix(options.plot)))
     _write(options.html, lambda: html.report_page(report, f"{options.factory}, {name}"))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Any
 
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core.actions import Action, action_from
+from jaxckpt.core.files import write_whole
 from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.units import format_bytes
 
@@ -123,7 +123,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file, whole or not at all."""
-        write_text(path, self.to_json())
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -145,20 +145,6 @@ class Plan:
         for region, note in zip(self.regions, self.notes or ("",) * len(self.regions)):
             lines.append(f"  ops {region.start}..{region.stop}: keeps {len(region.actions)} values {note}".rstrip())
         return "\n".join(lines)
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file whole or not at all: to a temporary file beside it, which then takes its name."""
-    target = pathlib.Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> None:

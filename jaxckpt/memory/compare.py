@@ -133,7 +133,7 @@ class Comparison:
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained page: table, picture, timelines, the largest buffers of each variant."""
-        from jaxckpt.show.files import write_whole
+        from jaxckpt.core.files import write_whole
         from jaxckpt.show.html import comparison_page
 
         write_whole(path, comparison_page(self))

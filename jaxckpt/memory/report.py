@@ -92,6 +92,12 @@ class MemoryReport:
         """Returns the figures as plain values: bytes, FLOPs, seconds."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "_assignment"}
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws live bytes over the schedule and the largest buffers at the peak to a file: .png, .svg or .pdf (extra: plot)."""
+        from jaxckpt.show.plot import save_report
+
+        save_report(self, path)
+
     def _read_assignment(self) -> Assignment:
         if self._assignment is None:
             raise TargetError(

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt._errors import ArgumentError, MissingPackageError, did_you_mean
-from jaxckpt.show.files import write_whole
+from jaxckpt.core.files import write_whole
+from jaxckpt.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,9 +51,9 @@ def save_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
     _save(path, lambda: comparison_figure(comparison))
 
 
-def save_timelines(reports: Mapping[str, MemoryReport], path: str | os.PathLike[str]) -> None:
-    """Writes the picture of live bytes over the schedule: see `timelines_figure`; raises as `save_comparison`."""
-    _save(path, lambda: timelines_figure(reports))
+def save_report(report: MemoryReport, path: str | os.PathLike[str]) -> None:
+    """Writes the picture of a report: live bytes over the schedule, and the largest buffers at the peak; raises as `save_comparison`."""
+    _save(path, lambda: report_figure(report))
 
 
 def _save(path: str | os.PathLike[str], make: Any) -> None:
@@ -237,35 +238,71 @@ def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True)
     import matplotlib
     from matplotlib.figure import Figure
 
-    lines: dict[tuple[int, ...], list[str]] = {}
-    for name, report in reports.items():
-        lines.setdefault(report.timeline().live_bytes, []).append(name)
-    top = max(report.peak_bytes for report in reports.values())
-    unit, divisor = _unit(top)
     targets = sorted({report.target for report in reports.values()})
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         if title:
             _title(axes, f"Live bytes over the step on {', '.join(targets)}")
-        axes.set_xlabel("position in the compiled schedule, in %")
-        axes.set_ylabel(f"live ({unit})")
-        axes.grid(color=FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_xlim(0, 100)
-        axes.set_ylim(0, 1.1 * top / divisor)
-        for i, (live, names) in enumerate(lines.items()):
-            report = reports[names[0]]
-            colour, dashes = LINES[i % len(LINES)], ("-", "--", ":")[i // len(LINES) % 3]
-            x = [100 * k / max(len(live) - 1, 1) for k in range(len(live))]
-            y = [count / divisor for count in live]
-            label = f"{', '.join(names)}: {report.peak_bytes / divisor:.3g} {unit}"
-            axes.plot(x, y, linewidth=1.5, drawstyle="steps-post", label=label, color=colour, linestyle=dashes)
-            if y:
-                at = report.timeline().peak_position
-                axes.plot(x[at], y[at], "o", color=colour, markersize=5, zorder=4)
-        axes.legend(title="compiled peak", loc="best", frameon=True, framealpha=0.9, edgecolor=FAINT, fontsize=8.5)
+        _timelines(axes, reports)
     return figure
+
+
+def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
+    """Returns the figure of one report: live bytes over the compiled schedule, and below the largest buffers that are live at the peak."""
+    _require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from jaxckpt.show.table import buffer_cells
+
+    _, cells = buffer_cells(report, buffers)
+    sizes = [parse_bytes(row[0]) for row in cells]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 6.4), dpi=150, layout="constrained")
+        above, below = figure.subplots(2, 1, height_ratios=(3, 2))
+        _title(above, f"Live bytes over the step on {report.target}")
+        _timelines(above, {"step": report})
+        _title(below, "Live at the peak, the largest")
+        unit, divisor = _unit(max(sizes, default=1))
+        below.barh(range(len(cells)), [size / divisor for size in sizes], color=FRONT, height=0.62)
+        below.set_yticks(
+            range(len(cells)), [f"{count} × {array}" if count != "1" else array for _, count, _, array, *_ in cells]
+        )
+        below.invert_yaxis()
+        below.set_xlabel(f"bytes ({unit})")
+        below.set_xlim(0, 1.9 * max(sizes, default=1) / divisor)
+        for place, (size, (_, _, kind, _, operation, source)) in enumerate(zip(sizes, cells)):
+            words = f"{kind}: {operation}  {pathlib.PurePath(source).name}".rstrip()
+            below.annotate(
+                words[:64], (size / divisor, place), (4, 0), textcoords="offset points", va="center", fontsize=7.5
+            )
+    return figure
+
+
+def _timelines(axes: Axes, reports: Mapping[str, MemoryReport]) -> None:
+    lines: dict[tuple[int, ...], list[str]] = {}
+    for name, report in reports.items():
+        lines.setdefault(report.timeline().live_bytes, []).append(name)
+    top = max(report.peak_bytes for report in reports.values())
+    unit, divisor = _unit(top)
+    axes.set_xlabel("position in the compiled schedule, in %")
+    axes.set_ylabel(f"live ({unit})")
+    axes.grid(color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 1.1 * top / divisor)
+    for i, (live, names) in enumerate(lines.items()):
+        report = reports[names[0]]
+        colour, dashes = LINES[i % len(LINES)], ("-", "--", ":")[i // len(LINES) % 3]
+        x = [100 * k / max(len(live) - 1, 1) for k in range(len(live))]
+        y = [count / divisor for count in live]
+        label = f"{', '.join(names)}: {report.peak_bytes / divisor:.3g} {unit}"
+        axes.plot(x, y, linewidth=1.5, drawstyle="steps-post", label=label, color=colour, linestyle=dashes)
+        if y:
+            at = report.timeline().peak_position
+            axes.plot(x[at], y[at], "o", color=colour, markersize=5, zorder=4)
+    axes.legend(title="compiled peak", loc="best", frameon=True, framealpha=0.9, edgecolor=FAINT, fontsize=8.5)
 
 
 def _title(axes: Axes, text: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import ArgumentError
+from jaxckpt.core.files import write_whole
 from jaxckpt.show import html, plot, table
-from jaxckpt.show.files import write_whole
 
 
 def loss(x):
@@ -56,3 +56,14 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["file"]
     with pytest.raises(ArgumentError, match="path must be a file in a folder that exists"):
         write_whole(tmp_path / "no" / "file", "x")
+
+
+def test_a_report_draws_its_timeline_and_its_largest_buffers(tmp_path):
+    REPORT.plot(tmp_path / "report.svg")
+    text = (tmp_path / "report.svg").read_text()
+    assert text.startswith("<?xml") and len(text) > 10_000
+    figure = plot.report_figure(REPORT)
+    above, below = figure.axes
+    assert max(above.lines[0].get_ydata()) == pytest.approx(max(REPORT.timeline().live_bytes) / 2**20, rel=0.01)
+    assert below.get_yticklabels()[0].get_text().endswith("f32[256,256]")
+    assert any("test_show.py" in note.get_text() for note in below.texts)
