@@ -6,13 +6,14 @@ import os
 import statistics
 import time as clock
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, NotDifferentiableError, did_you_mean
+from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
 from jaxckpt.core.graph import trace
+from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
@@ -81,11 +82,13 @@ class Comparison:
       rows: one for each variant; the first is what the others are held against.
       target: name of the target that was compiled for.
       timed_on: name of the local backend where steps were timed, None where none were.
+      left_out: (name, why) of variants that the target's compiler refuses, for they do not fit the device; they have no row.
     """
 
     rows: tuple[Row, ...]
     target: str
     timed_on: str | None = None
+    left_out: tuple[tuple[str, str], ...] = ()
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
@@ -122,6 +125,7 @@ class Comparison:
             "timed_on": self.timed_on,
             "jax": jax.__version__,
             "advice": self.advice(),
+            "left_out": [{"name": name, "why": why} for name, why in self.left_out],
             "variants": [_row_to_json(row) for row in self.rows],
         }
 
@@ -176,6 +180,7 @@ def compare(
       ArgumentError: `variants` is no mapping of functions, or empty.
       NotDifferentiableError: the step is a gradient, and the first argument or the result is not differentiable.
       UnknownTargetError, MissingTargetError: see `jaxckpt.Target`.
+      DoesNotFitError: no variant fits the target's device; those that alone do not are named in `Comparison.left_out`.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda w, x: jnp.sum(jnp.tanh(x @ w))
@@ -192,15 +197,29 @@ def compare(
     total = len(variants) * (2 if time else 1)
     report = progress or (lambda done, total, what: None)
     measured = []
+    left_out: list[tuple[str, str]] = []
+    unfit: DoesNotFitError | None = None
     sharded = any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in jax.tree.leaves(args))
     for done, (name, fun) in enumerate(steps.items()):
         report(done, total, f"compiling {name}")
         graph = trace(fun, *args)
         estimate = None if sharded else graph_peak(graph, resolved.platform)
-        measured.append((name, measure(fun, *args, target=resolved), estimate, graph.flops))
+        try:
+            measured.append((name, measure(fun, *args, target=resolved), estimate, graph.flops))
+        except DoesNotFitError as error:
+            left_out.append((name, _why(error)))
+            unfit = error
+    if unfit is not None and not measured:
+        raise unfit
+    steps = {name: steps[name] for name, *_ in measured}
     seconds = _time(steps, fill(args), lambda done, what: report(len(variants) + done, total, what)) if time else {}
     report(total, total, "")
-    return _comparison(measured, seconds, resolved.name)
+    return replace(_comparison(measured, seconds, resolved.name), left_out=tuple(left_out))
+
+
+def _why(error: DoesNotFitError) -> str:
+    needs = "" if error.needed_bytes is None else f": it needs {format_bytes(error.needed_bytes)}"
+    return f"does not fit the {format_bytes(error.memory_bytes)} of {error.target}{needs}"
 
 
 def _comparison(

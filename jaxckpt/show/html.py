@@ -59,6 +59,7 @@ def comparison_page(comparison: Comparison) -> str:
     parts = [
         f"<h1>Checkpointing variants on {_text(comparison.target)}</h1>",
         *(f"<p>{_text(line)}</p>" for line in _summary(comparison)),
+        *(f"<p>{_text(f'{name} {why}.')}</p>" for name, why in comparison.left_out),
         _advice(comparison.advice()),
         f'<div class="wide">{_comparison_table(comparison)}</div>',
         f'<p class="soft">{_text(NOTE)}</p>',

@@ -75,7 +75,8 @@ def comparison_view(comparison: Comparison) -> Group:
         table.add_column(words, justify="right" if i else "left", no_wrap=i > 0, overflow="fold", vertical="bottom")
     for row, cells in zip(comparison, rows):
         table.add_row(*map(Text, cells), style="bold" if row.on_front else "")
-    return _titled(f"Checkpointing variants on {comparison.target}", table, NOTE, comparison.advice())
+    refused = "".join(f"\n{name} {why}." for name, why in comparison.left_out)
+    return _titled(f"Checkpointing variants on {comparison.target}", table, NOTE + refused, comparison.advice())
 
 
 def _table(**settings: Any) -> Table:

@@ -135,3 +135,17 @@ def test_an_unknown_row_or_target_is_named():
         comparison()["thre"]
     with pytest.raises(jaxckpt.UnknownTargetError, match="cuda:h100"):
         jaxckpt.compare(VARIANTS, WS, X, target="cuda:h10")
+
+
+@pytest.mark.tpu
+def test_a_variant_that_does_not_fit_is_named_and_the_others_have_their_rows():
+    x = jax.ShapeDtypeStruct((2**19, 1024), jnp.float32)  # 2 GiB an activation; a TPU v5e has 16
+    ws = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 12
+    table = jaxckpt.compare({"none": VARIANTS["none"], "three": VARIANTS["three"]}, ws, x, target="tpu:v5e:2x2")
+    assert [row.name for row in table] == ["three"]
+    ((name, why),) = table.left_out
+    assert name == "none" and "does not fit the 15.8 GiB of tpu:v5e:2x2" in why
+    assert "none does not fit" in str(table)
+    assert table.to_json()["left_out"][0]["name"] == "none"
+    with pytest.raises(jaxckpt.DoesNotFitError):
+        jaxckpt.compare({"none": VARIANTS["none"]}, ws, x, target="tpu:v5e:2x2")
