@@ -146,6 +146,12 @@ def _name_template(aval: Any) -> Any:
     return open_jaxpr(jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"))(aval)).eqns[-1]
 
 
+def copy_equation(operand: Any, result: Any, maker: Any) -> Any:
+    """Returns an equation that copies a variable: an identity that is no name."""
+    template = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct((), "float32")).jaxpr.eqns[-1]
+    return template.replace(invars=[operand], outvars=[result], source_info=maker.source_info)
+
+
 def primitive_name(eqn: Any) -> str:
     """Returns the name of an equation's primitive; that of the hi primitive where it is one."""
     prim = eqn.params.get("_prim")

@@ -8,30 +8,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxckpt import _compat
+from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import INTERNAL, Body, Graph, Op, trace
-from jaxckpt.core.plan import Plan, Region
+from jaxckpt.core.loops import rewrite as rewrite_loop
+from jaxckpt.core.plan import Loop, Plan, Region
 
 Flat = Callable[..., list[Any]]
 
 
-def emit(graph: Graph, regions: tuple[Region, ...], prevent_cse: bool = True) -> Flat:
+def emit(graph: Graph, regions: tuple[Region, ...], prevent_cse: bool = True, loops: tuple[Loop, ...] = ()) -> Flat:
     """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and recomputes the rest.
 
     Args:
       graph: the traced function.
       regions: disjoint, in order; those of a plan that was made for this graph.
-      prevent_cse: as of `Plan`.
+      prevent_cse, loops: as of `Plan`.
+
+    Raises:
+      PlanMismatchError: a loop is no scan of the graph, or of another length.
     """
-    if not regions:
+    if not regions and not loops:
         return functools.partial(_evaluate, _compat.open_jaxpr(graph.jaxpr))
     names = _Names(graph)
-    rewritten = _rewrite(graph.body, names, {i: a for region in regions for i, a in _all_actions(region).items()})
+    actions = {i: a for region in regions for i, a in _all_actions(region).items()}
+    if stray := [loop.op for loop in loops if not 0 <= loop.op < len(graph.ops)]:
+        raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
+    rewritten = _rewrite(graph.body, names, actions, {loop.op: loop for loop in loops})
     if len(regions) == 1 and (regions[0].start, regions[0].stop) == (0, len(graph.ops)):
         return _region(regions[0], graph, rewritten, names, prevent_cse)
     return _stretch(0, len(graph.ops), regions, graph, rewritten, names, prevent_cse)
@@ -45,7 +55,7 @@ def apply_plan(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
         with _compat.working_checkpoints():
             graph = trace(fun, *args, **kwargs)
             plan.check(graph)
-            return run(graph, emit(graph, plan.regions, plan.prevent_cse), args, kwargs)
+            return run(graph, emit(graph, plan.regions, plan.prevent_cse, plan.loops), args, kwargs)
 
     return planned
 
@@ -54,6 +64,33 @@ def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str,
     """Calls what `emit` returned, on the arguments that the graph was traced with or others like them."""
     leaves = jax.tree.leaves((args, kwargs))
     return jax.tree.unflatten(graph.out_tree, emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves))
+
+
+class Named:
+    """A body's operations with a name at each of their results, to be looked at in stretches: see `stretch`."""
+
+    def __init__(self, graph: Graph, body: Body) -> None:
+        self.graph, self.body = graph, body
+        values = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
+        self.names = _Names(graph)
+        self.groups = _rewrite(body, self.names, values)
+
+    def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:
+        """Returns the operations start..stop as a jaxpr with the values `outputs` for results, and the values that its inputs are."""
+        eqns = [eqn for group in self.groups[start:stop] for eqn in group]
+        if stop == len(self.body.ops):
+            eqns += [eqn for group in self.groups[stop:] for eqn in group]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        inputs = _used(eqns, made)
+        where = {self.body.values[var]: var for var in made if var in self.body.values}
+        wanted = [where[index] for index in outputs]
+        jaxpr = _compat.build_jaxpr([], inputs, wanted, eqns, self.body.jaxpr.debug_info)
+        return jaxpr, [self.body.values[var] for var in inputs]
+
+    def value(self, eqn: Any) -> int | None:
+        """Returns the value that an equation names, in this jaxpr or in one that JAX made from it; None where it is no such equation."""
+        name = _compat.equation_name(eqn)
+        return int(name.split(":")[2]) if name is not None and name.startswith(self.names.prefix) else None
 
 
 class _Names:
@@ -90,11 +127,16 @@ def _all_actions(region: Region) -> dict[int, Action]:
 # ------------------------------------------------------------------------------------------------------- names into jaxprs
 
 
-def _rewrite(body: Body, names: _Names, actions: Mapping[int, Action]) -> list[list[Any]]:
-    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that follow it."""
+def _rewrite(
+    body: Body, names: _Names, actions: Mapping[int, Action], loops: Mapping[int, Loop] = MappingProxyType({})
+) -> list[list[Any]]:
+    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that follow it.
+
+    `loops` are by the operation's place in the body.
+    """
     groups: list[list[Any]] = []
     named: set[int] = set()
-    ops = iter(body.ops)
+    ops = iter(enumerate(body.ops))
     pending: list[Any] = []  # names given to inputs before the first operation
     for eqn in body.jaxpr.eqns:
         if _is_alias(eqn):
@@ -104,7 +146,8 @@ def _rewrite(body: Body, names: _Names, actions: Mapping[int, Action]) -> list[l
                 eqn = _compat.name_equation(eqn.invars[0], eqn.outvars[0], names(index), eqn)
             (groups[-1] if groups else pending).append(eqn)
             continue
-        group = _rewrite_op(eqn, next(ops), names, actions)
+        place, op = next(ops)
+        group = _rewrite_op(eqn, op, names, actions, loops.get(place))
         groups.append([*pending, *group])
         pending = []
     if pending:
@@ -116,7 +159,7 @@ def _is_alias(eqn: Any) -> bool:
     return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
 
 
-def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action]) -> list[Any]:
+def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:
     changes: dict[str, Any] = {}
     for body in op.bodies:
         if not any(index in actions for index in _own_values(body)):
@@ -138,7 +181,17 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action]) 
         if index in actions and not isinstance(var, _compat.DropVar):
             outvars[i] = _compat.fresh_var(var.aval)
             extra.append(_compat.name_equation(outvars[i], var, names(index), eqn))
-    return [eqn.replace(outvars=outvars) if extra else eqn, *extra]
+    if extra:
+        eqn = eqn.replace(outvars=outvars)
+    return [*([eqn] if loop is None else rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names))), *extra]
+
+
+def _loop_body(op: Op, names: _Names, actions: Mapping[int, Action]) -> tuple[Any, Any]:
+    body = op.bodies[0]
+    jaxpr = body.jaxpr
+    if actions:
+        jaxpr = _with_eqns(jaxpr, [eqn for group in _rewrite(body, names, actions) for eqn in group])
+    return jaxpr, _policy(actions, names)
 
 
 def _own_values(body: Body) -> set[int]:
@@ -164,18 +217,33 @@ def _region(region: Region, graph: Graph, groups: list[list[Any]], names: _Names
 
 
 def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool) -> Flat:
-    saved = [names(i) for i, action in region.actions.items() if action == SAVE]
-    offloaded = [names(i) for i, action in region.actions.items() if action == OFFLOAD]
+    if region.checkpoint:
+        fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
+    return _tied(fun) if region.tied else fun
+
+
+def _tied(fun: Flat) -> Flat:
+    """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on before all are there."""
+
+    def call(*inputs: Any) -> list[Any]:
+        movable = [place for place, x in enumerate(inputs) if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)]
+        held = iter(jax.lax.optimization_barrier([inputs[place] for place in movable]))
+        return fun(*(next(held) if place in movable else x for place, x in enumerate(inputs)))
+
+    return call
+
+
+def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
+    saved = [names(i) for i, action in actions.items() if action == SAVE]
+    offloaded = [names(i) for i, action in actions.items() if action == OFFLOAD]
     if not offloaded:
-        policy: Any = jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
-        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        return jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=saved,
         names_which_can_be_offloaded=offloaded,
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
 
 
 def _stretch(

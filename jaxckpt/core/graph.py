@@ -179,7 +179,7 @@ class Graph:
         for value in self.values:
             digest.update(f"{value.shape}{value.dtype}{value.kind}{value.primitive};".encode())
         for op in self.walk():
-            params = {name: _stable(param) for name, param in sorted(op.params.items())}
+            params = {name: stable(param) for name, param in sorted(op.params.items())}
             digest.update(f"{op.primitive}{op.inputs}{op.outputs}{op.repeats}{params};".encode())
         digest.update(f"{self.body.outputs}".encode())
         return digest.hexdigest()[:16]
@@ -420,11 +420,12 @@ def _walk(body: Body) -> Iterator[Op]:
 _ADDRESS = re.compile(r"0x[0-9a-f]+|id=\d+")
 
 
-def _stable(param: Any) -> str:
+def stable(param: Any) -> str:
+    """Returns an operation's parameter as text that is the same in every process."""
     if _compat.is_jaxpr(param):
         return "jaxpr"
     if isinstance(param, (tuple, list)):
-        return "(" + ",".join(_stable(item) for item in param) + ")"
+        return "(" + ",".join(stable(item) for item in param) + ")"
     if callable(param) and not isinstance(param, type):
         return "function"
     if isinstance(param, (np.ndarray, jax.Array)):

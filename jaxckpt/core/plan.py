@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxckpt.core.files import write_whole
 from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.units import format_bytes
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON form."""
 
 
@@ -28,12 +28,17 @@ class Region:
       start, stop: the stretch, a half-open interval of `Graph.ops`.
       actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
       regions: nested regions, disjoint and in order, in the same numbering.
+      checkpoint: False for a stretch that is left to JAX as it stands.
+      tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass begins. A compiler that
+        puts some of them off keeps alive what they are computed from.
     """
 
     start: int
     stop: int
     actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
     regions: tuple[Region, ...] = ()
+    checkpoint: bool = True
+    tied: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", MappingProxyType(dict(self.actions)))
@@ -41,6 +46,61 @@ class Region:
 
     def __hash__(self) -> int:
         return hash((self.start, self.stop, tuple(sorted(self.actions)), self.regions))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some iterations of a `lax.scan`, one after the other, run alike.
+
+    Attributes:
+      count: how many iterations.
+      segments: nested segment lengths, outermost first: the iterations go in segments of so many, of which only the carry that they start
+        from is kept, those in segments again, and so on. () keeps the carry of each iteration.
+      actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
+    """
+
+    count: int
+    segments: tuple[int, ...] = ()
+    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", tuple(self.segments))
+        object.__setattr__(self, "actions", MappingProxyType(dict(self.actions)))
+        if self.count < 1 or any(length < 1 for length in self.segments):
+            raise PlanMismatchError(f"a run has at least one iteration, and so have its segments; got {self}")
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.segments, tuple(sorted(self.actions))))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How one `lax.scan` of the function is run: each iteration checkpointed, in the runs' ways.
+
+    Attributes:
+      op: its place in `Graph.ops`.
+      runs: in the order in which the iterations run; their counts add up to the scan's length.
+    """
+
+    op: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a plan was predicted to need, before its last compilation.
+
+    Attributes:
+      peak_bytes: of the whole step, arguments and outputs and all.
+      argument_bytes: of the step's arguments.
+      kept_bytes: kept from the forward to the backward pass.
+      work_bytes: the rest: gradients, and what the dearest stretch needs while it runs.
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    kept_bytes: int
+    work_bytes: int
 
 
 @dataclass(frozen=True)
@@ -52,12 +112,28 @@ class Plan:
       fingerprint: that of the graph that the plan was made for.
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right inside a `lax.scan` only.
       notes: a line for each region, for people.
+      loops: how scans of the function are run, where not as they stand.
+      budget: bytes that the planner was given; None for a plan that has none, as a policy's.
+      target: name of the target that it was planned for, or None.
+      predicted: what the planner expected of the step, or None.
+      measured: what the compiler said of the step; None where nobody asked, and in a plan that was loaded.
+      measured_bytes: the peak that the compiler said, also in a plan that was loaded.
+      unplanned_bytes: the step's compiled peak without the plan, where it was looked at.
+      overhead: seconds of recomputation over those of a step without any, both by the target's rates; None where nothing was planned.
     """
 
     regions: tuple[Region, ...]
     fingerprint: str
     prevent_cse: bool = True
     notes: tuple[str, ...] = ()
+    loops: tuple[Loop, ...] = ()
+    budget: int | None = None
+    target: str | None = None
+    predicted: MemoryEstimate | None = None
+    measured: Any = field(default=None, compare=False, repr=False)
+    measured_bytes: int | None = None
+    unplanned_bytes: int | None = None
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
         _check_order(self.regions, 0, None)
@@ -95,6 +171,9 @@ class Plan:
                 "prevent_cse": self.prevent_cse,
                 "notes": list(self.notes),
                 "regions": [_region_to_json(region) for region in self.regions],
+                "loops": [{"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs]} for loop in self.loops],
+                **{name: getattr(self, name) for name in _RECORD},
+                "predicted": None if self.predicted is None else asdict(self.predicted),
             },
             indent=1,
         )
@@ -113,7 +192,13 @@ class Plan:
                     f"The plan is of format {raw['format']}; this version reads format {FORMAT}. Plan anew."
                 )
             regions = tuple(_region_from_json(region) for region in raw["regions"])
-            return cls(regions, raw["fingerprint"], bool(raw["prevent_cse"]), tuple(raw["notes"]))
+            loops = tuple(Loop(loop["op"], tuple(map(_run_from_json, loop["runs"]))) for loop in raw["loops"])
+            predicted = None if raw["predicted"] is None else MemoryEstimate(**raw["predicted"])
+            record = {name: raw[name] for name in _RECORD}
+            notes = tuple(raw["notes"])
+            return cls(
+                regions, raw["fingerprint"], bool(raw["prevent_cse"]), notes, loops, predicted=predicted, **record
+            )
         except PlanMismatchError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -134,10 +219,15 @@ class Plan:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
         self.check(graph)
         kept = sum(graph.values[i].kept_bytes for region in _walk(self.regions) for i in region.actions)
+        for loop in self.loops:
+            for run in loop.runs:
+                each = sum(graph.values[i].bytes for i in run.actions)
+                kept += each * run.count if not run.segments else 0
         lines = [
             f"Plan for {self.fingerprint}: {len(list(_walk(self.regions)))} regions, {format_bytes(kept)} kept in them"
         ]
         lines += _describe(self.regions, graph, "")
+        lines += _describe_loops(self.loops, graph)
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -145,6 +235,9 @@ class Plan:
         for region, note in zip(self.regions, self.notes or ("",) * len(self.regions)):
             lines.append(f"  ops {region.start}..{region.stop}: keeps {len(region.actions)} values {note}".rstrip())
         return "\n".join(lines)
+
+
+_RECORD = ("budget", "target", "measured_bytes", "unplanned_bytes", "overhead")
 
 
 def _check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> None:
@@ -163,28 +256,61 @@ def _walk(regions: tuple[Region, ...]) -> Iterator[Region]:
         yield from _walk(region.regions)
 
 
+def _run_to_json(run: Run) -> dict[str, Any]:
+    return {
+        "count": run.count,
+        "segments": list(run.segments),
+        "actions": {str(index): action.to_json() for index, action in sorted(run.actions.items())},
+    }
+
+
+def _run_from_json(raw: dict[str, Any]) -> Run:
+    return Run(
+        raw["count"], tuple(raw["segments"]), {int(index): action_from(a) for index, a in raw["actions"].items()}
+    )
+
+
 def _region_to_json(region: Region) -> dict[str, Any]:
     return {
         "start": region.start,
         "stop": region.stop,
         "actions": {str(index): action.to_json() for index, action in sorted(region.actions.items())},
         "regions": [_region_to_json(inner) for inner in region.regions],
+        "checkpoint": region.checkpoint,
+        "tied": region.tied,
     }
 
 
 def _region_from_json(raw: dict[str, Any]) -> Region:
     actions = {int(index): action_from(action) for index, action in raw["actions"].items()}
-    return Region(raw["start"], raw["stop"], actions, tuple(_region_from_json(inner) for inner in raw["regions"]))
+    inner = tuple(_region_from_json(inner) for inner in raw["regions"])
+    return Region(raw["start"], raw["stop"], actions, inner, bool(raw["checkpoint"]), bool(raw["tied"]))
 
 
 def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterator[str]:
     for region in regions:
         kept = [graph.values[index] for index in region.actions]
         total = format_bytes(sum(value.kept_bytes for value in kept))
+        if not region.checkpoint:
+            yield f"{indent}├─ ops {region.start}..{region.stop}  as they stand"
+            continue
         yield f"{indent}├─ ops {region.start}..{region.stop}  keeps {len(kept)} of its values, {total}"
         for value in sorted(kept, key=lambda v: -v.kept_bytes)[:8]:
             yield f"{indent}│    {region.actions[value.index]!r:9} {_value_line(value)}"
         yield from _describe(region.regions, graph, indent + "│  ")
+
+
+def _describe_loops(loops: tuple[Loop, ...], graph: Graph) -> Iterator[str]:
+    for loop in loops:
+        op = graph.ops[loop.op]
+        yield f"├─ scan of {op.params['length']} iterations (operation {loop.op})  {op.source}"
+        for run in loop.runs:
+            segments = "".join(f", in segments of {length}" for length in run.segments)
+            kept = [graph.values[index] for index in run.actions]
+            each = format_bytes(sum(value.bytes for value in kept))
+            yield f"│  ├─ {run.count} iterations{segments}: keeps its carry and {len(kept)} values of each, {each}"
+            for value in sorted(kept, key=lambda v: -v.bytes)[:8]:
+                yield f"│  │    {run.actions[value.index]!r:9} {_value_line(value)}"
 
 
 def _value_line(value: Value) -> str:

@@ -89,19 +89,19 @@ class Chain:
 
     def output(self, start: int, j: int, stop: int) -> int:
         """Returns the bytes that the stages start..j make and j..stop use: what is kept of start..j while start..stop runs."""
-        return int(self._outputs[j][start, stop])
+        return int(self.outputs[j, start, stop])
 
     @functools.cached_property
-    def _outputs(self) -> list[np.ndarray]:
-        tables = [np.zeros((self.length + 1, self.length + 1), np.int64) for _ in range(self.length + 1)]
+    def outputs(self) -> np.ndarray:
+        """`output` of every (j, start, stop), int64[length + 1, length + 1, length + 1]."""
+        tables = np.zeros((self.length + 1, self.length + 1, self.length + 1), np.int64)
         for value in self.carried:
             at = value.made + 1
             for use in value.uses:
-                for j in range(at, use + 1):  # here `use` is the next one
-                    tables[j][value.made, use + 1] += value.bytes
+                tables[at : use + 1, value.made, use + 1] += value.bytes  # for these j `use` is the next one
                 at = use + 1
         # start <= made, stop > use
-        return [np.cumsum(np.cumsum(table[::-1], axis=0)[::-1], axis=1) for table in tables]
+        return np.cumsum(np.cumsum(tables[:, ::-1], axis=1)[:, ::-1], axis=2)
 
     @functools.cached_property
     def keepable(self) -> tuple[tuple[tuple[int, Span], ...], ...]:

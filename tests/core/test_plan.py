@@ -66,7 +66,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         lambda text: text.replace('"start": 4', '"start": 3'),
         lambda text: text.replace('"save"', '"sove"'),
         lambda text: json.dumps([text]),
-        lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace('"format": 2', '"format": 99'),
         lambda text: "",
     ],
 )

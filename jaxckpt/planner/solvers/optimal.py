@@ -6,23 +6,30 @@ With T(s, t, m) the least seconds of recomputation for the backward pass of the 
         min over options o of span (s, j):   time_o + T(j, t, m - kept_o - output)     where kept_o + work_o <= m - gradients(j, t)
         forward_time(s, j) + T(s, j, m - gradients(j, t)) + T(j, t, m - output)
 
-each also where the forward run of s..j fits into m. T falls in steps as m grows, so it is kept as those steps, exactly, in bytes: no grid, and a
+each also where the forward run of s..j fits into m. T falls in steps as m grows, so it is kept as those steps, in bytes: no grid, and a
 schedule is found at the very least budget that has one. Sources: Beaumont et al. 2019 (arXiv:1911.13214); Zhao et al. 2023 (arXiv:2307.01236).
 
-Guarantee: optimal for the model of `jaxckpt.planner.chain`, up to `STEPS` steps kept of each T; of more, those nearest to one another in
-bytes are merged (upwards, so that a schedule never needs more than it says); the least budget is always kept.
+Guarantee: optimal for the model of `jaxckpt.planner.chain`, as long as no T has more than `STEPS` steps. Of more, those are left out that
+change T least (upwards, so that a schedule never needs more than it says); the least budget is always exact. What that loses, measured on
+random chains of 25 and 40 stages with 20 options a span at 100 budgets, against 6,000 steps: 0.2% of the recomputation on average, 1.2% at
+worst.
+
+Work: T is computed once for all stretches that are equal, so a stack of L equal layers costs O(L) of them instead of O(L^2); each takes
+O(t - s) sums of step functions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
+from jaxckpt._errors import ArgumentError
 from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, Span
+from jaxckpt.planner.solvers.steps import DONE, Steps, envelope, joined, thin
 
-STEPS = 400
-
-Steps = tuple[np.ndarray, np.ndarray]
-"""Bytes (rising) and seconds (falling): with so many bytes so many seconds are enough."""
+STEPS = 800
 
 
 def optimal(chain: Chain, budget: int) -> Schedule | None:
@@ -35,117 +42,192 @@ def least_budget(chain: Chain) -> int:
     return Table(chain).least
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """The options of the span start..stop that no other one beats: arrays, one entry each.
+
+    Attributes:
+      number: their numbers in the span.
+      kept: bytes that each keeps; `need`: bytes kept and at work in its backward pass.
+      time: seconds of recomputation.
+    """
+
+    stop: int
+    number: np.ndarray
+    kept: np.ndarray
+    need: np.ndarray
+    time: np.ndarray
+
+
 class Table:
-    """T(s, t, .) for all s < t of one chain: solves once, answers for every budget."""
+    """T(s, t, .) for all s < t of one chain: solves once, answers for every budget.
+
+    Args:
+      chain: the chain.
+      steps: how many steps are kept of each T, two at least.
+
+    Raises:
+      ArgumentError: a stage has no option.
+    """
 
     def __init__(self, chain: Chain, steps: int = STEPS) -> None:
-        self.chain, self.steps = chain, steps
         length = chain.length
-        self.gradients = np.zeros((length + 1, length + 1), np.int64)
+        for stage in range(length):
+            if not chain.span(stage, stage + 1).options:
+                raise ArgumentError("chain", "a chain each of whose stages has an option", f"none for stage {stage}")
+        self.chain, self.steps = chain, steps
+        self._outputs = chain.outputs
+        self._gradients = np.zeros((length + 1, length + 1), np.int64)
+        self._forward_work = np.zeros((length + 1, length + 1), np.int64)
+        self._forward_time = np.zeros((length + 1, length + 1))
+        for (start, stop), span in chain.spans.items():
+            self._gradients[start, stop] = span.gradient
+            self._forward_work[start, stop] = span.forward_work
+            self._forward_time[start, stop] = span.forward_time
+        self._choices = [[_choices(stop, span) for stop, span in each] for each in chain.keepable]
         self.table: dict[tuple[int, int], Steps] = {}
-        for start in range(length, -1, -1):
-            for stop in range(start + 1, length + 1):
-                self.gradients[start, stop] = chain.span(start, stop).gradient
-        for width in range(1, length + 1):
-            for start in range(length - width + 1):
-                self.table[start, start + width] = self._solve(start, start + width)
+        self._fill()
 
     @property
     def least(self) -> int:
         """The least bytes that a schedule peaks at."""
-        return int(self.table[0, self.chain.length][0][0])
+        return self.table[0, self.chain.length].least if self.chain.length else 0
 
     def schedule(self, budget: int) -> Schedule | None:
         """Returns the cheapest schedule within the budget, or None."""
-        return self._rebuild(0, self.chain.length, budget) if self.chain.length and budget >= self.least else None
+        return self._rebuild(0, self.chain.length, budget) if budget >= self.least else None
 
     def frontier(self) -> list[tuple[int, float]]:
         """Returns (bytes, seconds) of every step: the cheapest time at each budget."""
-        if not self.chain.length:
-            return [(0, 0.0)]
-        return [(int(b), float(s)) for b, s in zip(*self.table[0, self.chain.length])]
+        steps = self.table[0, self.chain.length] if self.chain.length else DONE
+        return [(int(b), float(s)) for b, s in zip(*steps)]
+
+    def _fill(self) -> None:
+        """Solves every stretch, short ones first; of those that are equal in all that the recursion reads, one."""
+        solved: dict[Any, tuple[int, Steps]] = {}
+        spans: dict[Any, int] = {}
+        identity: dict[tuple[int, int], int] = {}
+        for width in range(1, self.chain.length + 1):
+            for start in range(self.chain.length - width + 1):
+                stop = start + width
+                span = _fingerprint(self.chain.span(start, stop))
+                key = (
+                    identity.get((start, stop - 1)),
+                    identity.get((start + 1, stop)),
+                    spans.setdefault(span, len(spans)),
+                    self._outputs[start + 1 : stop, start, stop].tobytes(),
+                )
+                if key not in solved:
+                    solved[key] = len(solved), self._solve(start, stop)
+                identity[start, stop], self.table[start, stop] = solved[key]
 
     def _solve(self, start: int, stop: int) -> Steps:
-        found: list[Steps] = []
-        for j, span in self.chain.keepable[start]:
-            if j <= stop:
-                found += [self._keep(span, o, j, stop, start) for o in range(len(span.options))]
-        found += [self._drop(start, j, stop) for j in range(start + 1, stop + 1)]
-        return _lower(found, self.steps)
+        bytes_, seconds = [], []
+        for each in self._choices[start]:
+            if each.stop > stop:
+                break
+            later = self._later(each.stop, stop)
+            kept, floor = self._needs(each, start, stop)
+            bytes_.append(np.maximum(later.bytes + kept[:, None], floor[:, None]).ravel())
+            seconds.append((later.seconds + each.time[:, None]).ravel())
+        keeps = envelope(np.concatenate(bytes_), np.concatenate(seconds))
+        drops = self._drops(start, stop, keeps)
+        if drops is None:
+            return thin(keeps, self.steps)
+        merged = envelope(np.concatenate([keeps.bytes, drops[0]]), np.concatenate([keeps.seconds, drops[1]]))
+        return thin(merged, self.steps)
 
-    def _keep(self, span: Span, number: int, j: int, stop: int, start: int) -> Steps:
-        option = span.options[number]
-        kept = self.chain.output(start, j, stop) + option.kept
-        later = self._later(j, stop)
-        floor = max(
-            span.forward_work,
-            kept,
-            option.kept + option.work + int(self.gradients[j, stop]),
-            int(self.gradients[start, stop]),
-        )
-        return np.maximum(later[0] + kept, floor), later[1] + option.time
+    def _drops(self, start: int, stop: int, keeps: Steps) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns (bytes, seconds) of what the Drops of start..j offer for all j, where that may be better than `keeps`."""
+        if stop - start == 1:
+            return None
+        inner = slice(start + 1, stop)
+        again = [self.table[start, j] for j in range(start + 1, stop)]
+        later = [self.table[j, stop] for j in range(start + 1, stop)]
+        output, gradient = self._outputs[inner, start, stop], self._gradients[inner, stop]
+        time = self._forward_time[start, inner]
+        floor = np.maximum(self._forward_work[start, inner], output)
+        floor = np.maximum(floor, [a.least for a in again] + gradient)
+        floor = np.maximum(floor, [b.least for b in later] + output)
+        # from `end` bytes on some Keep is as cheap as the Drop with all the bytes in the world
+        fastest = time + [a.seconds[-1] + b.seconds[-1] for a, b in zip(again, later)]
+        at = len(keeps.seconds) - np.searchsorted(keeps.seconds[::-1], fastest, side="right")
+        end = np.append(keeps.bytes, np.iinfo(np.int64).max)[at]
+        useful = np.flatnonzero(floor < end)
+        if not len(useful):
+            return None
+        first, second = [], []
+        for i in useful:
+            a, b = again[i].below(int(end[i] - gradient[i])), later[i].below(int(end[i] - output[i]))
+            first.append(Steps(a.bytes + gradient[i], a.seconds))
+            second.append(Steps(b.bytes + output[i], b.seconds))
+        row, bytes_, seconds = joined(first, second, time[useful])
+        return np.maximum(bytes_, floor[useful][row]), seconds
 
-    def _drop(self, start: int, j: int, stop: int) -> Steps:
-        if (start, j) not in self.table:  # the whole stretch, dropped at its end: never better than keeping
-            return _NONE
-        span = self.chain.span(start, j)
-        later, again = self._later(j, stop), self.table[start, j]
-        output = self.chain.output(start, j, stop)
-        first, second = later[0] + output, again[0] + int(self.gradients[j, stop])
-        bytes_ = np.unique(np.concatenate([first, second]))
-        floor = max(span.forward_work, output, int(self.gradients[start, stop]), int(first[0]), int(second[0]))
-        bytes_ = np.unique(np.maximum(bytes_, floor))
-        seconds = _at(first, later[1], bytes_) + _at(second, again[1], bytes_) + span.forward_time
-        return bytes_, seconds
+    def _needs(self, choices: _Choices, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what each choice keeps while the later stages run, and the least bytes that it needs itself."""
+        kept = choices.kept + self._outputs[choices.stop, start, stop]
+        floor = np.maximum(kept, choices.need + self._gradients[choices.stop, stop])
+        return kept, np.maximum(floor, max(self._forward_work[start, choices.stop], self._gradients[start, stop]))
 
     def _later(self, j: int, stop: int) -> Steps:
-        return self.table[j, stop] if j < stop else _DONE
+        return self.table[j, stop] if j < stop else DONE
 
     def _rebuild(self, start: int, stop: int, budget: int) -> Schedule:
-        if start == stop:
-            return ()
-        best: tuple[float, Keep | Drop | None, int, int] = (np.inf, None, 0, 0)
-        for j, span in self.chain.keepable[start]:
-            if j > stop:
-                continue
-            for o, option in enumerate(span.options):
-                bytes_, seconds = self._keep(span, o, j, stop, start)
-                if bytes_[0] <= budget and (time := float(_at(bytes_, seconds, budget))) < best[0]:
-                    best = (time, Keep(start, j, o), j, budget - self.chain.output(start, j, stop) - option.kept)
+        items: list[Keep | Drop] = []
+        while start < stop:
+            item, budget = self._first(start, stop, budget)
+            items.append(item)
+            start = item.stop
+        return tuple(items)
+
+    def _first(self, start: int, stop: int, budget: int) -> tuple[Keep | Drop, int]:
+        """Returns the first item of the cheapest schedule of start..stop, and the bytes that it leaves to the later ones."""
+        best, left = np.inf, 0
+        item: Keep | Drop | None = None
+        for each in self._choices[start]:
+            if each.stop > stop:
+                break
+            later = self._later(each.stop, stop)
+            kept, floor = self._needs(each, start, stop)
+            fits = np.flatnonzero(np.maximum(floor, kept + later.least) <= budget)
+            if len(fits):
+                times = each.time[fits] + later.at(budget - kept[fits])
+                i = int(np.argmin(times))
+                if times[i] < best:
+                    best, item = float(times[i]), Keep(start, each.stop, int(each.number[fits[i]]))
+                    left = budget - int(kept[fits[i]])
+        drop: tuple[int, int] | None = None
         for j in range(start + 1, stop):
-            bytes_, seconds = self._drop(start, j, stop)
-            if len(bytes_) and bytes_[0] <= budget and (time := float(_at(bytes_, seconds, budget))) < best[0]:
-                best = (time, Drop(start, j, ()), j, budget - self.chain.output(start, j, stop))
-        _, item, j, rest = best
+            again, later = self.table[start, j], self.table[j, stop]
+            inside, rest = budget - int(self._gradients[j, stop]), budget - int(self._outputs[j, start, stop])
+            if self._forward_work[start, j] <= budget and again.least <= inside and later.least <= rest:
+                time = self._forward_time[start, j] + again.at(inside) + later.at(rest)
+                if time < best:
+                    best, drop, left = float(time), (j, inside), rest
+        if drop is not None:
+            item = Drop(start, drop[0], self._rebuild(start, *drop))
         assert item is not None, "the table says that this budget is enough"
-        if isinstance(item, Drop):
-            item = Drop(start, j, self._rebuild(start, j, budget - int(self.gradients[j, stop])))
-        return (item, *self._rebuild(j, stop, rest))
+        return item, left
 
 
-_DONE: Steps = (np.zeros(1, np.int64), np.zeros(1))
-_NONE: Steps = (np.zeros(0, np.int64), np.zeros(0))
+def _choices(stop: int, span: Span) -> _Choices:
+    """Returns the options of a span, less those that another one beats, or equals, in bytes kept, in bytes at work and in time."""
+    kept = np.array([o.kept for o in span.options], np.int64)
+    need = kept + np.array([o.work for o in span.options], np.int64)
+    time = np.array([o.time for o in span.options])
+    no_worse = np.logical_and.reduce([each[:, None] <= each for each in (kept, need, time)])
+    order = np.arange(len(kept))
+    beats = no_worse & (~no_worse.T | (order[:, None] < order))
+    number = np.flatnonzero(~beats.any(axis=0))
+    return _Choices(stop, number, kept[number], need[number], time[number])
 
 
-def _at(bytes_: np.ndarray, seconds: np.ndarray, budget: np.ndarray | int) -> np.ndarray:
-    """Returns the seconds at each budget; every budget is at least the first step's."""
-    return seconds[np.searchsorted(bytes_, budget, side="right") - 1]
-
-
-def _lower(found: list[Steps], limit: int) -> Steps:
-    """Returns the lower envelope of several step functions, at most `limit` steps of it."""
-    bytes_ = np.concatenate([each[0] for each in found])
-    seconds = np.concatenate([each[1] for each in found])
-    order = np.lexsort((seconds, bytes_))
-    bytes_, seconds = bytes_[order], seconds[order]
-    falling = np.minimum.accumulate(seconds)
-    first = np.concatenate([[True], seconds[1:] < falling[:-1] * (1 - 1e-12)])
-    bytes_, seconds = bytes_[first], seconds[first]
-    distinct = np.concatenate([bytes_[1:] != bytes_[:-1], [True]])
-    bytes_, seconds = bytes_[distinct], seconds[distinct]
-    if len(bytes_) > limit:  # drop the steps that save the least: those with the next one near in bytes
-        gaps = np.diff(bytes_)
-        keep = np.ones(len(bytes_), bool)
-        keep[1 + np.argsort(gaps[1:], kind="stable")[: len(bytes_) - limit]] = False
-        bytes_, seconds = bytes_[keep], seconds[keep]
-    return bytes_, seconds
+def _fingerprint(span: Span) -> tuple:
+    """Returns what of a span the recursion reads; times to ten digits, for sums of equal ones differ in the last."""
+    return (
+        f"{span.forward_time:.9e}",
+        span.forward_work,
+        span.gradient,
+        tuple((option.kept, f"{option.time:.9e}", option.work) for option in span.options),
+    )

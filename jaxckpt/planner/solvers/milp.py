@@ -1,0 +1,188 @@
+"""The cheapest schedule of a small chain as an integer linear programme, solved by HiGHS: exact, and nothing in common with the recursion.
+
+A schedule is a set of runs that nest: the forward pass, 0..length, and one run of s..t for each Drop of s..t. No two runs of a schedule are
+of the same stages, for a Drop of a whole run would only add a forward run. So with binary variables
+
+    keep[p, q, a, b, o]   the run of p..q has Keep(a, b, o)
+    drop[p, q, a, b]      the run of p..q has Drop(a, b), b < q: then there is a run of a..b
+
+a schedule of any depth is a unit of flow from p to q through the items of each run that there is. The bytes held before stage a in the run of
+p..q are those of the items that end at or before a, in this run and in every run that contains p..q:
+
+    held[p, q, a] = sum of kept over the items (p', q', a', b') with p' <= p, q <= q', b' <= a
+
+because the runs that contain p..q and are in the schedule are the ones around it. Where the run of p..q is not in the schedule, held is what is
+held at that place in the innermost run that is, so the budget may bound it everywhere and nothing needs a large constant:
+
+    held[p, q, a] + sum over the items of p..q that start at a of the bytes that the item needs   <=   budget
+
+The formulation is ours; the idea of an exact integer programme for rematerialisation is Checkmate's (Jain et al. 2020, arXiv:1910.02653), whose
+matrices over operations have no options and no spans.
+
+Guarantee: the optimum of the model of `jaxckpt.planner.chain`, to HiGHS's tolerances: about a millionth of the budget in bytes, and 1e-6 of the
+time. There are O(length^4) variables for each option: up to some ten seconds for ten stages, half a minute for twelve or fourteen; hence
+`STAGES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, cost
+
+STAGES = 16
+_TRIES = 4
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A binary variable: in the run `run`, stages start..stop are kept with option `option`, or dropped if that is None.
+
+    Attributes:
+      time: seconds of recomputation that it adds.
+      kept: bytes held while the rest of the run goes on.
+      need: bytes that it needs besides those held before it.
+    """
+
+    run: Run
+    start: int
+    stop: int
+    option: int | None
+    time: float
+    kept: int
+    need: int
+
+
+def milp(chain: Chain, budget: int) -> Schedule | None:
+    """Returns the cheapest schedule that peaks at no more than `budget` bytes, or None if there is none.
+
+    Raises:
+      ArgumentError: the chain has more than `STAGES` stages.
+    """
+    if chain.length > STAGES:
+        raise ArgumentError(
+            "chain",
+            f"a chain of at most {STAGES} stages for solver 'milp'",
+            chain.length,
+            "Use 'chain' for longer ones.",
+        )
+    if not chain.length:
+        return () if budget >= 0 else None
+    items = [item for item in _items(chain) if item.need <= budget]
+    tight = 1.0
+    for _ in range(_TRIES):
+        chosen = _solve(chain.length, items, budget, tight)
+        if chosen is None:
+            return None
+        schedule = _schedule((0, chain.length), chosen)
+        # HiGHS may exceed a bound by its tolerance: then ask for that much less
+        if cost(chain, schedule).peak <= budget:
+            return schedule
+        tight -= 2e-6
+    return None
+
+
+def _items(chain: Chain) -> Iterator[_Item]:
+    length = chain.length
+    written = [chain.span(at, length).gradient if at < length else 0 for at in range(length + 1)]
+    for p, q in _intervals(0, length):
+        for a, b in _intervals(p, q):
+            span, output = chain.span(a, b), chain.output(a, b, q)
+            run = max(span.forward_work, output) + written[q]
+            for number, option in enumerate(span.options):
+                need = max(run, output + option.kept + written[q], option.kept + option.work + written[b], written[a])
+                yield _Item((p, q), a, b, number, option.time, output + option.kept, need)
+            if b < q:  # at the end of a run its own items in its place need no more bytes, and a forward run less
+                yield _Item((p, q), a, b, None, span.forward_time, output, max(run, written[a]))
+
+
+def _solve(length: int, items: list[_Item], budget: int, tight: float) -> list[_Item] | None:
+    """Returns the items of the cheapest schedule in which no place takes more than `tight` of the budget, or None."""
+    from scipy import optimize, sparse
+
+    places = [(p, q, a) for p, q in _intervals(0, length) for a in range(p, q)]
+    held = {place: len(items) + i for i, place in enumerate(places)}
+    rows = _Rows()
+    unit = max(budget, 1)
+    by_start: dict[tuple[int, int, int], list[int]] = {}
+    by_stop: dict[tuple[int, int, int], list[int]] = {}
+    dropped: dict[Run, list[int]] = {}
+    for i, item in enumerate(items):
+        by_start.setdefault((*item.run, item.start), []).append(i)
+        by_stop.setdefault((*item.run, item.stop), []).append(i)
+        if item.option is None:
+            dropped.setdefault((item.start, item.stop), []).append(i)
+    ended: dict[tuple[int, int, int], list[int]] = {}
+    for p, q, a in places:
+        begin, end = by_start.get((p, q, a), []), by_stop.get((p, q, a), [])
+        flow = [(i, 1.0) for i in begin]
+        if a > p:
+            rows.add(flow + [(i, -1.0) for i in end], 0, 0)
+        elif (p, q) == (0, length):
+            rows.add(flow, 1, 1)
+        else:
+            rows.add(flow + [(i, -1.0) for i in dropped.get((p, q), [])], 0, 0)
+        ended[p, q, a] = end if a == p else ended[p, q, a - 1] + end
+        terms = [(held[p, q, a], -1.0)] + [(i, items[i].kept / unit) for i in ended[p, q, a]]
+        for around, sign in (((p - 1, q, a), 1.0), ((p, q + 1, a), 1.0), ((p - 1, q + 1, a), -1.0)):
+            if around in held:
+                terms.append((held[around], sign))
+        rows.add(terms, 0, 0)
+        rows.add([(held[p, q, a], 1.0)] + [(i, items[i].need / unit) for i in begin], -np.inf, tight)
+    count = len(items) + len(places)
+    time = np.zeros(count)
+    time[: len(items)] = [item.time for item in items]
+    binary = np.arange(count) < len(items)
+    matrix = sparse.csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.low), count))
+    result = optimize.milp(
+        time / max(float(time.max()), 1e-300),
+        integrality=binary.astype(int),
+        bounds=optimize.Bounds(0, np.where(binary, 1.0, np.inf)),
+        constraints=optimize.LinearConstraint(matrix, rows.low, rows.high),
+        options={"mip_rel_gap": 1e-6},
+    )
+    if result.x is None:
+        return None
+    return [item for item, value in zip(items, result.x) if value > 0.5]
+
+
+class _Rows:
+    """Rows of a sparse matrix, with their bounds."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.values: list[float] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
+        """Adds low <= sum of value * column <= high."""
+        self.rows += [len(self.low)] * len(terms)
+        self.columns += [column for column, _ in terms]
+        self.values += [value for _, value in terms]
+        self.low.append(low)
+        self.high.append(high)
+
+
+def _schedule(run: Run, chosen: list[_Item]) -> Schedule:
+    """Returns the schedule of a run out of the items of all runs."""
+    return tuple(
+        Drop(item.start, item.stop, _schedule((item.start, item.stop), chosen))
+        if item.option is None
+        else Keep(item.start, item.stop, item.option)
+        for item in sorted((item for item in chosen if item.run == run), key=lambda item: item.start)
+    )
+
+
+def _intervals(start: int, stop: int) -> Iterator[Run]:
+    """Yields every (a, b) with start <= a < b <= stop."""
+    for a in range(start, stop):
+        for b in range(a + 1, stop + 1):
+            yield a, b

@@ -1,0 +1,119 @@
+"""Scans run in runs and segments: values, gradients, what is kept and how often the body runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import SAVE, PlanMismatchError
+from jaxckpt.core.graph import count_flops, trace
+from jaxckpt.core.plan import Loop, Plan, Run
+
+LENGTH, WIDTH = 12, 16
+
+
+def loss(ws, x, reverse=False):
+    def body(c, w):
+        c = jnp.tanh(c @ w)
+        return c, jnp.sum(c)
+
+    x, ys = jax.lax.scan(body, x, ws, reverse=reverse)
+    return jnp.sum(x**2) + jnp.sum(ys * jnp.arange(LENGTH))
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0))
+    return jax.random.normal(keys[0], (LENGTH, WIDTH, WIDTH)) / 4, jax.random.normal(keys[1], (64, WIDTH))
+
+
+def looped(reverse, *runs):
+    args = arguments()
+    graph = trace(lambda *a: loss(*a, reverse), *args)
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    return Plan((), graph.fingerprint, loops=(Loop(place, runs),)), graph, place
+
+
+def body_value(graph, place, primitive):
+    return next(op.outputs[0] for op in graph.ops[place].bodies[0].ops if op.primitive == primitive)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (Run(12),),
+        (Run(12, (4,)),),
+        (Run(12, (5,)),),
+        (Run(12, (6, 2)),),
+        (Run(11, (4, 3)), Run(1)),
+        (Run(3), Run(5, (2,)), Run(4, (4,))),
+    ],
+)
+def test_a_loop_has_the_scan_s_values_and_gradients(runs, reverse):
+    plan, *_ = looped(reverse, *runs)
+    args = arguments()
+    planned = plan.apply(lambda *a: loss(*a, reverse))
+    value, gradient = jax.jit(jax.value_and_grad(planned, argnums=(0, 1)))(*args)
+    expected, wanted = jax.value_and_grad(lambda *a: loss(*a, reverse), argnums=(0, 1))(*args)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in zip(gradient, wanted):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def flops(plan, reverse=False):
+    return count_flops(jax.grad(plan.apply(lambda *a: loss(*a, reverse))), *arguments())
+
+
+def test_segments_run_the_body_once_more_and_kept_matmuls_do_not_run_again():
+    matmul = 2 * 64 * WIDTH * WIDTH
+    bare, *_ = looped(False, Run(12))
+    graph = trace(loss, *arguments())
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    dot = body_value(graph, place, "dot_general")
+    plain = count_flops(jax.grad(loss), *arguments())
+    assert flops(bare) - plain >= 12 * matmul
+    kept, *_ = looped(False, Run(12, (), {dot: SAVE}))
+    assert flops(kept) - plain < matmul
+    half, *_ = looped(False, Run(6, (), {dot: SAVE}), Run(6))
+    assert 6 * matmul <= flops(half) - plain < 7 * matmul
+    nested, *_ = looped(False, Run(12, (4,)))
+    assert flops(nested) - flops(bare) >= 11 * matmul
+
+
+def test_segments_keep_their_carries_and_no_others():
+    segmented, *_ = looped(False, Run(12, (4,)))
+    each, *_ = looped(False, Run(12))
+    carry = 64 * WIDTH * 4
+
+    def kept(plan):
+        return jaxckpt.residuals(lambda ws, x: plan.apply(lambda *a: loss(*a, False))(ws, x), *arguments()).kept_bytes
+
+    weights = LENGTH * WIDTH * WIDTH * 4  # in another shape, which is no other buffer
+    assert kept(each) - kept(segmented) + weights == (12 - 3) * carry
+
+
+def test_a_loop_goes_through_json_and_prints():
+    graph = trace(loss, *arguments())
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    dot = body_value(graph, place, "dot_general")
+    plan = Plan((), graph.fingerprint, loops=(Loop(place, (Run(8, (4,), {dot: SAVE}), Run(4))),))
+    assert Plan.from_json(plan.to_json()) == plan
+    text = plan.describe(graph)
+    assert "8 iterations, in segments of 4" in text and "dot_general" in text
+
+
+@pytest.mark.parametrize("change", [lambda p: (p, Run(11)), lambda p: (p - 1, Run(12)), lambda p: (p, Run(13))])
+def test_a_loop_that_is_no_scan_of_the_function_is_refused(change):
+    _, graph, place = looped(False, Run(12))
+    op, run = change(place)
+    plan = Plan((), graph.fingerprint, loops=(Loop(op, (run,)),))
+    with pytest.raises(PlanMismatchError):
+        plan.apply(lambda *a: loss(*a, False))(*arguments())
+
+
+def test_a_run_without_iterations_is_refused():
+    with pytest.raises(PlanMismatchError):
+        Run(0)
+    with pytest.raises(PlanMismatchError):
+        Run(3, (0,))

@@ -1,0 +1,140 @@
+"""The solver `chain` and the oracles, on 300 random chains: the same least time at every budget, the same least budget, to the byte."""
+
+import collections
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from jaxckpt.planner.chain import Carried, Chain, Span, cost, covers, items
+from jaxckpt.planner.solvers import solver
+from jaxckpt.planner.solvers.exhaustive import exhaustive, schedules
+from jaxckpt.planner.solvers.milp import milp
+from jaxckpt.planner.solvers.optimal import Table, optimal
+from tests.planner.solvers.chains import chains, random_chain
+
+SETTINGS = settings(
+    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def every_cost(chain):
+    return [cost(chain, schedule) for schedule in schedules(chain, 0, chain.length)]
+
+
+def cheapest(costs, budget):
+    return min((each.time for each in costs if each.peak <= budget), default=None)
+
+
+def test_the_chain_solver_finds_what_trying_everything_finds():
+    seen = collections.Counter()
+
+    @SETTINGS
+    @given(chains())
+    def check(chain):
+        costs = every_cost(chain)
+        peaks = sorted({each.peak for each in costs})
+        table = Table(chain)
+        assert table.least == peaks[0]
+        assert table.schedule(peaks[0] - 1) is None
+        deepest = 0
+        for budget in peaks[:: max(1, len(peaks) // 12)]:
+            found = table.schedule(budget)
+            assert found is not None and covers(chain, found)
+            assert cost(chain, found).peak <= budget
+            assert cost(chain, found).time == pytest.approx(cheapest(costs, budget), rel=1e-9, abs=1e-12)
+            deepest = max(deepest, *(depth for depth, _ in items(found)))
+        for bytes_, seconds in table.frontier():
+            assert seconds == pytest.approx(cheapest(costs, bytes_), rel=1e-9, abs=1e-12)
+            assert (less := cheapest(costs, bytes_ - 1)) is None or less > seconds
+        skips = any(value.uses[-1] > value.made + 1 for value in chain.carried)
+        seen.update(chains=1, dropped=deepest > 0, nested=deepest > 1, skips=skips)
+
+    check()
+    assert seen["chains"] == 300
+    assert seen["dropped"] > 60 and seen["nested"] > 10 and seen["skips"] > 60, seen
+
+
+@settings(SETTINGS, max_examples=40)
+@given(chains(longest=3))
+def test_every_solver_keeps_to_the_budget_and_covers_and_is_no_better_than_the_optimum(chain):
+    costs = every_cost(chain)
+    peaks = sorted({each.peak for each in costs})
+    for budget in (peaks[0] - 1, peaks[0], peaks[len(peaks) // 2], peaks[-1]):
+        best = cheapest(costs, budget)
+        for name in ("chain", "milp", "greedy", "sqrt", "exhaustive"):
+            found = solver(name)(chain, budget)
+            if found is None:
+                assert best is None or name in ("greedy", "sqrt"), name
+                continue
+            assert covers(chain, found), name
+            assert cost(chain, found).peak <= budget, name
+            if name in ("greedy", "sqrt"):
+                assert cost(chain, found).time >= best - 1e-12, name
+            else:
+                assert cost(chain, found).time == pytest.approx(best, rel=1e-5, abs=1e-9), name
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chain_and_integer_programme_agree_where_there_is_too_much_to_try(seed):
+    chain = random_chain(seed, length=5 + seed % 4, options=2 + seed % 2)
+    table = Table(chain)
+    frontier = table.frontier()
+    assert milp(chain, table.least - 1) is None
+    for budget in (table.least, frontier[len(frontier) // 2][0]):
+        found = milp(chain, budget)
+        assert covers(chain, found) and cost(chain, found).peak <= budget
+        assert cost(chain, found).time == pytest.approx(cost(chain, table.schedule(budget)).time, rel=1e-5)
+
+
+def test_the_integer_programme_nests_drops_where_only_that_fits():
+    chain = random_chain(5, length=7, options=1, wide=1)
+    found = milp(chain, Table(chain).least)
+    drops = [item for item in found if hasattr(item, "again")]
+    assert any(hasattr(inner, "again") for item in drops for inner in item.again)
+
+
+def test_exhaustive_is_the_cheapest_of_all():
+    chain = random_chain(3, length=3)
+    costs = every_cost(chain)
+    for budget in sorted({each.peak for each in costs})[::20]:
+        assert cost(chain, exhaustive(chain, budget)).time == cheapest(costs, budget)
+    assert exhaustive(chain, min(each.peak for each in costs) - 1) is None
+
+
+@pytest.mark.parametrize("name", ["chain", "milp", "greedy", "sqrt", "exhaustive"])
+def test_a_chain_of_no_stages_has_the_empty_schedule(name):
+    assert solver(name)(random_chain(0, 0), 0) == ()
+
+
+def test_steps_left_out_lose_little_on_average():
+    lost = []
+    for seed in range(6):
+        chain = random_chain(seed, length=14, options=6)
+        exact, coarse = Table(chain, steps=10**6), Table(chain, steps=60)
+        assert len(exact.frontier()) > 2 * 60, "else nothing was left out"
+        assert coarse.least == exact.least
+        for budget, seconds in exact.frontier()[:-1]:
+            found = coarse.schedule(budget)
+            assert cost(chain, found).peak <= budget
+            lost.append(cost(chain, found).time / seconds - 1)
+    assert min(lost) > -1e-9
+    assert sum(lost) / len(lost) < 0.03
+
+
+def test_stretches_that_differ_in_one_value_alone_are_told_apart():
+    chain = random_chain(9, length=1, options=3)
+    span = chain.span(0, 1)
+    spans = {
+        (start, stop): span
+        if stop == start + 1
+        else Span(span.forward_time * (stop - start), 5, span.gradient * (stop - start), ())
+        for start, stop in itertools.combinations(range(5), 2)
+    }
+    for carried in ((), (Carried(7, 2, (3,)),), (Carried(7, 1, (3,)), Carried(2, 0, (1, 2, 3)))):
+        chain = Chain(4, spans, carried)
+        costs = every_cost(chain)
+        table = Table(chain)
+        for budget, seconds in table.frontier():
+            assert seconds == pytest.approx(cheapest(costs, budget))
+        assert optimal(chain, min(each.peak for each in costs) - 1) is None
