@@ -20,14 +20,16 @@ from jaxckpt.flax.functional import Options as _Options
 from jaxckpt.flax.functional import Rules as _Rules
 from jaxckpt.flax.functional import defines_call as _defines_call
 from jaxckpt.flax.functional import options as _options
+from jaxckpt.flax.layers import scan_layers
 from jaxckpt.flax.linen import apply as _linen_apply
 from jaxckpt.flax.linen import method as _linen_method
 from jaxckpt.flax.linen import module_class as _linen_class
 from jaxckpt.flax.nnx import apply as _nnx_apply
 from jaxckpt.flax.nnx import function as _nnx_function
 from jaxckpt.flax.nnx import module_class as _nnx_class
+from jaxckpt.flax.trees import stack_layers, unstack_layers
 
-__all__ = ["apply", "checkpoint"]
+__all__ = ["apply", "checkpoint", "scan_layers", "stack_layers", "unstack_layers"]
 
 
 def checkpoint(

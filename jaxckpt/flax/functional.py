@@ -14,13 +14,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.transforms.checkpoint import checkpoint
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -275,12 +277,12 @@ def _rebuild(make: Callable[[type, Any], type], base: type, key: Any) -> Any:
     return object.__new__(make(base, key))
 
 
-def cached(make: Callable[[type, Options], type]) -> Callable[[type, Options], type]:
+def cached(make: Callable[[type, Key], type]) -> Callable[[type, Key], type]:
     """Returns `make`, giving the same class for the same arguments: a model may ask at every layer of every trace."""
     remembered = functools.lru_cache(maxsize=1024)(make)
 
     @functools.wraps(make)
-    def made(base: type, key: Options) -> type:
+    def made(base: type, key: Key) -> type:
         try:
             hash(key)
         except TypeError:  # a policy that cannot be hashed

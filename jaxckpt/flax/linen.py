@@ -43,6 +43,7 @@ from jaxckpt.flax.functional import (
     title,
     unwrap,
 )
+from jaxckpt.flax.linen_streams import layered
 
 # -------------------------------------------------------------------------------------------------------------- lifting
 
@@ -76,10 +77,10 @@ def method(fun: Callable[..., Any], made: Options) -> Callable[..., Any]:
 @cached
 def module_class(base: Any, made: Options) -> type:
     """Returns a subclass of a linen module class whose `__call__` is checkpointed."""
-    return subclass(module_class, base, made, {"__call__": method(base.__call__, made), **_kept(base)})
+    return subclass(module_class, base, made, {"__call__": method(base.__call__, made), **members_kept(base)})
 
 
-def _kept(base: type) -> dict[str, Any]:
+def members_kept(base: type) -> dict[str, Any]:
     """Returns the members that flax would otherwise make anew for a subclass."""
     return {name: vars(base)[name] for name in ("__init__", "__eq__", "__hash__") if name in vars(base)}
 
@@ -90,14 +91,16 @@ def _transform(made: Options, static: Arguments, name: str) -> Callable[..., Any
     def transform(function: Callable[..., Any]) -> Callable[..., Any]:
         def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
             counters = [scope.rng_counters for scope in scopes]
-            before = [_copy(counter) for counter in counters]
+            before = [copy_counters(counter) for counter in counters]
             names, keywords = static.labels(args, kwargs)
 
             def inner(opening: Any, closing: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
                 def fun(operands: dict[str, Any]) -> Any:
                     for counter, start in zip(counters, before, strict=True):
-                        _reset(counter, start)
+                        reset_counters(counter, start)
                     opened = opening(operands["<variables>"], operands["<rngs>"])
+                    for outer, scope in zip(scopes, opened, strict=True):
+                        layered(outer, scope)
                     named = {key: operands[label] for key, label in keywords.items()}
                     plain, named = unwrap([operands[label] for label in names], named)
                     out = function(opened, *plain, **named)
@@ -115,18 +118,18 @@ def _transform(made: Options, static: Arguments, name: str) -> Callable[..., Any
     return transform
 
 
-def _copy(counters: dict[Any, Any]) -> dict[Any, Any]:
+def copy_counters(counters: dict[Any, Any]) -> dict[Any, Any]:
     """Returns a copy of a scope's rng counters, in which those of its children are nested."""
-    return {key: _copy(count) if isinstance(count, dict) else count for key, count in counters.items()}
+    return {key: copy_counters(count) if isinstance(count, dict) else count for key, count in counters.items()}
 
 
-def _reset(counters: dict[Any, Any], to: dict[Any, Any]) -> None:
+def reset_counters(counters: dict[Any, Any], to: dict[Any, Any]) -> None:
     """Sets rng counters in place, for scopes share them."""
     for key in [key for key in counters if key not in to]:
         del counters[key]
     for key, count in to.items():
         if isinstance(count, dict):
-            _reset(counters.setdefault(key, {}), count)
+            reset_counters(counters.setdefault(key, {}), count)
         else:
             counters[key] = count
 
@@ -167,7 +170,7 @@ def _ruled(base: type, rules: Rules) -> type:
         found = rules.matching(relative)
         unmatched.difference_update(text for text, _ in found)
         if found and called == "setup":
-            object.__setattr__(module, "_jaxckpt_before_setup", _copy(module.scope.rng_counters))
+            object.__setattr__(module, "_jaxckpt_before_setup", copy_counters(module.scope.rng_counters))
         if not found or called == "setup" or module.is_initializing():
             return next_fun(*args, **kwargs)
         with _active((ruled, path)):
@@ -190,7 +193,7 @@ def _ruled(base: type, rules: Rules) -> type:
     own = {name for cls in base.__mro__[: base.__mro__.index(nn.Module)] for name in vars(cls)} - {"setup"}
     methods = {name: inspect.getattr_static(base, name) for name in sorted(own)}
     members = {name: entering(name, fun) for name, fun in methods.items() if hasattr(fun, "method_handler_wrapped")}
-    ruled = subclass(_ruled, base, rules, {**members, **_kept(base)})
+    ruled = subclass(_ruled, base, rules, {**members, **members_kept(base)})
     return ruled
 
 
@@ -203,10 +206,10 @@ def _again(module: nn.Module, fun: Callable[..., Any], made: Options) -> Callabl
 
     def body(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:
         counters = copy.scope.rng_counters  # type: ignore[union-attr]
-        now = _copy(counters)
-        _reset(counters, getattr(module, "_jaxckpt_before_setup", now))
+        now = copy_counters(counters)
+        reset_counters(counters, getattr(module, "_jaxckpt_before_setup", now))
         copy._try_setup()
-        _reset(counters, now)
+        reset_counters(counters, now)
         linen_module._context.module_stack.append(copy)
         try:
             return fun(copy, *args, **kwargs)

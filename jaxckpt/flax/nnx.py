@@ -155,7 +155,7 @@ def _call(
     objects = graphlib.IndexMap.from_refmap(outside)
     pairs = zip(state.leaves, values, leaves, strict=False)  # of one length where the structure is the same
     changed = [(leaf, new) for leaf, old, new in pairs if not _same_leaves(old, new)]
-    if _same(after, before.with_same_outer_index()) and all(isinstance(leaf, nnx.Variable) for leaf, _ in changed):
+    if same_graph(after, before.with_same_outer_index()) and all(isinstance(leaf, nnx.Variable) for leaf, _ in changed):
         for variable, new in changed:
             variable.set_raw_value(new)
         return nnx.unflatten(result, results, index_ref=objects)
@@ -174,7 +174,8 @@ def _labels(paths: Any, arguments: tuple[list[str], dict[str, str]]) -> list[str
     return list(labels)
 
 
-def _same(after: Any, before: Any) -> bool:
+def same_graph(after: Any, before: Any) -> bool:
+    """Returns whether two graphs of objects are one, attributes that are no arrays too."""
     try:
         return bool(after == before)
     except Exception:  # attributes that do not compare, whatever they raise: taken for changed, they are set again

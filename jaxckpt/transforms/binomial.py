@@ -259,21 +259,22 @@ class _Home:
 
     def buffer(self, value: Any, count: int) -> Any:
         """Returns room for `count` carries; made by broadcasting, which works for random keys too."""
-        return self._out(lax.broadcast(value, (count,)), value)
+        room = lax.broadcast(value, (count,))
+        return jax.device_put(room, jax.memory.Space.Host) if self._goes(value) else room
 
     def read(self, slots: Values, i: Any) -> Values:
         """Returns the carry in slot i."""
-        return [self._back(row) for row in read(slots, i)]
+        rows = read(slots, i)
+        return [jax.device_put(row, jax.memory.Space.Device) if self._goes(row) else row for row in rows]
 
     def write(self, slots: Values, carry: Values, i: Any) -> Values:
         """Returns the slots with a carry put into slot i."""
-        return write(slots, [self._out(value, value) for value in carry], i)
+        away = [jax.device_put(leaf, jax.memory.Space.Host) if self._goes(leaf) else leaf for leaf in carry]
+        return write(slots, away, i)
 
-    def _out(self, value: Any, leaf: Any) -> Any:
-        return jax.device_put(value, jax.memory.Space.Host) if self.away and leaf.ndim else value
-
-    def _back(self, value: Any) -> Any:
-        return jax.device_put(value, jax.memory.Space.Device) if self.away and value.ndim else value
+    def _goes(self, leaf: Any) -> bool:
+        """Whether a leaf of the carry lies on the host: arrays of floats do; counters and keys are not worth the way."""
+        return self.away and leaf.ndim > 0 and is_inexact(jax.typeof(leaf))
 
 
 class _Turns:

@@ -541,9 +541,10 @@ class Description:
         return (self.forward_steps - self.length) / self.length if self.length else 0.0
 
     def __str__(self) -> str:
+        steps = f"{self.residual_steps} step{'s' * (self.residual_steps != 1)}"
         return (
             f"{self.schedule} over {self.length} steps: keeps {self.kept_carries} carries, at most {self.peak_carries} at once and the "
-            f"residuals of {self.residual_steps} steps; runs the step {self.forward_steps} times, {self.overhead:.2f} again for each."
+            f"residuals of {steps}; runs the step {self.forward_steps} times, {self.overhead:.2f} again for each."
         )
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -351,6 +353,24 @@ def test_offloaded_carries_give_the_same_gradients(schedule: Any) -> None:
     assert_trees_close(jax.jit(_small(schedule, carry=OFFLOAD))(*args), jax.jit(_small(schedule))(*args))
 
 
+@pytest.mark.parametrize("schedule", [4, Slots(4)])
+def test_counters_and_keys_of_an_offloaded_carry_stay_where_they_are(schedule: Any) -> None:
+    def step(carry: Any, x: Any) -> Any:
+        h, counts, keys = carry
+        noise = jax.vmap(lambda key: jax.random.uniform(key, (4,)))(keys)
+        return (jnp.tanh(h + noise + x), counts + 1, jax.vmap(jax.random.fold_in)(keys, counts)), None
+
+    def loss(h: Any, carry: Any) -> Any:
+        start = (h, jnp.zeros(2, jnp.int32), jax.random.split(jax.random.key(0), 2))
+        return scan(step, start, jnp.ones((11, 2, 4)), schedule=schedule, carry=carry)[0][0].sum()
+
+    h = jnp.ones((2, 4))
+    grads = [jax.jit(jax.grad(functools.partial(loss, carry=carry)))(h) for carry in (SAVE, OFFLOAD)]
+    assert_trees_close(*grads)
+    away = re.findall(r"(\w+)<host>", str(jax.make_jaxpr(jax.grad(functools.partial(loss, carry=OFFLOAD)))(h)))
+    assert set(away) == {"f32"}
+
+
 def _small(schedule: Any, **options: Any) -> Callable:
     def loss(weights: Any, h: Any, xs: Any) -> Any:
         return jnp.sum(
@@ -677,3 +697,29 @@ def test_no_step_and_one_step(schedule: Any, length: int) -> None:
 
     (value, ys), slope = jax.value_and_grad(run, has_aux=True)(3.0)
     assert (float(value), float(slope), ys.shape) == ((1.0, 0.0, (0,)) if length == 0 else (4.0, 1.0, (1,)))
+
+
+# ----------------------------------------------------------------------------------------------------------- compile time
+
+
+def test_compiling_slots_takes_as_long_at_length_100000_as_at_100() -> None:
+    """Traced, lowered and compiled in turn, five times; the least of each counts, in seconds of this process's own work."""
+
+    def seconds(length: int) -> float:
+        def loss(w: Any, carry: Any, xs: Any) -> Any:
+            def step(carry: Any, x: Any) -> Any:
+                carry = jnp.tanh(carry @ w + x)
+                return carry, (carry**2).sum()
+
+            carry, ys = scan(step, carry, xs, schedule=Slots(32))
+            return (carry**2).sum() + ys.sum()
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (4, 16), (length, 4, 16))]
+        start = time.process_time()
+        jax.jit(jax.grad(loss)).lower(*shapes).compile()
+        return time.process_time() - start
+
+    seconds(100)  # what is made once in a process
+    rounds = [(seconds(100), seconds(100_000)) for _ in range(5)]
+    short, long = map(min, zip(*rounds))
+    assert long <= 1.3 * short, rounds

@@ -1,0 +1,101 @@
+"""A stack of linen blocks as one scan.
+
+The call is lifted to a function of variables, rng keys and arguments, as `nn.scan` does it; the variables of each layer
+are a row of the scan. What differs from `nn.scan`:
+
+- Keys are those of unrolled layers (`linen_streams`): `nn.scan` splits them.
+- The schedule: `nn.scan` keeps all that the layers compute, or with `nn.remat` within it the input of every layer.
+- Rng counters start every trace of the block at the same count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import lift, meta
+from flax.core.scope import Scope
+from flax.linen import module as linen_module
+from flax.linen.transforms import decorator_lift_transform
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.flax.functional import cached, subclass
+from jaxckpt.flax.linen import copy_counters, members_kept, reset_counters
+from jaxckpt.flax.linen_streams import Layer
+from jaxckpt.flax.stack import Stack, check_result
+from jaxckpt.flax.trees import AXIS
+
+
+@cached
+def stack_class(base: Any, stack: Stack) -> type:
+    """Returns a class `<name>Stack` whose `__call__` runs `stack.length` layers of a linen class."""
+
+    @functools.wraps(base.__call__)
+    def body(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return base.__call__(self, *args, **kwargs)
+
+    managed = linen_module.wrap_method_once(body)
+    lifted = decorator_lift_transform(functools.partial(_transform, stack=stack, name=base.__name__), body)
+
+    @functools.wraps(managed)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return managed(self, *args, **kwargs) if self.scope is None else lifted(self, *args, **kwargs)
+
+    made = subclass(stack_class, base, stack, {"__call__": call, **members_kept(base)})
+    made.__name__ = f"{base.__name__}Stack"  # which flax numbers where the module is given no name
+    return made
+
+
+def _transform(function: Callable[..., Any], stack: Stack, name: str) -> Callable[..., Any]:
+    """Returns a function (scopes, *args, **kwargs) of the whole stack, of that of one layer."""
+
+    def lifted(scopes: Sequence[Scope], *args: Any, **kwargs: Any) -> Any:
+        if not args:
+            raise ArgumentError("x", f"the first positional argument of a stack of {name}", tuple(kwargs))
+        own = scopes[-1]
+        outside = sorted({"/".join(s.path) for s in scopes if s.path[: len(own.path)] != own.path})
+        if outside:
+            hint = "Each layer has variables of its own. Call such a module outside, and pass on what it returns."
+            raise ArgumentError(
+                "Block", "a module that holds, and is called with, no modules from outside", outside, hint
+            )
+        x, *same = args
+        counters = [scope.rng_counters for scope in scopes]
+        before = [copy_counters(counter) for counter in counters]
+        names = tuple(stack.names.format(i) for i in range(stack.length))
+
+        def inner(opening: Any, closing: Any, variables: Any, rngs: Any) -> Any:
+            rows = meta.remove_axis(variables, 0, AXIS)
+            _check_rows(rows[0], stack, name)
+
+            def step(x: Any, row: Any) -> tuple[Any, Any]:
+                number, variables = row
+                for counter, start in zip(counters, before, strict=True):
+                    reset_counters(counter, start)
+                opened = opening(variables, rngs)
+                layer = Layer(names, number, own)
+                for scope in opened:
+                    layer.enter(scope)
+                out = function(opened, x, *same, **kwargs)
+                check_result(name, x, out)
+                return out, closing(opened)
+
+            out, changed = stack.run(step, x, (jnp.arange(stack.length, dtype=jnp.uint32), rows))
+            return out, meta.add_axis(changed, 0, AXIS)
+
+        return lift.pack(inner, (True,), (True,), (True,), name="scan")(scopes)
+
+    return lifted
+
+
+def _check_rows(variables: Sequence[Mapping[str, Any]], stack: Stack, name: str) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
+        if jnp.ndim(leaf) < 1 or jnp.shape(leaf)[0] != stack.length:
+            rule = f"stacked along axis 0, one row for each of the {stack.length} layers of {name}"
+            got = f"{jax.tree_util.keystr(path[1:])} of shape {jnp.shape(leaf)}"
+            hint = "jaxckpt.flax.stack_layers makes them of an unrolled model's variables."
+            raise ArgumentError("variables", rule, got, hint)

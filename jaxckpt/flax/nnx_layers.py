@@ -1,0 +1,224 @@
+"""A stack of nnx blocks as one scan.
+
+The stack is a block whose Variables hold the values of all layers, one a row. Its layers are made one after the other, as
+unrolled ones are, so parameters and streams are theirs. A call flattens the graph of objects, as `nnx.scan` does it, and
+every layer puts it together again with values of its own. What differs from `nnx.scan`:
+
+- The schedule.
+- Variables that are the same object in all layers are found where the stack is made, and not stacked. Those and the
+  Variables in a call's arguments go from layer to layer where a layer changes them, and are read by each where none does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx import graphlib
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.flax.functional import cached, is_array, subclass
+from jaxckpt.flax.nnx import same_graph
+from jaxckpt.flax.stack import Stack, check_result
+from jaxckpt.flax.trees import stacked
+
+_Path = tuple[Any, ...]
+
+_SHARED = "_jaxckpt_shared"  # attribute of a stack: the paths of what all layers share
+
+
+@cached
+def stack_class(base: Any, stack: Stack) -> type:
+    """Returns a class `<name>Stack` whose `__call__` runs `stack.length` layers of an nnx class."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        layers = [self, *(base(*args, **kwargs) for _ in range(stack.length - 1))]
+        setattr(self, _SHARED, _stack(layers, base.__name__))
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args:
+            raise ArgumentError("x", f"the first positional argument of a stack of {base.__name__}", tuple(kwargs))
+        return _Call(base, stack, self, args[1:], kwargs)(args[0])
+
+    init.__wrapped__, call.__wrapped__ = base.__init__, base.__call__  # type: ignore[attr-defined]
+    members = {"__init__": init, "__call__": call}
+    made = subclass(stack_class, base, stack, members, pytree=base._pytree__is_pytree)
+    made.__name__ = f"{base.__name__}Stack"
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------ construction
+
+
+def _stack(layers: list[Any], name: str) -> tuple[_Path, ...]:
+    """Stacks the values of the layers' Variables in those of layer 0; returns the paths of what they share.
+
+    Raises:
+      ArgumentError: the layers differ.
+    """
+    for i, layer in enumerate(layers):
+        if different := _difference(layers[0], layer):
+            rule = f"a module of which all instances are equal but for the values of their arrays; {name} 0 and {name} {i} are not"
+            raise ArgumentError("Block", rule, different)
+    leaves = [_leaves(layer) for layer in layers]
+    shared = tuple(path for path in leaves[0] if len(layers) > 1 and leaves[0][path] is leaves[1][path])
+    new = {path: stacked([each[path] for each in leaves]) for path in leaves[0] if path not in shared}
+    for path, leaf in new.items():
+        old = leaves[0][path]
+        if isinstance(old, nnx.Variable):
+            old.set_raw_value(leaf.get_raw_value())
+            old.set_metadata(**leaf.get_metadata())
+    nnx.update(layers[0], nnx.from_flat_state([(p, x) for p, x in new.items() if not isinstance(x, nnx.Variable)]))
+    return shared
+
+
+def _leaves(module: Any) -> dict[_Path, Any]:
+    _, state = nnx.flatten(module, graph=True)
+    return dict(zip(state.paths, state.leaves, strict=True))
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Returns in what two modules differ that their arrays do not account for; "" where they do not."""
+    ones, others = ({path: _describe(leaf) for path, leaf in _leaves(module).items()} for module in (one, other))
+    for path in sorted(ones.keys() | others.keys(), key=str):
+        if ones.get(path) != others.get(path):
+            return f"{'/'.join(map(str, path))}: {ones.get(path, 'nothing')} and {others.get(path, 'nothing')}"
+    for (path, a), (_, b) in zip(nnx.iter_modules(one, graph=True), nnx.iter_modules(other, graph=True)):
+        for name, value in vars(a).items():
+            plain = isinstance(value, (bool, int, float, str, bytes, type(None))) and name != _SHARED
+            if plain and value != vars(b).get(name):
+                return f"{'/'.join(map(str, (*path, name)))}: {value!r} and {vars(b).get(name)!r}"
+    return ""
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, nnx.Variable):
+        return str(jax.typeof(leaf)) if is_array(leaf) else repr(leaf)
+    return f"{type(leaf).__name__} of {', '.join(str(jax.typeof(x)) for x in jax.tree.leaves(leaf.get_raw_value()))}"
+
+
+# -------------------------------------------------------------------------------------------------------------------- calls
+
+
+@jax.tree_util.register_pytree_node_class
+class _Values(dict[_Path, Any]):
+    """Values by path; JAX would sort a dict's keys, and names and numbers in one place have no order."""
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[_Path, ...]]:
+        """Returns the values and the paths."""
+        return tuple(self.values()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[_Path, ...], values: Any) -> _Values:
+        """Undoes `tree_flatten`."""
+        return cls(zip(paths, values, strict=True))
+
+
+@dataclass
+class _After:
+    """What a layer left behind, as one of its traces saw it: the graph, and what it had changed that all layers share."""
+
+    graph: Any = None
+    order: list[_Path] = field(default_factory=list)
+    changed: dict[_Path, Any] = field(default_factory=dict)
+
+
+class _Call:
+    """One call of a stack.
+
+    Args:
+      base: the block's class.
+      stack: how it is run.
+      module: the stack.
+      args: of the call, without the first.
+      kwargs: of the call.
+    """
+
+    def __init__(self, base: Any, stack: Stack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.base, self.stack, self.names = base, stack, list(kwargs)
+        self.outside = graphlib.RefMap()
+        self.graph, state = nnx.flatten((module, args, list(kwargs.values())), ref_index=self.outside, graph=True)
+        self.leaves: dict[_Path, Any] = dict(zip(state.paths, state.leaves, strict=True))
+        if any(isinstance(leaf, nnx.Variable) and (leaf.ref or leaf.hijax) for leaf in state.leaves):
+            rule = "modules whose Variables hold arrays, no refs and no hijax types"
+            hint = "nnx.with_vars(module, ref=False, hijax=False) makes it so."
+            raise ArgumentError("arguments", rule, type(module).__name__, hint)
+        self.values = {path: _raw(leaf) for path, leaf in self.leaves.items()}
+        shared = {(0, *path) for path in getattr(module, _SHARED)}
+        own = [path for path in self.values if path[0] == 0 and path not in shared]
+        self.rows = _Values((path, self.values[path]) for path in own)
+        for path, value in self.rows.items():
+            for leaf in jax.tree.leaves(value):
+                if not leaf.shape or leaf.shape[0] != stack.length:
+                    rule = f"stacked along axis 0, one row for each of the {stack.length} layers of {base.__name__}"
+                    hint = "jaxckpt.flax.stack_layers makes such a state of an unrolled model's."
+                    raise ArgumentError("state", rule, f"{'/'.join(map(str, path[1:]))} of shape {leaf.shape}", hint)
+        self.same = {path: value for path, value in self.values.items() if path not in self.rows}
+
+    def __call__(self, x: Any) -> Any:
+        """Returns what the last layer returns, and changes the modules as the layers change them."""
+        after = _After()
+        carried = _Values((path, self.same[path]) for path in self._carried(x))
+
+        def step(state: tuple[Any, _Values], rows: _Values) -> Any:
+            x, carried = state
+            out, new = self._layer(x, {**self.same, **carried, **rows}, after)
+            return (out, _Values((path, after.changed.get(path, old)) for path, old in carried.items())), new
+
+        (out, finally_carried), new = self.stack.run(step, (x, carried), self.rows)
+        self._update(after, {**finally_carried, **new})
+        return out
+
+    def _carried(self, x: Any) -> list[_Path]:
+        """Returns the paths of what is not stacked and a layer changes; to know them takes a trace of it."""
+        if not any(isinstance(self.leaves[path], nnx.Variable) for path in self.same):
+            return []
+        after = _After()
+        jax.eval_shape(lambda x, rows: self._layer(x, {**self.same, **rows}, after)[0], x, self._row())
+        return list(after.changed)
+
+    def _row(self) -> _Values:
+        """Returns the shapes of one layer's values."""
+        return jax.eval_shape(lambda rows: jax.tree.map(lambda value: value[0], rows), self.rows)
+
+    def _layer(self, x: Any, values: dict[_Path, Any], after: _After) -> tuple[Any, _Values]:
+        """Runs a layer; returns what it returns, and its own values that are new."""
+        inside = graphlib.IndexMap()
+        # Copies, for a Variable may hold a container that is changed in place, as those of `nnx.capture` do.
+        copies = [jax.tree.map(lambda value: value, values[path]) for path in self.leaves]
+        module, args, keywords = nnx.unflatten(self.graph, copies, index_ref=inside)
+        out = self.base.__call__(module, x, *args, **dict(zip(self.names, keywords, strict=True)))
+        check_result(self.base.__name__, x, out)
+        outer = graphlib.RefMap.from_indexmap(inside)
+        after.graph, state = nnx.flatten(
+            (module, args, keywords), ref_index=graphlib.RefMap(), ref_outer_index=outer, graph=True
+        )
+        after.order = list(state.paths)
+        now = {path: _raw(leaf) for path, leaf in zip(state.paths, state.leaves, strict=True)}
+        new = {path: value for path, value in now.items() if not _identical(value, values.get(path))}
+        after.changed = {path: value for path, value in new.items() if path in self.same}
+        return out, _Values((path, value) for path, value in new.items() if path not in self.same)
+
+    def _update(self, after: _After, new: dict[_Path, Any]) -> None:
+        """Sets what has changed; where a layer added Variables, or took some away, the objects themselves."""
+        objects = graphlib.IndexMap.from_refmap(self.outside)
+        kept = same_graph(after.graph, self.graph.with_same_outer_index())
+        if not kept or any(not isinstance(self.leaves[path], nnx.Variable) for path in new):
+            leaves = [new.get(path, self.values.get(path)) for path in after.order]
+            nnx.unflatten(after.graph, leaves, index_ref=graphlib.IndexMap(), outer_index_outer_ref=objects)
+            return
+        for path, value in new.items():
+            self.leaves[path].set_raw_value(value)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _identical(new: Any, old: Any) -> bool:
+    news, after = jax.tree.flatten(new)
+    olds, before = jax.tree.flatten(old)
+    return [after] == [before] and all(a is b for a, b in zip(news, olds, strict=True))

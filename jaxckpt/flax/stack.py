@@ -1,0 +1,67 @@
+"""What stacks of linen and of nnx blocks share: how to run one, and what a layer must return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import StructureError
+from jaxckpt.transforms.scan import scan
+from jaxckpt.transforms.schedules import Nested, Schedule, resolve
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How to run a stack: the arguments of `scan_layers` but the block.
+
+    Attributes:
+      length: layers.
+      schedule: as of `jaxckpt.scan`.
+      policy: what is kept of each layer.
+      names: what the layers of an unrolled stack are called, with "{}" for the number.
+    """
+
+    length: int
+    schedule: Schedule
+    policy: Any
+    names: str
+
+    def run(self, step: Callable[[Any, Any], tuple[Any, Any]], x: Any, rows: Any) -> tuple[Any, Any]:
+        """Scans over the layers: (x, row) -> (x, new row)."""
+        return scan(step, x, rows, self.length, schedule=self.schedule, policy=self._within())
+
+    def _within(self) -> Any:
+        """Returns the policy of each layer's own checkpoint: without one, a segment would keep all that its layers compute."""
+        plan = resolve(self.length, self.schedule)
+        if self.policy is None and isinstance(plan, Nested) and plan.inner is not None and plan.residuals > 1:
+            return "nothing"
+        return self.policy
+
+
+def check_result(name: str, taken: Any, returned: Any) -> None:
+    """Checks that a layer returned what the next one takes.
+
+    Raises:
+      StructureError: structure, shapes or dtypes differ.
+    """
+    before, after = (jax.tree.map(_kind, tree) for tree in (taken, returned))
+    kinds = [(jax.tree.structure(tree), jax.tree.leaves(tree)) for tree in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise StructureError(
+            f"Block must be a module whose call returns what its first argument is: {before}; {name} returned {after}. "
+            "Layers take and return one pytree of one structure, with one shape and one dtype a leaf: cast or project before the stack."
+        )
+
+
+class _Name(str):
+    """A string that prints without quotes."""
+
+    __repr__ = str.__str__
+
+
+def _kind(leaf: Any) -> _Name:
+    kind = jax.typeof(leaf)
+    return _Name(f"{kind.dtype}[{','.join(map(str, kind.shape))}]")
