@@ -22,13 +22,16 @@ from jaxckpt._errors import (
 )
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import Graph, count_flops, trace
-from jaxckpt.core.plan import Plan, Region
+from jaxckpt.core.plan import MemoryEstimate, Plan, Region
 from jaxckpt.memory.compare import Comparison, compare
 from jaxckpt.memory.estimate import estimate_memory_savings
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import Residual, ResidualReport, residuals
 from jaxckpt.memory.targets import Target, compiler_options, targets
 from jaxckpt.memory.verify import Verification, verify
+from jaxckpt.planner.auto import autocheckpoint
+from jaxckpt.planner.frontier import Frontier, frontier
+from jaxckpt.planner.search import plan
 from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
 from jaxckpt.transforms import schedules
 from jaxckpt.transforms.checkpoint import checkpoint, tag
@@ -49,9 +52,11 @@ __all__ = [
     "EffectsError",
     "FactoryError",
     "ForwardModeError",
+    "Frontier",
     "Graph",
     "InfeasibleBudgetError",
     "JaxckptError",
+    "MemoryEstimate",
     "MemoryReport",
     "MissingPackageError",
     "MissingTargetError",
@@ -70,16 +75,19 @@ __all__ = [
     "UnmatchedTagError",
     "Verification",
     "VerificationError",
+    "autocheckpoint",
     "checkpoint",
     "checkpoint_sequential",
     "compare",
     "compiler_options",
     "count_flops",
     "estimate_memory_savings",
+    "frontier",
     "intensity_above",
     "larger_than",
     "measure",
     "op",
+    "plan",
     "policies",
     "residuals",
     "scan",

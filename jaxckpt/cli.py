@@ -1,4 +1,4 @@
-"""The command `jaxckpt`: compare, measure, residuals, targets.
+"""The command `jaxckpt`: plan, compare, measure, residuals, targets.
 
 Exit codes: 0 all right; 1 an error of jaxckpt's, said in one line on standard error; 2 wrong usage. Reports go to standard output, everything
 else to standard error. Commands are a table: see COMMANDS.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import logging
 import pathlib
@@ -30,14 +31,19 @@ from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.residuals import residuals
 from jaxckpt.memory.targets import resolve, start_backend, targets
+from jaxckpt.planner import search
+from jaxckpt.planner.budget import check_budget
+from jaxckpt.planner.figures import figures, sketch, timed
+from jaxckpt.planner.frontier import BUDGETS, sweep
 from jaxckpt.policies import Policy
-from jaxckpt.show import html, plot, table
+from jaxckpt.show import html, plans, plot, table
 
 EPILOG = """\
 FACTORY is FILE.py:NAME or package.module:NAME, a function that returns (fun, args): a loss and the tuple of its arguments (arrays or
 jax.ShapeDtypeStruct), the first of which is differentiated. It may take `checkpoint`, the transform that it puts around each run of
 `segment_size` of its blocks.
 
+  jaxckpt plan benchmarks/models/gpt.py:gpt2 --budget 4GiB --target cuda:h100 --output plan.json
   jaxckpt compare benchmarks/models/gpt.py:gpt2 --target cuda:h100 --plot gpt2.png
   jaxckpt compare train.py:model --policy 'mlp_*=save' --policy 'op(dot_general)=save, attention_*=offload'
   jaxckpt measure train.py:model --target tpu:v5e:2x2 --variant segments:4
@@ -54,6 +60,87 @@ class Command:
 
 
 # ----------------------------------------------------------------------------------------------------------------- commands
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _factory_options(parser)
+    parser.add_argument(
+        "--budget",
+        metavar="BYTES",
+        help="what the step's compiled peak may be: 4GiB, 60%% (of the peak without a plan), or device (what is free on it now)",
+    )
+    _target_option(parser)
+    parser.add_argument("--solver", default="chain", metavar="NAME", help="what looks for the plan (chain)")
+    parser.add_argument("--costs", default="roofline", metavar="KIND", help="where seconds come from (roofline)")
+    parser.add_argument("--no-verify", action="store_true", help="compile nothing: the peak is predicted")
+    parser.add_argument(
+        "--frontier",
+        action="store_true",
+        help=f"also plan for {', '.join(BUDGETS)}, and compile the checkpoints that one would place by hand",
+    )
+    parser.add_argument(
+        "--time",
+        action="store_true",
+        help="also run the step with and without the plan, on this machine, on the factory's real data",
+    )
+    parser.add_argument("--output", metavar="PLAN.json", help="write the plan, for jaxckpt.Plan.load(...).apply(loss)")
+    _file_options(
+        parser, "peak against recomputation, the plan on it", "figures, regions, picture, timeline, largest buffers"
+    )
+
+
+def _plan(options: argparse.Namespace) -> None:
+    _check_files(options)
+    if options.budget is None and not options.frontier:
+        raise ArgumentError("--budget", "given, such as 4GiB or 60%", None, "Or ask for --frontier.")
+    if options.budget is not None:
+        check_budget(options.budget)
+    factory = factories.load(options.factory)
+    target = resolve(options.target)
+    if options.time and not target.local:
+        raise ArgumentError("--time", "for a plan for this machine", target.name, "What is not here cannot be run.")
+    none = factories.variants_for(factory, chosen=["none"])
+    functions, args = factories.build(factory, none, real=options.time, settings=_settings(options.set))
+    fun, verify, solver = functions["none"], not options.no_verify, options.solver
+    check_differentiable(options.factory, fun, args)
+    found, swept = None, None
+    with _progress() as progress:
+        problem = search.analyse(fun, *args, target=target, costs=options.costs, progress=progress)
+        if options.budget is not None:
+            found = figures(problem, options.budget, verify=verify, solver=solver, progress=progress)
+            if options.time:
+                found = timed(found, problem, progress)
+        if options.frontier:
+            others = _by_hand(factory, options)
+            swept = sweep(problem, BUDGETS, verify=verify, solver=solver, others=others, progress=progress)
+        elif found is not None and (options.plot or options.html):
+            progress(0, 1, "predicting other budgets")
+            swept = sketch(found, problem, solver=solver)
+    title = f"{options.factory} on {target.name}"
+    content: dict[str, Any] = {"factory": options.factory}
+    if found is not None:
+        _print(plans.plan_view(found, problem.graph, f"Plan for {title}"))
+        _write(options.output, found.point.plan.to_json if found.point.plan is not None else str)
+        content |= found.to_json()
+    if options.frontier and swept is not None:
+        _print(plans.frontier_view(swept))
+        content["frontier"] = swept.to_json()
+    _write(options.json, lambda: json.dumps(content, indent=1))
+    if swept is not None:
+        page = plans.frontier_page if found is None else functools.partial(plans.plan_page, found, problem.graph)
+        point = None if found is None else found.point
+        drawn = f"Memory against recomputation, {pathlib.PurePath(options.factory).name} on {target.name}"
+        _write(
+            options.plot,
+            lambda: plot.render(plans.frontier_figure(swept, point, title=drawn), plot.check_suffix(options.plot)),
+        )
+        _write(options.html, lambda: page(frontier=swept, title=f"Plan for {title}"))
+
+
+def _by_hand(factory: factories.Factory, options: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    """Returns name -> function with checkpoints around its blocks, for the variants that the factory can have."""
+    variants = [variant for variant in factories.variants_for(factory) if variant.where == "blocks"]
+    return factories.build(factory, variants, settings=_settings(options.set))[0] if variants else {}
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +228,9 @@ def _targets(options: argparse.Namespace) -> None:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "plan": Command(
+        "find the cheapest plan within a budget of bytes, and prove it with the compiler", _plan_options, _plan
+    ),
     "compare": Command(
         "compile a model's variants and put memory, recomputation and time side by side", _compare_options, _compare
     ),
@@ -235,7 +325,7 @@ def _one_variant(
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raises, before minutes of compiling, for files that could not be written after them."""
-    for option in ("plot", "json", "html"):
+    for option in ("plot", "json", "html", "output"):
         path = getattr(options, option, None)
         if path is None:
             continue

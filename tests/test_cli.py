@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import jaxckpt
 from jaxckpt import cli
+from jaxckpt.factories import load
 
 FACTORY = '''
 import jax, jax.numpy as jnp
@@ -27,7 +30,7 @@ def model(checkpoint=None, segment_size=1, *, real=False, layers=4, rows=1024):
             x = block(x, ws[i : i + size])
         return jnp.mean(x**2)
     shapes = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * layers, jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-    return loss, jax.tree.map(lambda s: jnp.full(s.shape, 0.1), shapes) if real else shapes
+    return loss, jax.tree.map(lambda s: jnp.full(s.shape, 0.1, s.dtype), shapes) if real else shapes
 
 def bare():
     loss, args = model()
@@ -120,6 +123,70 @@ def test_measure_residuals_targets(factory, tmp_path, capsys):
     assert code == 0 and "cuda:h100" in out and "tpu:v5e:2x2" in out
 
 
+def test_plan_prints_the_plan_and_writes_all_files(factory, tmp_path, capsys):
+    files = {kind: str(tmp_path / f"out.{kind}") for kind in ("json", "html", "png")}
+    code, out, _ = run(
+        capsys, "plan", f"{factory}:model", "--target", "cpu", "--budget", "70%", "--set", "layers=8", "--time", "--output",
+        str(tmp_path / "plan.json"), "--json", files["json"], "--html", files["html"], "--plot", files["png"],
+    )  # fmt: skip
+    assert code == 0
+    for words in (
+        "peak without a plan",
+        "budget",
+        "peak, compiled",
+        "peak, predicted",
+        "recomputation",
+        "time of a step",
+        "keeps",
+    ):
+        assert words in out, words
+    values = json.loads(pathlib.Path(files["json"]).read_text())
+    plan, unplanned = values["plan"], values["unplanned"]
+    assert plan["peak_bytes"] <= plan["budget_bytes"] == 7 * unplanned["peak_bytes"] // 10
+    assert values["recompute"] == plan["flops"] / unplanned["flops"] - 1 > 0
+    assert values["times"]["planned"] > 0 and values["times"]["on"] == "cpu"
+    page = pathlib.Path(files["html"]).read_text()
+    assert "keeps" in page and "data:image/svg+xml" in page
+    assert pathlib.Path(files["png"]).read_bytes().startswith(b"\x89PNG")
+    # The file is what a training script loads.
+    loss, args = load(f"{factory}:model")(layers=8)
+    loaded = jaxckpt.Plan.load(tmp_path / "plan.json")
+    assert jaxckpt.measure(jax.value_and_grad(loaded.apply(loss)), *args, target="cpu").peak_bytes == plan["peak_bytes"]
+
+
+def test_plan_frontier_has_plans_and_what_is_placed_by_hand(factory, tmp_path, capsys):
+    code, out, _ = run(
+        capsys, "plan", f"{factory}:model", "--target", "cpu", "--frontier", "--set", "layers=6", "--json", str(tmp_path / "f.json")
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads((tmp_path / "f.json").read_text())["frontier"]
+    assert [point["budget"] for point in found["points"]] == ["25%", "30%", "40%", "50%", "60%", "70%", "80%", "90%"]
+    fitting = [point for point in found["points"] if point["fits"]]
+    assert fitting and all(point["peak_bytes"] <= point["budget_bytes"] for point in fitting)
+    assert all("least budget" in point["why"] for point in found["points"] if not point["fits"])
+    names = {way["name"] for way in found["others"]}
+    assert {"nothing (segments:1)", "segments:2", "dots"} <= names and "none" not in names
+    assert "beside it" in out and "80%" in out
+
+
+def test_plan_without_compiling_has_a_prediction_alone(factory, tmp_path, capsys, monkeypatch):
+    def compiles(*args, **settings):
+        raise AssertionError("nothing is to be compiled")
+
+    monkeypatch.setattr("jaxckpt.planner.search.measure", compiles)
+    code, out, _ = run(
+        capsys, "plan", f"{factory}:model", "--target", "cuda:h100", "--budget", "500KiB", "--no-verify", "--set", "layers=8"
+    )  # fmt: skip
+    assert code == 0
+    assert "peak, predicted" in out and "compiled" not in out and "without a plan" not in out
+
+
+def test_a_step_that_fits_is_left_as_it_is(factory, capsys):
+    code, out, _ = run(capsys, "plan", f"{factory}:model", "--target", "cpu", "--budget", "1GiB")
+    assert code == 0
+    assert "fits as it is" in out and "+0.0% of the step's" in out
+
+
 @pytest.mark.cuda
 def test_measure_on_a_gpu_that_is_not_here(factory, capsys):
     code, out, _ = run(capsys, "measure", f"{factory}:model", "--target", "cuda:h100")
@@ -143,6 +210,21 @@ def test_measure_on_a_gpu_that_is_not_here(factory, capsys):
         (["compare", "{}:model", "--set", "depth=3"], "depth"),
         (["compare", "{}:model", "--plot", "/no/such/folder/x.png"], "folder"),
         (["measure", "{}:model", "--variant", "segments:0"], "segments:0"),
+        (["plan", "{}:model"], "--budget must be given, such as 4GiB or 60%"),
+        (["plan", "{}:model", "--budget", "12 GB or so"], "budget must be a number of bytes above 0"),
+        (["plan", "{}:model", "--budget", "140%"], "Without checkpoints it is 100%"),
+        (["plan", "{}:model", "--budget", "0"], "Not even the arguments fit that"),
+        (["plan", "{}:model", "--budget", "1KiB", "--target", "cpu"], "more than the arguments alone"),
+        (["plan", "{}:model", "--budget", "80KiB", "--target", "cpu"], "least budget found to fit is"),
+        (
+            ["plan", "{}:model", "--budget", "device", "--target", "cpu"],
+            "cpu, which does not say how much memory is free",
+        ),
+        (["plan", "{}:model", "--budget", "60%", "--solver", "chian", "--target", "cpu"], "Did you mean 'chain'"),
+        (["plan", "{}:model", "--budget", "60%", "--costs", "guess", "--target", "cpu"], "costs must be"),
+        (["plan", "{}:model", "--budget", "60%", "--time", "--target", "cuda:h100"], "What is not here cannot be run"),
+        (["plan", "{}:nothing", "--budget", "60%", "--target", "cpu"], "nothing to differentiate"),
+        (["plan", "{}:model", "--budget", "60%", "--output", "/no/such/folder/plan.json"], "folder"),
     ],
 )
 def test_errors_are_one_line_and_exit_one(factory, capsys, argv, message):

@@ -15,11 +15,12 @@ from jaxckpt import _errors
 ROOT = pathlib.Path(jaxckpt.__file__).parent
 
 NAMES = """
-    Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Graph InfeasibleBudgetError JaxckptError
-    MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan PlanMismatchError Policy RECOMPUTE Region
-    Residual ResidualReport SAVE Slots StructureError Target TargetError UnknownTargetError UnmatchedTagError Verification VerificationError
-    checkpoint checkpoint_sequential compare compiler_options count_flops estimate_memory_savings intensity_above larger_than measure op
-    policies residuals scan schedules tag targets trace verify where
+    Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Frontier Graph InfeasibleBudgetError
+    JaxckptError MemoryEstimate MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan
+    PlanMismatchError Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StructureError Target TargetError UnknownTargetError
+    UnmatchedTagError Verification VerificationError autocheckpoint checkpoint checkpoint_sequential compare compiler_options
+    count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules tag
+    targets trace verify where
 """.split()  # noqa: SIM905
 
 

@@ -212,7 +212,9 @@ def compare(
     if unfit is not None and not measured:
         raise unfit
     steps = {name: steps[name] for name, *_ in measured}
-    seconds = _time(steps, fill(args), lambda done, what: report(len(variants) + done, total, what)) if time else {}
+    seconds = (
+        time_steps(steps, fill(args), lambda done, what: report(len(variants) + done, total, what)) if time else {}
+    )
     report(total, total, "")
     return replace(_comparison(measured, seconds, resolved.name), left_out=tuple(left_out))
 
@@ -293,10 +295,18 @@ def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ..
         )
 
 
-def _time(
-    steps: dict[str, Callable[..., Any]], args: tuple[Any, ...], report: Callable[[int, str], None]
+def time_steps(
+    steps: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], report: Callable[[int, str], None]
 ) -> dict[str, float]:
-    """Returns the median seconds of each step. Runs are interleaved (A B C A B C ...), so that what slows the machine down slows all of them."""
+    """Returns the median seconds of each step on the local backend.
+
+    Runs are interleaved (A B C A B C ...), so that what slows the machine down slows all of them.
+
+    Args:
+      steps: name -> function; the steps must not donate their arguments.
+      args: real arrays, of all steps.
+      report: called as `report(done, what)` before each step is compiled.
+    """
     args = jax.device_put(args)
     compiled = {}
     for done, (name, fun) in enumerate(steps.items()):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -269,3 +269,52 @@ def _find_room(size: int, first: int, last: int, waiting: dict[_Slot, list[tuple
 
 def _takes_memory(slot: _Slot) -> bool:
     return slot.stored and slot.counted and slot.inside is None
+
+
+def stretch_peak(
+    graph: Graph, ops: Iterable[Op], results: Iterable[int], arriving: Iterable[int], platform: str
+) -> int:
+    """Estimates the bytes that some operations of a graph need at once, besides what they are given.
+
+    Args:
+      graph: a traced program.
+      ops: some of its operations, in an order in which they can run.
+      results: values (indices) that have to be there at the end; they have buffers of their own, and count.
+      arriving: values that are there at the start and count too, until they are used for the last time; what else is used is given.
+      platform: as of `estimate_peak`.
+    """
+    slots = {index: _Slot(graph.values[index].bytes, stored=True) for index in arriving}
+    body = Body(tuple(ops), (), (), None, {})
+    steps = [_Step("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
+    outcome = [slots[index] for index in results if index in slots]
+    steps = _needed(steps, outcome)
+    if platform == "cpu":
+        _store_shared(steps)
+    _decide(steps, outcome)
+    owners = {id(slot.owner()): slot.owner() for slot in outcome}
+    return _peak(steps, [slot for slot in owners.values() if _takes_memory(slot)])
+
+
+def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: Iterable[int], platform: str) -> int:
+    """Estimates the bytes that some operations leave in memory for others that come later, nothing between them holding the compiler back.
+
+    Args:
+      graph: a traced program.
+      first, second: its operations, in an order in which they can run.
+      results: values (indices) that have to be there at the end.
+      platform: as of `estimate_peak`.
+    """
+    slots: dict[int, _Slot] = {}
+    steps = list(_flatten(graph, Body(tuple(first), (), (), None, {}), slots, platform))
+    made = {id(slot): slot for step in steps for slot in step.outputs}
+    start = len(steps)
+    steps += _flatten(graph, Body(tuple(second), (), (), None, {}), slots, platform)
+    later = {id(step) for step in steps[start:]}
+    outcome = [slots[index] for index in results if index in slots]
+    steps = _needed(steps, outcome)
+    if platform == "cpu":
+        _store_shared(steps)
+    _decide(steps, outcome)
+    border = next((time for time, step in enumerate(steps) if id(step) in later), len(steps))
+    owners = {id(slot.owner()): slot.owner() for slot in made.values() if slot.stored}
+    return sum(slot.bytes for slot in owners.values() if _takes_memory(slot) and slot.last >= border)

@@ -173,25 +173,40 @@ def measure(
         raise ArgumentError("fun", "a function", fun)
     resolved = resolve(target)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
-    device = resolved.devices[0]
-    jitted: Any = fun if hasattr(fun, "trace") and hasattr(fun, "lower") else jax.jit(fun)
-    start_backend()
-    # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
-    traced = jitted.trace(*jax.tree.map(lambda leaf: _abstract(leaf, resolved), args))
-    with (
-        jax.default_device(device),
-        _compat.no_persistent_cache,
-        tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder,
-    ):
-        lowered = traced.lower(lowering_platforms=(resolved.platform,))
-        start = time.perf_counter()
-        compiled = _compile(lowered, options | {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}, resolved)
-        seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        compiled, seconds = _compile_for(fun, args, resolved, options | dump)
         assignment = _read_dump(folder, resolved.platform)
     return _report(compiled, assignment, resolved, seconds)
 
 
-def _abstract(leaf: Any, target: Target) -> Any:
+def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> list[Sharding]:
+    """Compiles a function for a target and returns how the compiler lays each leaf of its results over the target's devices.
+
+    Args:
+      fun, *args: as of `measure`.
+      target: of several devices.
+    """
+    compiled, _ = _compile_for(fun, args, target, options_for(target))
+    return list(jax.tree.leaves(compiled.output_shardings))
+
+
+def _compile_for(
+    fun: Callable[..., Any], args: tuple[Any, ...], target: Target, options: dict[str, Any]
+) -> tuple[Any, float]:
+    """Returns the compiled program, and the seconds that the compiler took."""
+    jitted: Any = fun if hasattr(fun, "trace") and hasattr(fun, "lower") else jax.jit(fun)
+    start_backend()
+    # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
+    traced = jitted.trace(*jax.tree.map(lambda leaf: abstract(leaf, target), args))
+    with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
+        lowered = traced.lower(lowering_platforms=(target.platform,))
+        start = time.perf_counter()
+        compiled = _compile(lowered, options, target)
+        return compiled, time.perf_counter() - start
+
+
+def abstract(leaf: Any, target: Target) -> Any:
     """Returns shape, dtype and sharding of a leaf; what is no array of JAX's (scalars, NumPy arrays, static arguments) stays itself."""
     if isinstance(leaf, jax.Array):
         # An array that is nowhere in particular goes where the others go.

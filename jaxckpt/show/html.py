@@ -38,6 +38,7 @@ tr.front td { background: var(--mark); font-weight: 600 }
 td.text { white-space: normal } td.source { overflow-wrap: anywhere; color: var(--soft); font-size: .9em; min-width: 12rem }
 figure { margin: 1rem 0 }
 figure img { background: #ffffff; border-radius: 6px; padding: .5rem; box-sizing: border-box; width: 100%; height: auto }
+pre { font: 13px/1.45 ui-monospace, monospace; margin: .5rem 0 }
 summary { cursor: pointer; padding: .35rem 0 } details { border-bottom: 1px solid var(--rule) } details table { margin: .25rem 0 1rem }
 """
 
@@ -57,51 +58,55 @@ def comparison_page(comparison: Comparison) -> str:
     base = comparison.baseline
     shown = {row.name: row.report for row in (base, *(row for row in comparison.pareto() if row is not base))}
     parts = [
-        f"<h1>Checkpointing variants on {_text(comparison.target)}</h1>",
-        *(f"<p>{_text(line)}</p>" for line in _summary(comparison)),
-        *(f"<p>{_text(f'{name} {why}.')}</p>" for name, why in comparison.left_out),
+        f"<h1>Checkpointing variants on {escape(comparison.target)}</h1>",
+        *(f"<p>{escape(line)}</p>" for line in _summary(comparison)),
+        *(f"<p>{escape(f'{name} {why}.')}</p>" for name, why in comparison.left_out),
         _advice(comparison.advice()),
         f'<div class="wide">{_comparison_table(comparison)}</div>',
-        f'<p class="soft">{_text(NOTE)}</p>',
+        f'<p class="soft">{escape(NOTE)}</p>',
         "<h2>Memory against recomputation</h2>",
-        _figure(
+        image(
             plot.comparison_figure(comparison, title=False),
             "Compiled peak of each variant against the FLOPs that it computes again.",
         ),
         "<h2>Live bytes over the step</h2>",
-        _figure(
+        image(
             plot.timelines_figure(shown, title=False),
             "Bytes that are live at each point of the compiled schedule, of the first variant and the Pareto front.",
         ),
         "<h2>Largest buffers at the peak</h2>",
-        *(_details(f"{row.name}: {format_bytes(row.peak_bytes)}", _buffers(row.report)) for row in comparison),
+        *(details(f"{row.name}: {format_bytes(row.peak_bytes)}", buffers_of(row.report)) for row in comparison),
     ]
-    return _page(f"Checkpointing variants on {comparison.target}", parts)
+    return page(f"Checkpointing variants on {comparison.target}", parts)
 
 
 def report_page(report: MemoryReport, title: str) -> str:
     """Returns the page of one compiled program: figures, timeline, largest buffers; raises as `comparison_page`."""
-    rows = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in report_cells(report))
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in report_cells(report))
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="soft">compiled for {_text(report.target)}</p>',
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">compiled for {escape(report.target)}</p>',
         _advice(report.advice()),
         f"<table>{rows}</table>",
         "<h2>Live bytes over the program</h2>",
-        _figure(
+        image(
             plot.timelines_figure({title: report}, title=False),
             "Bytes that are live at each point of the compiled schedule.",
         ),
         "<h2>Largest buffers at the peak</h2>",
-        f'<div class="wide">{_buffers(report)}</div>',
+        f'<div class="wide">{buffers_of(report)}</div>',
     ]
-    return _page(title, parts)
+    return page(title, parts)
 
 
 def comparison_fragment(comparison: Comparison) -> str:
     """Returns the comparison's table for a notebook."""
-    note = " ".join(filter(None, [NOTE, comparison.advice()]))
-    return f'<div class="jaxckpt"><style>{_FRAGMENT_CSS}</style>{_comparison_table(comparison)}<p><small>{_text(note)}</small></p></div>'
+    return fragment(_comparison_table(comparison), " ".join(filter(None, [NOTE, comparison.advice()])))
+
+
+def fragment(content: str, note: str) -> str:
+    """Returns a table and a note below it for a notebook."""
+    return f'<div class="jaxckpt"><style>{_FRAGMENT_CSS}</style>{content}<p><small>{escape(note)}</small></p></div>'
 
 
 def _summary(comparison: Comparison) -> Iterable[str]:
@@ -123,15 +128,16 @@ def _summary(comparison: Comparison) -> Iterable[str]:
 
 def _comparison_table(comparison: Comparison) -> str:
     header, rows = comparison_cells(comparison)
-    return _table(header, rows, ["front" if row.on_front else "" for row in comparison])
+    return table_of(header, rows, ["front" if row.on_front else "" for row in comparison])
 
 
-def _buffers(report: MemoryReport) -> str:
+def buffers_of(report: MemoryReport) -> str:
+    """Returns the table of the largest buffers that are live at the peak."""
     header, rows = buffer_cells(report, BUFFERS)
-    return _table(header, rows, text_from=2)
+    return table_of(header, rows, text_from=2)
 
 
-def _table(
+def table_of(
     header: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[str] = (), text_from: int | None = None
 ) -> str:
     """Returns a table of text; the columns from `text_from` on are aligned left, the last of them is a source."""
@@ -141,36 +147,40 @@ def _table(
             return ""
         return ' class="text source"' if i == len(header) - 1 else ' class="text"'
 
-    head = "".join(f"<th{kind(i).replace(' source', '')}>{_text(cell)}</th>" for i, cell in enumerate(header))
+    head = "".join(f"<th{kind(i).replace(' source', '')}>{escape(cell)}</th>" for i, cell in enumerate(header))
     lines = []
     for j, row in enumerate(rows):
-        cells = "".join(f"<td{kind(i)}>{_text(cell)}</td>" for i, cell in enumerate(row))
+        cells = "".join(f"<td{kind(i)}>{escape(cell)}</td>" for i, cell in enumerate(row))
         lines.append(f'<tr class="{classes[j]}">{cells}</tr>' if classes and classes[j] else f"<tr>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _figure(figure: Figure, caption: str) -> str:
+def image(figure: Figure, caption: str) -> str:
+    """Returns a figure as an image within the page."""
     # An image keeps the picture's styles and ids to itself. Letters as outlines: the reader may not have the font.
     data = base64.b64encode(plot.render(figure, "svg", outlines=True)).decode()
-    return f'<figure><img alt="{_text(caption)}" src="data:image/svg+xml;base64,{data}"><figcaption>{_text(caption)}</figcaption></figure>'
+    return f'<figure><img alt="{escape(caption)}" src="data:image/svg+xml;base64,{data}"><figcaption>{escape(caption)}</figcaption></figure>'
 
 
-def _details(summary: str, content: str) -> str:
-    return f'<details><summary>{_text(summary)}</summary><div class="wide">{content}</div></details>'
+def details(summary: str, content: str) -> str:
+    """Returns content that opens with a click on its summary."""
+    return f'<details><summary>{escape(summary)}</summary><div class="wide">{content}</div></details>'
 
 
 def _advice(text: str | None) -> str:
-    return f'<p class="advice">{_text(text)}</p>' if text else ""
+    return f'<p class="advice">{escape(text)}</p>' if text else ""
 
 
-def _page(title: str, parts: Iterable[str]) -> str:
+def page(title: str, parts: Iterable[str]) -> str:
+    """Returns a whole page of its parts; empty ones are left out."""
     body = "\n".join(filter(None, parts))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
-def _text(value: str) -> str:
+def escape(value: str) -> str:
+    """Returns text as it stands in a page."""
     return html.escape(str(value))

@@ -9,7 +9,7 @@ import io
 import itertools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt._errors import ArgumentError, MissingPackageError, did_you_mean
@@ -48,22 +48,23 @@ def save_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
       ArgumentError: matplotlib writes no files with that suffix, or the folder does not exist.
       MissingPackageError: matplotlib is not installed.
     """
-    _save(path, lambda: comparison_figure(comparison))
+    save(path, lambda: comparison_figure(comparison))
 
 
 def save_report(report: MemoryReport, path: str | os.PathLike[str]) -> None:
     """Writes the picture of a report: live bytes over the schedule, and the largest buffers at the peak; raises as `save_comparison`."""
-    _save(path, lambda: report_figure(report))
+    save(path, lambda: report_figure(report))
 
 
-def _save(path: str | os.PathLike[str], make: Any) -> None:
+def save(path: str | os.PathLike[str], make: Callable[[], Figure]) -> None:
+    """Writes the figure that `make` returns; raises as `save_comparison`, before it makes anything."""
     suffix = check_suffix(path)
     write_whole(path, render(make(), suffix))
 
 
 def check_suffix(path: str | os.PathLike[str]) -> str:
     """Returns the kind of picture that a file's name asks for, such as "png"; raises as `save_comparison`."""
-    _require_matplotlib()
+    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     suffix = pathlib.Path(path).suffix.lstrip(".").lower()
@@ -100,17 +101,17 @@ def comparison_figure(comparison: Comparison, *, title: bool = True) -> Figure:
 
     Filled points are the Pareto front, joined by its staircase; the band at the foot is the arguments, which no checkpoint makes smaller.
     """
-    _require_matplotlib()
+    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
     rows = list(comparison)
-    unit, divisor = _unit(max(row.peak_bytes for row in rows))
+    unit, divisor = unit_of(max(row.peak_bytes for row in rows))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 4.8), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         if title:
-            _title(axes, f"Memory against recomputation on {comparison.target}")
+            add_title(axes, f"Memory against recomputation on {comparison.target}")
         axes.set_xlabel("recomputed FLOPs, in % of the leanest variant's step")
         axes.set_ylabel(f"compiled peak ({unit})")
         axes.grid(color=FAINT, linewidth=0.8)
@@ -234,7 +235,7 @@ def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True)
     Programs differ in length; each goes from 0 to 100% of its own schedule. Equal ones share a line. The legend has the compiler's peaks, in
     which padding and holes between buffers count too; in the lines they do not.
     """
-    _require_matplotlib()
+    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -243,14 +244,14 @@ def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True)
         figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         if title:
-            _title(axes, f"Live bytes over the step on {', '.join(targets)}")
+            add_title(axes, f"Live bytes over the step on {', '.join(targets)}")
         _timelines(axes, reports)
     return figure
 
 
 def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
     """Returns the figure of one report: live bytes over the compiled schedule, and below the largest buffers that are live at the peak."""
-    _require_matplotlib()
+    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -261,10 +262,10 @@ def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 6.4), dpi=150, layout="constrained")
         above, below = figure.subplots(2, 1, height_ratios=(3, 2))
-        _title(above, f"Live bytes over the step on {report.target}")
+        add_title(above, f"Live bytes over the step on {report.target}")
         _timelines(above, {"step": report})
-        _title(below, "Live at the peak, the largest")
-        unit, divisor = _unit(max(sizes, default=1))
+        add_title(below, "Live at the peak, the largest")
+        unit, divisor = unit_of(max(sizes, default=1))
         below.barh(range(len(cells)), [size / divisor for size in sizes], color=FRONT, height=0.62)
         below.set_yticks(
             range(len(cells)), [f"{count} × {array}" if count != "1" else array for _, count, _, array, *_ in cells]
@@ -285,7 +286,7 @@ def _timelines(axes: Axes, reports: Mapping[str, MemoryReport]) -> None:
     for name, report in reports.items():
         lines.setdefault(report.timeline().live_bytes, []).append(name)
     top = max(report.peak_bytes for report in reports.values())
-    unit, divisor = _unit(top)
+    unit, divisor = unit_of(top)
     axes.set_xlabel("position in the compiled schedule, in %")
     axes.set_ylabel(f"live ({unit})")
     axes.grid(color=FAINT, linewidth=0.8)
@@ -305,18 +306,21 @@ def _timelines(axes: Axes, reports: Mapping[str, MemoryReport]) -> None:
     axes.legend(title="compiled peak", loc="best", frameon=True, framealpha=0.9, edgecolor=FAINT, fontsize=8.5)
 
 
-def _title(axes: Axes, text: str) -> None:
+def add_title(axes: Axes, text: str) -> None:
+    """Puts a title above the left end of the axes."""
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold", pad=12)
 
 
-def _unit(largest: float) -> tuple[str, float]:
+def unit_of(largest: float) -> tuple[str, float]:
+    """Returns (name, bytes) of the unit in which sizes up to `largest` are told."""
     for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if largest >= size:
             return unit, size
     return "bytes", 1.0
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
+    """Raises MissingPackageError where matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -68,7 +68,7 @@ NOTE = (
 def comparison_view(comparison: Comparison) -> Group:
     """Returns what is printed of a comparison: its table, what the columns mean, and the advice where there is one."""
     header, rows = comparison_cells(comparison)
-    table = _table()
+    table = plain_table()
     for i, name in enumerate(header):
         # Figures are never cut: where there is no room, long names of variants go over several lines.
         words = name.replace(" ", "\n", 1)
@@ -76,14 +76,15 @@ def comparison_view(comparison: Comparison) -> Group:
     for row, cells in zip(comparison, rows):
         table.add_row(*map(Text, cells), style="bold" if row.on_front else "")
     refused = "".join(f"\n{name} {why}." for name, why in comparison.left_out)
-    return _titled(f"Checkpointing variants on {comparison.target}", table, NOTE + refused, comparison.advice())
+    return titled(f"Checkpointing variants on {comparison.target}", table, NOTE + refused, comparison.advice())
 
 
-def _table(**settings: Any) -> Table:
+def plain_table(**settings: Any) -> Table:
+    """Returns an empty table in the style of all others; settings as of rich's `Table`."""
     return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **settings)
 
 
-def _titled(title: str, table: Table, note: str = "", advice: str | None = None) -> Group:
+def titled(title: str, table: Table, note: str = "", advice: str | None = None) -> Group:
     """Returns a table with lines above and below it; rich's own title and caption are no wider than the table."""
     lines = ([Text(note, style="dim")] if note else []) + ([Text(advice)] if advice else [])
     return Group(Text(title, style="bold"), table, *lines)
@@ -111,12 +112,12 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
 
 def report_view(report: MemoryReport, title: str) -> Group:
     """Returns what is printed of a compiled program: its figures, and the advice where there is one."""
-    table = _table(show_header=False)
+    table = plain_table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for what, much in report_cells(report):
         table.add_row(Text(what), Text(much))
-    return _titled(f"{title}, compiled for {report.target}", table, advice=report.advice())
+    return titled(f"{title}, compiled for {report.target}", table, advice=report.advice())
 
 
 def report_values(report: MemoryReport) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _largest_groups(groups: dict[tuple[str, ...], list[int]], count: int | None)
 
 def buffers_view(report: MemoryReport, count: int) -> Group:
     """Returns what is printed of the largest buffers that are live at the peak."""
-    return _titled(
+    return titled(
         "Live at the peak, the largest", _text_table(*buffer_cells(report, count), text_from=2, folded=(4, 5))
     )
 
@@ -187,7 +188,7 @@ def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
     if count is not None and len(rows) > count:
         rest = sorted(groups.values(), key=lambda sizes: -sum(sizes))[count:]
         rows = [*rows[:count], [format_bytes(sum(map(sum, rest))), str(sum(map(len, rest))), "of other kinds", "", ""]]
-    return _titled(
+    return titled(
         f"{format_bytes(report.kept_bytes)} kept for the backward pass in {sum(map(len, groups.values()))} arrays",
         _text_table(["bytes", "arrays", "array", "name", "source"], rows, text_from=2, folded=(3, 4)),
         f"Besides {len(arguments)} arguments ({format_bytes(report.total_bytes - report.kept_bytes)}), which are there anyway.",
@@ -204,12 +205,12 @@ def targets_view(targets: TargetTable) -> Group:
         ]
         for status in targets
     ]
-    return _titled("Targets", _text_table(["memory", "target", "can be compiled for"], rows, text_from=1, folded=(2,)))
+    return titled("Targets", _text_table(["memory", "target", "can be compiled for"], rows, text_from=1, folded=(2,)))
 
 
 def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, folded: Container[int]) -> Table:
     """Returns a table of text; columns before `text_from` are numbers, and those in `folded` give way where there is no room."""
-    table = _table()
+    table = plain_table()
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i < text_from else "left", no_wrap=i not in folded, overflow="fold")
     for row in rows:
@@ -239,6 +240,23 @@ def markdown(header: list[str], rows: Iterable[list[str]]) -> str:
 def format_array(dtype: Any, shape: Iterable[int]) -> str:
     """Returns an array's kind as "float32[8, 1024]"."""
     return f"{dtype}{list(shape)}"
+
+
+def format_count(count: float) -> str:
+    """Returns a large number with three digits and its prefix, to be followed by what is counted.
+
+    >>> format_count(1234567890), format_count(-2500), format_count(0)
+    ('1.23 G', '-2.5 k', '0 ')
+    """
+    prefix, size = next(
+        (
+            (prefix, size)
+            for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+            if abs(count) >= size
+        ),
+        ("", 1.0),
+    )
+    return f"{count / size:.3g} {prefix}"
 
 
 def format_seconds(seconds: float) -> str:

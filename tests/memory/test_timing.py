@@ -38,7 +38,7 @@ def test_runs_are_interleaved_and_a_slow_moment_does_not_count(monkeypatch):
         "b": Step("b", [50.0] + [2.0] * 100, clock),
     }
     told = []
-    seconds = compare._time(steps, (jnp.ones(3),), lambda done, what: told.append((done, what)))
+    seconds = compare.time_steps(steps, (jnp.ones(3),), lambda done, what: told.append((done, what)))
     assert seconds == {"a": 1.0, "b": 2.0}
     assert clock.log[:2] == ["a", "b"] and clock.log[2:] == ["a", "b"] * ((len(clock.log) - 2) // 2)
     assert told == [(0, "timing a"), (1, "timing b")]
@@ -48,7 +48,7 @@ def test_runs_are_interleaved_and_a_slow_moment_does_not_count(monkeypatch):
 def test_there_are_as_many_rounds_as_there_is_time_for(monkeypatch, duration, rounds):
     clock = Clock()
     monkeypatch.setattr(compare, "clock", clock)
-    compare._time({"a": Step("a", [duration] * 100, clock)}, (jnp.ones(3),), lambda *_: None)
+    compare.time_steps({"a": Step("a", [duration] * 100, clock)}, (jnp.ones(3),), lambda *_: None)
     assert len(clock.log) == 1 + rounds
 
 
@@ -57,5 +57,5 @@ def test_a_timed_step_runs_with_what_the_backend_needs_for_checkpoints_to_hold(m
     jit = jax.jit
     monkeypatch.setattr(compare, "compiler_options", lambda: {"xla_cpu_enable_fast_math": False})
     monkeypatch.setattr(jax, "jit", lambda fun, **options: seen.append(options) or jit(fun))
-    compare._time({"a": lambda x: x + 1}, (jnp.ones(3),), lambda *_: None)
+    compare.time_steps({"a": lambda x: x + 1}, (jnp.ones(3),), lambda *_: None)
     assert seen == [{"compiler_options": {"xla_cpu_enable_fast_math": False}}]

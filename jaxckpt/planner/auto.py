@@ -1,0 +1,293 @@
+"""autocheckpoint: a function that plans itself when it is first called, and then is its plan.
+
+A call is looked up by its signature: structure, shapes, dtypes, shardings over several devices, and what is no array. What is found is a
+jaxpr with the plan's checkpoints in it, so a later call costs the lookup, and within `jax.jit` nothing at all. Planning sees shapes alone, so
+it is the same inside and outside of jit, grad and vmap, and nothing of an outer trace gets into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
+from jaxckpt.core.graph import trace
+from jaxckpt.core.plan import FORMAT, Plan
+from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.planner import calls, search
+from jaxckpt.planner.budget import DEVICE, check_budget, normal, resident_bytes, resolve_budget
+from jaxckpt.planner.calls import Call
+
+logger = logging.getLogger("jaxckpt")
+
+STALE = 0.9
+"""A stored plan for what was free on the device serves again if its budget was at least this share of what is free now."""
+
+
+def autocheckpoint(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    budget: int | str,
+    target: Target | str | None = None,
+    step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
+    actions: Sequence[Action] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    verify: bool = True,
+    solver: str = "chain",
+    path: str | os.PathLike[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """Returns `fun` under the cheapest plan within a budget, planned at the first call of each input signature.
+
+    The result has `fun`'s values and derivatives and works under jit, grad and vmap. Its attribute `plan(*args, **kwargs)` returns the `Plan`
+    of such a call, made now if it is not there; it takes shapes as well, so it also plans ahead.
+
+    Args:
+      fun: a loss: the first argument is differentiated by `step`. Left out: a decorator is returned.
+      budget: bytes, "12GiB", "60%" (of the peak without checkpoints) or "device" (what is free when it is planned); it bounds the compiled peak
+        of `step(fun)` of the arguments. See `jaxckpt.plan`, also for target, actions, costs, verify and solver.
+      target: None for the local backend.
+      step: makes the step that is planned for of `fun`; the step takes the arguments of `fun`.
+      actions, costs, verify, solver: see `jaxckpt.plan`.
+      path: a folder to keep plans in; what another process left there is read instead of planned again. It is made if it does not exist.
+      static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings, bools, functions and
+        other leaves that are neither arrays nor numbers are taken for such wherever they are.
+
+    Within `jax.jit` JAX does not say how its arguments are sharded. Call `.plan(...)` with sharded arguments or shapes beforehand: that plan
+    then serves calls of the same shapes.
+
+    Raises:
+      ArgumentError: at once: the budget can be none, `path` is a file; at the call: an argument that is no array cannot be hashed.
+      InfeasibleBudgetError and what else `jaxckpt.plan` raises: at the call.
+
+    >>> import jax, jax.numpy as jnp
+    >>> @autocheckpoint(budget="100%")
+    ... def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+    >>> jax.grad(loss)(jnp.ones((4, 4)), jnp.ones((8, 4))).shape
+    (4, 4)
+    """
+    settings = _Settings(budget, target, step, tuple(actions), costs, verify, solver, static_argnums)
+    check_budget(budget)
+    if fun is None:
+        return functools.partial(_wrapper, settings=settings, path=path)
+    return _wrapper(fun, settings, path)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `jaxckpt.plan` is told, and which arguments are static."""
+
+    budget: Any
+    target: Any
+    step: Callable[..., Any]
+    actions: tuple[Action, ...]
+    costs: str
+    verify: bool
+    solver: str
+    static_argnums: int | Sequence[int]
+
+    @property
+    def static_places(self) -> tuple[int, ...]:
+        numbers = self.static_argnums
+        return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
+def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLike[str] | None) -> Callable[..., Any]:
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun, "Use @autocheckpoint(budget='60%').")
+    folder = None if path is None else pathlib.Path(path)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ArgumentError("path", "a folder, for there is a plan for each signature", str(path))
+    auto = _Auto(fun, settings, folder)
+
+    @functools.wraps(fun)
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        return auto.call(args, kwargs)
+
+    def plan(*args: Any, **kwargs: Any) -> Plan:
+        """Returns the plan for these arguments, arrays or shapes, made now if it is not there."""
+        return auto.plan(args, kwargs)
+
+    planned.plan = plan  # type: ignore[attr-defined]
+    return planned
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A plan and the function as it is under the plan: a jaxpr of its array leaves. None where it closes over what is being traced."""
+
+    plan: Plan
+    jaxpr: Any = None
+    out_tree: Any = None
+
+
+class _Auto:
+    """A function with its plans. Threads that call with one signature plan it once; other signatures do not wait."""
+
+    def __init__(self, fun: Callable[..., Any], settings: _Settings, folder: pathlib.Path | None) -> None:
+        self.fun, self.settings, self.folder = fun, settings, folder
+        self.signature = calls.signature_of(fun)
+        self.lock = threading.Lock()
+        self.here = threading.local()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the function's value, by its plan."""
+        if getattr(self.here, "busy", False):  # the function calls itself, or this is the planner's own trace of it
+            return self.fun(*args, **kwargs)
+        call = self._parse(args, kwargs)
+        planned = self._planned(call)
+        if planned.jaxpr is None:
+            with self._busy():
+                fun, args, _ = calls.closed(call, self.fun)
+                return planned.plan.apply(fun)(*args)
+        out = _compat.eval_jaxpr(
+            _compat.open_jaxpr(planned.jaxpr), _compat.jaxpr_consts(planned.jaxpr), *map(calls.array, call.arrays)
+        )
+        return jax.tree.unflatten(planned.out_tree, out)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Returns the plan; one for sharded arguments also serves calls of these shapes where no sharding can be seen."""
+        call = self._parse(args, kwargs)
+        plan = self._planned(call).plan
+        unsharded = call.without_shardings()
+        if unsharded is not None:
+            with self.lock:
+                _plans_of(self).setdefault(unsharded.key, _plans_of(self)[call.key])
+        return plan
+
+    def _parse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return calls.parse(args, kwargs, self.signature, self.settings.static_places)
+
+    def _planned(self, call: Call) -> _Planned:
+        plans = _plans_of(self)
+        found = plans.get(call.key)
+        if found is None:
+            with self.lock:
+                found = plans.get(call.key)
+                if mine := found is None:
+                    found = plans[call.key] = Future()
+            if mine:
+                self._fulfil(found, plans, call)
+        return found.result()
+
+    def _fulfil(self, promise: Future[_Planned], plans: dict[Any, Future[_Planned]], call: Call) -> None:
+        try:
+            promise.set_result(self._make(call))
+        except BaseException as error:
+            with self.lock:
+                del plans[call.key]  # the next call tries again; those that wait hear of it
+            promise.set_exception(error)
+
+    def _make(self, call: Call) -> _Planned:
+        with self._busy():
+            fun, args, closes = calls.closed(call, self.fun)
+            shapes = jax.tree.map(calls.abstract, args)
+            # Nothing here is to become part of a trace that the call may be in: planning compiles, and may run, functions of its own.
+            with jax.ensure_compile_time_eval():
+                plan = self._stored_or_new(call, fun, shapes)
+                if closes:
+                    return _Planned(plan)
+                jaxpr, out = jax.make_jaxpr(plan.apply(fun), return_shape=True)(*shapes)
+        return _Planned(plan, jaxpr, jax.tree.structure(out))
+
+    def _stored_or_new(self, call: Call, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> Plan:
+        settings = self.settings
+        budget = settings.budget
+        if normal(budget) == DEVICE:
+            here = resident_bytes(call.arrays, settings.target)
+            budget = resolve_budget(budget, unplanned=_unasked, target=settings.target, resident=here)
+        file = None if self.folder is None else self.folder / self._file_name(fun, shapes)
+        if file is not None and (stored := self._load(file, fun, shapes, budget)) is not None:
+            return stored
+        plan = search.plan(
+            fun,
+            *shapes,
+            budget=budget,
+            target=settings.target,
+            step=settings.step,
+            actions=settings.actions,
+            costs=settings.costs,
+            verify=settings.verify,
+            solver=settings.solver,
+        )
+        peak = plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else 0)
+        logger.info("planned %s within %s: peak %s", self._name, format_bytes(plan.budget or 0), format_bytes(peak))
+        if file is not None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                plan.save(file)
+            except (OSError, JaxckptError) as error:
+                logger.warning("the plan of %s could not be kept in %s: %s", self._name, file, error)
+        return plan
+
+    def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
+        if not file.exists():
+            return None
+        try:
+            plan = Plan.load(file)
+            plan.check(trace(fun, *shapes))
+        except (OSError, ValueError) as error:  # PlanMismatchError and undecodable text are ValueErrors
+            logger.warning("%s does not serve %s, which is planned again: %s", file, self._name, error)
+            return None
+        if normal(self.settings.budget) == DEVICE:
+            stored = plan.budget or 0
+            return plan if STALE * budget <= stored <= budget else None
+        return plan
+
+    def _file_name(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> str:
+        """Returns a name that is the same for the same step and settings, in any process."""
+        settings = self.settings
+        facts = {
+            "format": FORMAT,
+            "jax": jax.__version__,
+            "step": trace(settings.step(fun), *shapes).fingerprint,
+            "shardings": [str(leaf.sharding) for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None],
+            "budget": normal(settings.budget),
+            "target": resolve(settings.target).name,
+            "actions": [repr(action) for action in settings.actions],
+            "costs": str(settings.costs),
+            "solver": settings.solver,
+            "verify": settings.verify,
+        }
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        name = "".join(c if c.isalnum() else "_" for c in self._name)[:40]
+        return f"{name}-{digest}.json"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.fun, "__name__", "function"))
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        self.here.busy = True
+        try:
+            yield
+        finally:
+            self.here.busy = False
+
+
+@_compat.weakref_lru_cache
+def _plans_of(auto: _Auto) -> dict[Any, Future[_Planned]]:
+    """Returns the plans of a function in the present configuration of JAX, which what is traced depends on."""
+    return {}
+
+
+def _unasked() -> int:
+    raise AssertionError("only a share of the unplanned peak needs it")

@@ -1,0 +1,290 @@
+"""frontier: the cheapest plan for each of many budgets, one analysis for all, and other ways to run the step held against them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
+from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
+from jaxckpt.core.graph import trace
+from jaxckpt.core.plan import Plan
+from jaxckpt.memory.report import measure
+from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.planner import costs as rates
+from jaxckpt.planner import search
+
+FORMAT = 1
+"""Version of the JSON form."""
+BUDGETS = ("25%", "30%", "40%", "50%", "60%", "70%", "80%", "90%")
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run the step.
+
+    Attributes:
+      name: what to call it.
+      peak_bytes: compiled; what the compiler says that it needs where that does not fit the device, None where it says nothing.
+      flops: of the step as traced, recomputation counted.
+      seconds: of the step by the target's rates (a roofline), recomputation counted.
+    """
+
+    name: str
+    peak_bytes: int | None
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the planner found for a budget.
+
+    Attributes:
+      budget: as it was asked for.
+      budget_bytes: in bytes.
+      plan: None where no plan fits.
+      why: where no plan fits, the planner's word on it, with the least budget found to fit; else "".
+      flops, seconds: of the planned step, as of `Way`; None where there is no plan.
+    """
+
+    budget: int | str
+    budget_bytes: int
+    plan: Plan | None
+    why: str = ""
+    flops: int | None = None
+    seconds: float | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Compiled peak; None where there is no plan or nothing was compiled."""
+        return None if self.plan is None else self.plan.measured_bytes
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The peak as the planner predicted it before it compiled this plan."""
+        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.peak_bytes
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over compiled peak, less 1: positive where the prediction says more."""
+        if not self.peak_bytes or self.predicted_bytes is None:
+            return None
+        return self.predicted_bytes / self.peak_bytes - 1
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans for many budgets, and other ways beside them; prints as a table, shows as one in a notebook.
+
+    Attributes:
+      target: name of the target that was compiled for.
+      unplanned: the step as it is.
+      points: one for each budget, in the order that they were asked for.
+      others: ways that the caller put beside them, such as checkpoints placed by hand.
+    """
+
+    target: str
+    unplanned: Way
+    points: tuple[Point, ...]
+    others: tuple[Way, ...] = ()
+
+    def recompute(self, way: Way | Point) -> float:
+        """Returns the FLOPs that a way adds, over those of the step as it is."""
+        return (way.flops or 0) / self.unplanned.flops - 1 if self.unplanned.flops else 0.0
+
+    def overhead(self, way: Way | Point) -> float:
+        """Returns the seconds that a way adds by the target's rates, over those of the step as it is."""
+        return (way.seconds or 0.0) / self.unplanned.seconds - 1 if self.unplanned.seconds else 0.0
+
+    def best_other(self, point: Point, by: str = "flops", within: int | None = None) -> Way | None:
+        """Returns the cheapest of the others, the step as it is among them, that needs no more memory than a plan; None where there is none.
+
+        Args:
+          point: one with a plan that was compiled.
+          by: "flops" or "seconds".
+          within: bytes that it may need; by default the plan's compiled peak.
+        """
+        within = point.peak_bytes if within is None else within
+        if within is None:
+            return None
+        fitting = [
+            way for way in (self.unplanned, *self.others) if way.peak_bytes is not None and way.peak_bytes <= within
+        ]
+        return min(fitting, key=lambda way: (getattr(way, by), way.peak_bytes), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything as plain values: bytes, FLOPs, seconds, shares."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "jax": jax.__version__,
+            "unplanned": way_to_json(self.unplanned),
+            "points": [point_to_json(point) for point in self.points],
+            "others": [way_to_json(way) for way in self.others],
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws peak against recomputation, plans and other ways, to a file: .png, .svg or .pdf (extra: plot)."""
+        from jaxckpt.show.plans import save_frontier
+
+        save_frontier(self, path)
+
+    def __str__(self) -> str:
+        from jaxckpt.show.plans import frontier_view
+        from jaxckpt.show.table import to_text
+
+        return to_text(frontier_view(self))
+
+    def _repr_html_(self) -> str:
+        from jaxckpt.show.plans import frontier_fragment
+
+        return frontier_fragment(self)
+
+
+def frontier(
+    fun: Callable[..., Any],
+    *args: Any,
+    budgets: Sequence[int | str] = BUDGETS,
+    target: Target | str | None = None,
+    step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    verify: bool = True,
+    solver: str = "chain",
+    others: Mapping[str, Callable[..., Any]] | None = None,
+    progress: Progress | None = None,
+) -> Frontier:
+    """Returns the cheapest plan for each budget; the function is analysed once for all of them.
+
+    Args:
+      fun, *args, target, step, actions, costs, verify, solver: see `jaxckpt.plan`.
+      budgets: each as `jaxckpt.plan` takes it. One that no plan fits has its place in the result, with the reason.
+      others: name -> function of the same arguments, to be held against the plans: the same loss with checkpoints put in by hand.
+      progress: called before each piece of work: see `Progress`.
+
+    Raises:
+      ArgumentError: `budgets` is empty, or one of them is none.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(ws, x):
+    ...     for w in ws:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.sum(x)
+    >>> args = [jnp.zeros((64, 64))] * 16, jnp.ones((4096, 64))
+    >>> found = frontier(loss, *args, budgets=("50%", "80%"), target="cpu")
+    >>> [point.peak_bytes <= point.budget_bytes for point in found.points]
+    [True, True]
+    """
+    budgets = tuple(budgets) if not isinstance(budgets, str) else (budgets,)
+    if not budgets:
+        raise ArgumentError("budgets", "at least one budget", budgets)
+    problem = search.analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
+
+
+def sweep(
+    problem: search.Problem,
+    budgets: Sequence[int | str],
+    *,
+    verify: bool = True,
+    solver: str = "chain",
+    others: Mapping[str, Callable[..., Any]] | None = None,
+    progress: Progress | None = None,
+) -> Frontier:
+    """Returns the frontier of a function that is already analysed; arguments as of `frontier`."""
+    others = others or {}
+    total = 1 + len(budgets) + len(others)
+    report = progress or (lambda done, total, what: None)
+    report(0, total, "compiling the step as it is")
+    unplanned = way("as it is", problem.fun, problem.args, problem.step, problem.target, peak=unplanned_bytes(problem))
+    points = []
+    for done, budget in enumerate(budgets, start=1):
+        report(done, total, f"planning for {budget}")
+        points.append(point(problem, budget, verify=verify, solver=solver))
+    ways = []
+    for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
+        report(done, total, f"compiling {name}")
+        ways.append(way(name, other, problem.args, problem.step, problem.target))
+    report(total, total, "")
+    return Frontier(problem.target.name, unplanned, tuple(points), tuple(ways))
+
+
+def point(
+    problem: search.Problem,
+    budget: int | str,
+    *,
+    verify: bool = True,
+    solver: str = "chain",
+    progress: Progress | None = None,
+) -> Point:
+    """Returns what the planner finds for one budget."""
+    bytes_ = problem.budget_bytes(budget)
+    try:
+        plan = problem.plan(bytes_, verify=verify, solver=solver, progress=progress)
+    except InfeasibleBudgetError as error:
+        return Point(budget, bytes_, None, str(error))
+    flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target)
+    return Point(budget, bytes_, plan, "", flops, seconds)
+
+
+def unplanned_bytes(problem: search.Problem) -> int | None:
+    """Returns the peak of the step as it is: compiled, or what the compiler says that it needs where it does not fit the device."""
+    try:
+        return problem.unplanned.peak_bytes
+    except DoesNotFitError as error:
+        return error.needed_bytes
+
+
+def way(
+    name: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    step: Callable[[Callable[..., Any]], Callable[..., Any]],
+    target: Target | str,
+    *,
+    peak: int | None = None,
+) -> Way:
+    """Returns what a way to run the step needs and costs: compiles it, unless its peak is given."""
+    made = step(fun)
+    if peak is None:
+        try:
+            peak = measure(made, *args, target=target).peak_bytes
+        except DoesNotFitError as error:
+            peak = error.needed_bytes
+    flops, seconds = cost_of(made, args, target)
+    return Way(name, peak, flops, seconds)
+
+
+def cost_of(step: Callable[..., Any], args: tuple[Any, ...], target: Target | str) -> tuple[int, float]:
+    """Returns (FLOPs of a step as traced, its seconds by the target's rates); what it recomputes is in both."""
+    graph = trace(step, *args)
+    seconds = rates.roofline(graph, resolve(target))
+    return graph.flops, float(sum(map(seconds, graph.ops)))
+
+
+def way_to_json(way: Way) -> dict[str, Any]:
+    """Returns a way as plain values."""
+    return {"name": way.name, "peak_bytes": way.peak_bytes, "flops": way.flops, "seconds": way.seconds}
+
+
+def point_to_json(point: Point) -> dict[str, Any]:
+    """Returns a point as plain values, without the plan itself."""
+    return {
+        "budget": point.budget,
+        "budget_bytes": point.budget_bytes,
+        "fits": point.plan is not None,
+        "why": point.why,
+        "peak_bytes": point.peak_bytes,
+        "predicted_bytes": point.predicted_bytes,
+        "prediction_error": point.prediction_error,
+        "flops": point.flops,
+        "seconds": point.seconds,
+    }

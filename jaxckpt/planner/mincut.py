@@ -1,0 +1,172 @@
+"""Which values to keep at a price per byte: a minimum cut.
+
+Every value that the backward pass needs must be there: kept, which costs its bytes times the price, or computed again, which costs its
+operation's seconds and needs the operands to be there. With a variable for "value is there" and one for "operation runs again" that is a cut
+of a graph with two nodes for each; D. Greig et al. 1989 for such energies, A. Jain et al. 2020 (Checkmate, arXiv:1910.02653) for the problem,
+for which this is the part without the order in time. All prices together give the convex hull of (bytes, seconds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+_SCALE = 2**30
+"""The sum of all capacities: scipy's maximum flow is of 32-bit integers."""
+_NEVER = 2**31 - 1
+_CHEAPEST = 1e-6
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that could run again.
+
+    Attributes:
+      inputs, outputs: keys of values.
+      seconds: of one run.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is kept, what runs again (places in the list of operations), and what that costs."""
+
+    kept: frozenset[int]
+    again: tuple[int, ...]
+    bytes: int
+    seconds: float
+
+
+def hull(
+    operations: Sequence[Operation],
+    needed: Collection[int],
+    size: Mapping[int, int],
+    free: Collection[int] = (),
+    most: int = 24,
+) -> list[Choice]:
+    """Returns the convex hull of kept bytes and seconds of recomputation, the least bytes first.
+
+    Args:
+      operations: in an order in which they can run.
+      needed: keys of the values that have to be there; what no operation makes is there.
+      size: bytes of the values that can be kept.
+      free: values that are kept anyway, at no cost.
+      most: so many choices at most.
+    """
+    cost = {key: 0 if key in free else bytes_ for key, bytes_ in size.items()}
+    problem = _Problem(operations, needed, cost)
+    least, fastest = problem.solve(float("inf")), problem.solve(0.0)
+    found = [least]
+    _between(problem, least, fastest, found, most)
+    if (fastest.bytes, fastest.seconds) != (least.bytes, least.seconds):
+        found.append(fastest)
+    return found
+
+
+def _between(problem: _Problem, left: Choice, right: Choice, found: list[Choice], most: int) -> None:
+    """Adds the choices of the hull between two of them, in order."""
+    stack: list[Choice | tuple[Choice, Choice]] = [(left, right)]
+    solved = 0
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Choice):
+            found.append(item)
+            continue
+        a, b = item
+        more, less = b.bytes - a.bytes, a.seconds - b.seconds
+        if more <= 0 or less <= 0 or solved >= most:
+            continue
+        solved += 1
+        middle = problem.solve(less / more)
+        line = a.seconds - less * (middle.bytes - a.bytes) / more
+        if a.bytes < middle.bytes < b.bytes and middle.seconds < line * (1 - 1e-9):
+            stack += [(middle, b), middle, (a, middle)]
+
+
+class _Problem:
+    """The cut for one price; nodes are values "there", then operations "again", then source and sink."""
+
+    def __init__(self, operations: Sequence[Operation], needed: Collection[int], cost: Mapping[int, int]) -> None:
+        self.operations, self.cost = operations, cost
+        self.needed = list(dict.fromkeys(needed))
+        maker = {key: place for place, op in enumerate(operations) for key in op.outputs}
+        self.maker = maker
+        self.keys = {key: node for node, key in enumerate(maker)}
+        self.source = len(self.keys) + len(operations)
+        self.sink = self.source + 1
+
+    def solve(self, price: float) -> Choice:
+        """Returns the cheapest choice: seconds + price x bytes. 0 asks for the fewest seconds, infinity for the fewest bytes."""
+        times = np.array([op.seconds for op in self.operations] or [0.0])
+        sizes = np.array([self.cost.get(key, 0) for key in self.keys] or [0])
+        if price == 0.0:
+            price = _CHEAPEST * (times.sum() or 1.0) / max(int(sizes.sum()), 1)
+        elif price == float("inf"):
+            price = (times.sum() or 1.0) / _CHEAPEST / max(int(sizes.sum()), 1)
+        total = times.sum() + price * float(sizes.sum())
+        scale = _SCALE / total if total else 0.0
+        edges: dict[tuple[int, int], int] = {}
+        for key, node in self.keys.items():
+            again = len(self.keys) + self.maker[key]
+            edges[node, again] = round(scale * price * self.cost[key]) if key in self.cost else _NEVER
+        for place, op in enumerate(self.operations):
+            again = len(self.keys) + place
+            edges[again, self.sink] = round(scale * op.seconds) + 1
+            for key in op.inputs:
+                if key in self.keys:
+                    edges[again, self.keys[key]] = _NEVER
+        for key in self.needed:
+            if key in self.keys:
+                edges[self.source, self.keys[key]] = _NEVER
+        return self.choice(self._runs_again(edges))
+
+    def _runs_again(self, edges: Mapping[tuple[int, int], int]) -> set[int]:
+        rows, columns = np.array(list(edges), np.int32).reshape(-1, 2).T
+        capacity = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape=(self.sink + 1,) * 2)
+        flow = maximum_flow(capacity, self.source, self.sink).flow
+        rest = capacity - flow
+        rest.data = np.where(rest.data > 0, rest.data, 0)
+        rest.eliminate_zeros()
+        reached = breadth_first_order(rest, self.source, return_predecessors=False)
+        return {int(node) - len(self.keys) for node in reached if len(self.keys) <= node < self.source}
+
+    def choice(self, again: Collection[int]) -> Choice:
+        """Returns what has to be kept if these operations, where they are of use, run again."""
+        kept, runs = set(), set()
+        waiting = [key for key in self.needed if key in self.keys]
+        seen = set(waiting)
+        while waiting:
+            key = waiting.pop()
+            place = self.maker[key]
+            if place not in again:
+                kept.add(key)
+                continue
+            if place in runs:
+                continue
+            runs.add(place)
+            more = [other for other in self.operations[place].inputs if other in self.keys and other not in seen]
+            seen.update(more)
+            waiting += more
+        return Choice(
+            frozenset(kept),
+            tuple(sorted(runs)),
+            sum(self.cost[key] for key in kept),
+            float(sum(self.operations[place].seconds for place in runs)),
+        )
+
+
+def cheapest_first(choices: Iterable[Choice]) -> list[Choice]:
+    """Returns the choices that no other beats in both bytes and seconds, the least bytes first."""
+    best: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.bytes, c.seconds)):
+        if not best or choice.seconds < best[-1].seconds:
+            best.append(choice)
+    return best

@@ -1,0 +1,298 @@
+"""From a traced function to a chain with choices, and from a chain's schedule back to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt.core.actions import SAVE
+from jaxckpt.core.emit import Named
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.plan import Loop, Plan, Region, Run
+from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.memory.targets import Target
+from jaxckpt.planner import stages
+from jaxckpt.planner.chain import Carried, Chain, Keep, Option, Schedule, Span
+from jaxckpt.planner.costs import Time
+from jaxckpt.planner.options import Analysis, analyse
+from jaxckpt.planner.scans import ScanAnalysis, analyse_scan
+from jaxckpt.planner.shards import WHOLE, Shards
+
+WIDEST = 4
+"""So many stages at most are offered as one region."""
+
+EFFORT = 3000
+"""So many operations at most are differentiated for the analysis, if that is enough for the single stages."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A function as a chain.
+
+    Attributes:
+      graph: the function.
+      places: where its stages begin and end, places in `graph.ops`.
+      chain: what solvers see; an option's label is its place in `choices`.
+      choices: (start, stop) -> what each option keeps: values, or the runs of a scan; None for what is left to JAX as it stands.
+      times: (start, stop) -> seconds of recomputation of each choice.
+      forward: seconds of each stage's forward run.
+      step_seconds: forward and backward pass, nothing recomputed.
+      distinct: how many stretches were analysed.
+    """
+
+    graph: Graph
+    places: tuple[int, ...]
+    chain: Chain
+    choices: dict[tuple[int, int], list[tuple[int, ...] | tuple[Run, ...] | None]]
+    times: dict[tuple[int, int], list[float]]
+    forward: tuple[float, ...]
+    step_seconds: float
+    distinct: int
+
+    def plan(self, schedule: Schedule) -> Plan:
+        """Returns a solver's schedule as a plan."""
+        loops: list[Loop] = []
+        regions = self._regions(schedule, loops)
+        notes = tuple(self._note(region) for region in regions)
+        return Plan(regions, self.graph.fingerprint, notes=notes, loops=tuple(loops))
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Returns the seconds of recomputation of a schedule; the chain's times weigh FLOPs as well."""
+        seconds = 0.0
+        for item in schedule:
+            if isinstance(item, Keep):
+                label = self.chain.span(item.start, item.stop).options[item.option].label
+                seconds += self.times[item.start, item.stop][label]
+            else:
+                seconds += sum(self.forward[item.start : item.stop]) + self.seconds(item.again)
+        return seconds
+
+    def kept_bytes(self, schedule: Schedule) -> int:
+        """Returns the bytes that a schedule keeps from the forward to the backward pass."""
+        at = 0
+        for item in schedule:
+            option = self.chain.span(item.start, item.stop).options[item.option].kept if isinstance(item, Keep) else 0
+            at += option + self.chain.output(item.start, item.stop, self.chain.length)
+        return at
+
+    def _regions(self, schedule: Schedule, loops: list[Loop]) -> tuple[Region, ...]:
+        regions = []
+        for item in schedule:
+            start, stop = self.places[item.start], self.places[item.stop]
+            if not isinstance(item, Keep):
+                regions.append(Region(start, stop, {}, self._regions(item.again, loops), tied=True))
+                continue
+            option = self.chain.span(item.start, item.stop).options[item.option]
+            choice = self.choices[item.start, item.stop][option.label]
+            if stages.is_scan(self.graph.ops[start]):
+                if choice is not None:
+                    loops.append(Loop(start, choice))  # type: ignore[arg-type]
+            else:
+                kept = dict.fromkeys(choice or (), SAVE)
+                regions.append(Region(start, stop, kept, checkpoint=choice is not None, tied=True))  # type: ignore[arg-type]
+        return tuple(regions)
+
+    def _note(self, region: Region) -> str:
+        kept = sum(self.graph.values[index].kept_bytes for index in region.actions)
+        if not region.checkpoint:
+            return "(as it stands)"
+        if region.regions:
+            return f"(runs again as {len(region.regions)} regions)"
+        return f"({format_bytes(kept)})"
+
+
+def build(
+    graph: Graph,
+    differentiated: Collection[int],
+    target: Target,
+    shards: Shards = WHOLE,
+    progress: Progress | None = None,
+) -> Model:
+    """Returns the chain of a function, every stretch of it analysed.
+
+    Args:
+      graph: the function as traced.
+      differentiated: the indices of arguments that are differentiated in.
+      target: what it will run on.
+      shards: how arrays lie over the target's devices; the graph's bytes are those on one.
+      progress: called as `progress(done, total, what)`.
+    """
+    return _Builder(graph, differentiated, target, shards, progress or (lambda done, total, what: None)).build()
+
+
+class _Builder:
+    def __init__(
+        self, graph: Graph, differentiated: Collection[int], target: Target, shards: Shards, progress: Progress
+    ) -> None:
+        self.graph, self.target, self.shards, self.progress = graph, target, shards, progress
+        self.differentiated = frozenset(differentiated)
+        self.active = stages.active_values(graph, differentiated)
+        self.last = stages.last_uses(graph)
+        self.named = Named(graph, graph.body)
+        self.analyses: dict[str, tuple[Analysis, dict[int, int]]] = {}
+        self.scans: dict[str, ScanAnalysis] = {}
+        self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
+
+    def build(self) -> Model:
+        graph = self.graph
+        places = stages.join(graph, stages.cuts(graph), lambda a, b: self._stretch(a, b)[0])
+        length = len(places) - 1
+        carried = self._carried(places)
+        spans: dict[tuple[int, int], Span] = {}
+        choices: dict[tuple[int, int], list[Any]] = {}
+        times: dict[tuple[int, int], list[float]] = {}
+        singles: list[tuple[Time, Time, int]] = []
+        windows = self._regions_to_look_at(places)
+        found: dict[tuple[int, int], Analysis | ScanAnalysis] = {}
+        mapped: dict[tuple[int, int], dict[int, int]] = {}
+        for done, (s, t) in enumerate(windows):
+            self.progress(done, len(windows), "analysing stages")
+            found[s, t], mapped[s, t] = self._analyse(places[s], places[t])
+        self.progress(len(windows), len(windows), "")
+        for s in range(length):
+            one = found[s, s + 1]
+            singles.append((one.forward, one.backward, one.forward_work))
+        gradients = self._gradients(places)
+        for s in range(length):
+            for t in range(s + 1, length + 1):
+                options: list[Option] = []
+                passing = _passing(carried, s, t)
+                if (s, t) in found:
+                    analysis = found[s, t]
+                    again = self._written_before(places, t, gradients)
+                    choices[s, t], times[s, t] = [], []
+                    twice = sum(b for i, b in again.items() if i in self._inputs(places[s], places[t]))
+                    for choice in analysis.choices:
+                        label = len(choices[s, t])
+                        if isinstance(analysis, ScanAnalysis):
+                            choices[s, t].append(choice.runs)  # type: ignore[union-attr]
+                        else:
+                            choices[s, t].append(tuple(mapped[s, t][v] for v in choice.values))  # type: ignore[union-attr]
+                        work = max(choice.work + passing - twice, 0)
+                        times[s, t].append(choice.time.seconds)
+                        options.append(Option(choice.bytes, choice.time.effort, work, label))
+                    # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes out.
+                    if isinstance(analysis, Analysis) and (s, t) == (length - 1, length):
+                        work = max(analysis.plain_work + passing - twice, 0)
+                        options.append(Option(analysis.left_bytes, 0.0, work, len(choices[s, t])))
+                        choices[s, t].append(None)
+                        times[s, t].append(0.0)
+                forward = sum(singles[j][0].effort for j in range(s, t))
+                work = max(singles[j][2] + _made_before(carried, s, j) for j in range(s, t))
+                spans[s, t] = Span(forward, work, sum(gradients[s:t]), tuple(options))
+        chain = Chain(length, spans, tuple(value for value, _ in carried))
+        forwards = tuple(single[0].seconds for single in singles)
+        seconds = sum(forwards) + sum(single[1].seconds for single in singles)
+        return Model(
+            graph, tuple(places), chain, choices, times, forwards, seconds, len(self.analyses) + len(self.scans)
+        )
+
+    def _regions_to_look_at(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns the stages, and as many wider stretches of them as `EFFORT` allows, equal ones counted once."""
+        windows: list[tuple[int, int]] = []
+        known: set[str] = set()
+        effort = 0
+        for width in range(1, WIDEST + 1):
+            here = [(s, t) for s, t in _windows(len(places) - 1, width) if self._may_join(places, s, t)]
+            new = {self._stretch(places[s], places[t])[0]: places[t] - places[s] for s, t in here}
+            effort += sum(size for text, size in new.items() if text not in known)
+            if width > 1 and effort > EFFORT:
+                break
+            known |= new.keys()
+            windows += here
+        return windows
+
+    def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:
+        """Whether stages may be one region: a scan stays alone."""
+        return t == s + 1 or not any(stages.is_scan(self.graph.ops[places[j]]) for j in range(s, t))
+
+    def _stretch(self, start: int, stop: int) -> tuple[str, stages.Stretch, dict[int, int]]:
+        key = (start, stop)
+        if key not in self.digests:
+            part = stages.stretch(self.graph, start, stop, self.last)
+            numbers: dict[int, int] = {}
+            text = stages.digest(self.graph, part, self.active, numbers)
+            self.digests[key] = text, part, {number: index for index, number in numbers.items()}
+        return self.digests[key]
+
+    def _inputs(self, start: int, stop: int) -> tuple[int, ...]:
+        return self._stretch(start, stop)[1].inputs
+
+    def _analyse(self, start: int, stop: int) -> tuple[Analysis | ScanAnalysis, dict[int, int]]:
+        """Returns what there is to choose, and the map from the values that the analysis names to those here."""
+        text, part, numbers = self._stretch(start, stop)
+        if stages.is_scan(self.graph.ops[start]):
+            key = f"{text}:{start}"  # its runs name values of its own body
+            if key not in self.scans:
+                self.scans[key] = analyse_scan(self.graph, self.graph.ops[start], self.active, self.target, self.shards)
+            return self.scans[key], {}
+        if text not in self.analyses:
+            found = analyse(self.named, start, stop, part.outputs, self.active, self.target, part.outputs, self.shards)
+            self.analyses[text] = found, {index: number for number, index in numbers.items()}
+        found, there = self.analyses[text]
+        return found, {index: numbers[number] for index, number in there.items()}
+
+    def _carried(self, places: Sequence[int]) -> list[tuple[Carried, bool]]:
+        """Returns the values between stages, each with whether a cotangent of it comes back."""
+        stage_of = {}
+        for j in range(len(places) - 1):
+            for place in range(places[j], places[j + 1]):
+                stage_of[place] = j
+        uses: dict[int, set[int]] = {}
+        for place, op in enumerate(self.graph.ops):
+            for index in op.inputs:
+                uses.setdefault(index, set()).add(stage_of[place])
+        found = []
+        for place, op in enumerate(self.graph.ops):
+            for index in op.outputs:
+                later = tuple(sorted(stage for stage in uses.get(index, ()) if stage > stage_of[place]))
+                if later:
+                    value = self.graph.values[index]
+                    moving = index in self.active and is_inexact(value)
+                    found.append((Carried(value.bytes, stage_of[place], later), moving))
+        return found
+
+    def _gradients(self, places: Sequence[int]) -> list[int]:
+        """Returns for each stage the bytes of gradients that no later stage has written: those of arguments last used here."""
+        bytes_ = [0] * (len(places) - 1)
+        for index in self.differentiated:
+            stage = _stage_of(places, self.last.get(index))
+            if stage is not None:
+                bytes_[stage] += self.graph.values[index].bytes
+        return bytes_
+
+    def _written_before(self, places: Sequence[int], stop: int, gradients: Sequence[int]) -> dict[int, int]:
+        """Returns the arguments, with bytes, whose gradients are there when the backward pass comes to the stage before `stop`."""
+        return {
+            index: self.graph.values[index].bytes
+            for index in self.differentiated
+            if self.last.get(index, -1) >= places[stop] and self.last[index] < len(self.graph.ops)
+        }
+
+
+def _stage_of(places: Sequence[int], place: int | None) -> int | None:
+    if place is None or place >= places[-1]:
+        return None
+    return next(j for j in range(len(places) - 1) if places[j] <= place < places[j + 1])
+
+
+def _windows(length: int, width: int) -> Iterator[tuple[int, int]]:
+    yield from ((s, s + width) for s in range(length - width + 1))
+
+
+def _passing(carried: Sequence[tuple[Carried, bool]], start: int, stop: int) -> int:
+    """Returns the bytes of cotangents that wait for an earlier stage while start..stop are at work."""
+    return sum(
+        value.bytes
+        for value, moving in carried
+        if moving and value.made < start and value.uses[-1] >= stop and not any(start <= u < stop for u in value.uses)
+    )
+
+
+def _made_before(carried: Sequence[tuple[Carried, bool]], start: int, j: int) -> int:
+    """Returns the bytes made in start..j that j or a later stage uses."""
+    return sum(value.bytes for value, _ in carried if start <= value.made < j <= value.uses[-1])

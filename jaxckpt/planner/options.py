@@ -1,0 +1,196 @@
+"""Within a stretch: what its backward pass needs, and the choices of what to keep of it, each with its bytes, seconds and working memory.
+
+What the backward pass needs is JAX's own answer: the stretch is differentiated once, with a name at every value, and what the backward half
+reads of the forward half is needed. So every rule of JAX's, every function with a derivative of its own (its residuals too), every
+branch and inner loop is what it will be. Values that only the derivative computes (`cos x`) can be computed again but not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt.core.emit import Named
+from jaxckpt.core.graph import Op, graph_of
+from jaxckpt.memory.liveness import passed_on, stretch_peak
+from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.memory.targets import Target
+from jaxckpt.planner import mincut
+from jaxckpt.planner.costs import Time, timer, total
+from jaxckpt.planner.shards import WHOLE, Shards
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One choice.
+
+    Attributes:
+      values: what is kept, besides what goes in and what later stretches use (indices of values).
+      bytes: of them.
+      time: of recomputation.
+      work: bytes that recomputation and backward pass need at once, what is kept and goes in not counted, gradients counted.
+    """
+
+    values: tuple[int, ...]
+    bytes: int
+    time: Time
+    work: int
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A stretch: its choices, the least bytes first, and what it takes to run it.
+
+    Attributes:
+      forward, backward: time of one run, recomputation not counted.
+      forward_work: bytes that a forward run needs at once, results counted, what goes in not.
+      residual_bytes: what plain differentiation keeps of it, besides what goes in.
+      left_bytes: what is left of that where the compiler may fuse the forward with the backward pass, outputs not counted.
+      plain_work: as `Kept.work`, where nothing runs again.
+    """
+
+    choices: tuple[Kept, ...]
+    forward: Time
+    backward: Time
+    forward_work: int
+    residual_bytes: int
+    left_bytes: int
+    plain_work: int
+
+
+def analyse(
+    named: Named,
+    start: int,
+    stop: int,
+    outputs: Sequence[int],
+    active: Collection[int],
+    target: Target,
+    carried_outputs: Collection[int] = (),
+    shards: Shards = WHOLE,
+) -> Analysis:
+    """Returns the choices that there are for the operations start..stop of a body.
+
+    Args:
+      named: the body.
+      outputs: values that something after the stretch uses.
+      active: values that the derivative passes through.
+      carried_outputs: those of the outputs that are kept anyway.
+      shards: how arrays lie over the target's devices; all bytes are those on one.
+    """
+    joint = _Joint(named, start, stop, outputs, active)
+    graph = shards.applied(joint.graph)
+    time = timer(graph, target, shards.devices)
+    operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
+    size = {index: graph.values[index].bytes for index in joint.origin}
+    anyway = {index for index, original in joint.origin.items() if original in carried_outputs}
+    found = mincut.cheapest_first(mincut.hull(operations, joint.needed, size, anyway))
+    choices = []
+    for choice in found:
+        again = [joint.forward[place] for place in choice.again]
+        own = [index for index in choice.kept if index not in anyway]
+        # What is kept may be written over when it is used for the last time.
+        peak = stretch_peak(graph, [*again, *joint.backward], joint.results, [*joint.arriving, *own], target.platform)
+        values = tuple(sorted(joint.origin[index] for index in own))
+        choices.append(Kept(values, choice.bytes, total(map(time, again)), max(peak - choice.bytes, 0)))
+    residual_bytes = sum(graph.values[index].bytes for index in joint.needed if index in joint.made)
+    left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
+    plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
+    return Analysis(
+        tuple(choices),
+        total(map(time, joint.forward)),
+        total(map(time, joint.backward)),
+        stretch_peak(graph, joint.forward, joint.outcome, (), target.platform),
+        residual_bytes,
+        left_bytes,
+        max(plain - left_bytes, 0),
+    )
+
+
+class _Joint:
+    """A stretch, forward and backward, as one program.
+
+    Attributes:
+      graph: the program.
+      forward, backward: its operations, and those that depend on cotangents.
+      needed: forward values that the backward half uses.
+      made: values that forward operations make.
+      origin: forward value -> the value of the function that it is.
+      results: the cotangents that come out; `arriving`: those that go in. `outcome`: the stretch's outputs.
+    """
+
+    def __init__(self, named: Named, start: int, stop: int, outputs: Sequence[int], active: Collection[int]) -> None:
+        jaxpr, inputs = named.stretch(start, stop, outputs)
+        values = named.graph.values
+        moving = [i for i, index in enumerate(inputs) if index in active and is_inexact(values[index])]
+        through = [i for i, index in enumerate(outputs) if index in active and is_inexact(values[index])]
+        out_avals = [var.aval for var in jaxpr.outvars]
+
+        def both(ins: list[Any], cotangents: list[Any]) -> Any:
+            def run(*some: Any) -> tuple[list[Any], list[Any]]:
+                full = list(ins)
+                for i, value in zip(moving, some):
+                    full[i] = value
+                out = _compat.eval_jaxpr(jaxpr, [], *full)
+                return [out[i] for i in through], out
+
+            _, pullback, out = jax.vjp(run, *(ins[i] for i in moving), has_aux=True)
+            return out, pullback(cotangents)
+
+        with _compat.working_checkpoints():
+            closed = jax.make_jaxpr(both)([var.aval for var in jaxpr.invars], [out_avals[i] for i in through])
+        origins: dict[Any, int] = {}
+        self.graph = graph = graph_of(_with_copies(closed, named, origins))
+        opened = graph.body.jaxpr
+        place = graph.body.values
+        arriving = [place[var] for var in opened.invars[len(inputs) :]]
+        late = set(arriving)
+        self.forward: list[Op] = []
+        self.backward: list[Op] = []
+        for op in graph.ops:
+            if late.intersection(op.inputs):
+                late.update(op.outputs)
+                self.backward.append(op)
+            else:
+                self.forward.append(op)
+        results = [place[var] for var in opened.outvars if not isinstance(var, _compat.Literal)]
+        self.outcome = [place[v] for v in opened.outvars[: len(outputs)] if not isinstance(v, _compat.Literal)]
+        self.results = results[len(self.outcome) :]
+        self.arriving = arriving
+        self.backward, used = _wanted(self.backward, self.results)
+        self.made = {index for op in self.forward for index in op.outputs}
+        self.needed = [index for index in dict.fromkeys(used) if index not in late]
+        self.origin = {place[var]: original for var, original in origins.items() if place[var] in self.made}
+
+
+def _with_copies(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
+    """Returns the program with copies for names, and fills `origins`: result of a copy -> the value that was named.
+
+    A value and its name are two things: a derivative that reads its operation's own result (that of `tanh`) reads it before it is named, and
+    what is kept is the name's.
+    """
+    jaxpr = _compat.open_jaxpr(closed)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        original = named.value(eqn)
+        if original is not None and not isinstance(eqn.invars[0], _compat.Literal):
+            if original not in origins.values():
+                origins[eqn.outvars[0]] = original
+            eqn = _compat.copy_equation(eqn.invars[0], eqn.outvars[0], eqn)
+        eqns.append(eqn)
+    rebuilt = _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.debug_info)
+    return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
+
+
+def _wanted(ops: list[Op], results: Sequence[int]) -> tuple[list[Op], list[int]]:
+    """Returns the operations that the results depend on, in order, and all that they use, the results too."""
+    wanted = set(results)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if wanted.intersection(op.outputs):
+            kept.append(op)
+            wanted.update(op.inputs)
+    return kept[::-1], [*results, *(index for op in kept for index in op.inputs)]

@@ -1,0 +1,192 @@
+"""The choices for a scan: what each iteration keeps, in which segments, and from which iteration on another way.
+
+Nothing fuses across a loop's iterations, so what is kept of a body is what it says, times the iterations. Kept on top are the carries that
+segments start from. Segments inside segments cost one more run of every iteration a level; T. Chen et al. 2016 (arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxckpt import _compat
+from jaxckpt.core.actions import SAVE
+from jaxckpt.core.emit import Named
+from jaxckpt.core.graph import Graph, Op
+from jaxckpt.core.loops import can_be_rewritten
+from jaxckpt.core.plan import Run
+from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.memory.targets import Target
+from jaxckpt.planner.costs import Time
+from jaxckpt.planner.options import Analysis, Kept, analyse
+from jaxckpt.planner.shards import Shards
+from jaxckpt.planner.stages import spread
+
+MOST = 160
+"""So many choices at most; those that save the fewest bytes over another go first."""
+_SPLITS = 7
+_LENGTHS = 40
+
+
+@dataclass(frozen=True)
+class ScanChoice:
+    """One way to run a scan.
+
+    Attributes:
+      runs: as of `jaxckpt.core.plan.Loop`; None for the scan as it stands.
+      bytes, time, work: as of `jaxckpt.planner.options.Kept`.
+    """
+
+    runs: tuple[Run, ...] | None
+    bytes: int
+    time: Time
+    work: int
+
+
+@dataclass(frozen=True)
+class ScanAnalysis:
+    """A scan: its choices, and what it takes to run it; attributes as of `jaxckpt.planner.options.Analysis`."""
+
+    choices: tuple[ScanChoice, ...]
+    forward: Time
+    backward: Time
+    forward_work: int
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes: of one carry, of the rows that iterations read, of cotangents of rows and constants, of stacked results, of their cotangents."""
+
+    carry: int
+    rows: int
+    gradients: int
+    results: int
+    arriving: int
+
+
+def analyse_scan(graph: Graph, op: Op, active: Collection[int], target: Target, shards: Shards) -> ScanAnalysis:
+    """Returns the choices that there are for a scan of a graph.
+
+    Args:
+      active: values that the derivative passes through.
+      shards: as of `jaxckpt.planner.options.analyse`.
+    """
+    body = op.bodies[0]
+    consts, carries = _compat.num_scan_consts_carry(dict(op.params))
+    inside = _active_inside(graph, op, active, consts, carries)
+    made = {index for inner in body.ops for index in inner.outputs}
+    outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
+    found = analyse(Named(graph, body), 0, len(body.ops), outputs, inside, target, shards=shards)
+    length = op.params["length"]
+
+    def total(indices: Collection[int], moving: bool = False) -> int:
+        values = [graph.values[i] for i in indices]
+        return sum(v.bytes for v in values if not moving or (v.index in inside and is_inexact(v)))
+
+    inputs, results = body.inputs, [index for index in body.outputs[carries:] if index is not None]
+    sizes = _Sizes(
+        carry=total(inputs[consts : consts + carries]),
+        rows=length * total(inputs[consts + carries :]),
+        gradients=length * total(inputs[consts + carries :], True) + total(inputs[:consts], True),
+        results=length * total(results),
+        arriving=length * total(results, True),
+    )
+    ways = [_as_it_stands(found, sizes, length)]
+    if can_be_rewritten(op):
+        ways += _ways(found, sizes, length)
+    return ScanAnalysis(
+        tuple(_best(ways)),
+        length * found.forward,
+        length * found.backward,
+        found.forward_work + sizes.carry + sizes.results,
+    )
+
+
+def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, carries: int) -> frozenset[int]:
+    """Returns the values of a scan's body that the derivative passes through; what one iteration makes so, the next one starts with."""
+    body = op.bodies[0]
+    operands = [None if isinstance(v, _compat.Literal) else graph.body.values.get(v) for v in op.equation.invars]
+    inside = {inner for inner, outer in zip(body.inputs, operands) if outer in active}
+    while True:
+        spread(graph, body, inside)
+        more = {
+            body.inputs[consts + place]
+            for place, index in enumerate(body.outputs[:carries])
+            if index in inside and body.inputs[consts + place] not in inside
+        }
+        if not more:
+            return frozenset(inside)
+        inside |= more
+
+
+def _as_it_stands(found: Analysis, sizes: _Sizes, length: int) -> ScanChoice:
+    kept = length * (found.residual_bytes + sizes.carry)
+    return ScanChoice(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
+
+
+def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
+    loop = sizes.gradients + sizes.arriving
+    copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
+    for choice in found.choices:
+        kept = length * (choice.bytes + sizes.carry)
+        yield ScanChoice((_run(length, (), choice),), kept, length * choice.time, choice.work + loop)
+    for less, more in zip(found.choices, found.choices[1:]):
+        for n in _spaced(1, length - 1, _SPLITS):
+            kept = length * sizes.carry + n * more.bytes + (length - n) * less.bytes
+            time = n * more.time + (length - n) * less.time
+            runs = (_run(length - n, (), less), _run(n, (), more))
+            yield ScanChoice(runs, kept, time, max(less.work, more.work) + loop + copies)
+    forward = length * found.forward
+    for size in _lengths(length):
+        rest = copies if length % size else 0
+        for choice in found.choices:
+            inner = size * (sizes.carry + choice.bytes)
+            yield ScanChoice(
+                (_run(length, (size,), choice),),
+                -(-length // size) * sizes.carry,
+                forward + length * choice.time,
+                inner + choice.work + loop + rest,
+            )
+        deeper = round(math.sqrt(size))
+        if deeper < 2 or size < 4:
+            continue
+        for choice in found.choices[:2]:
+            inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.bytes)
+            again = rest + (copies * size // length if size % deeper else 0)
+            yield ScanChoice(
+                (_run(length, (size, deeper), choice),),
+                -(-length // size) * sizes.carry,
+                2 * forward + length * choice.time,
+                inner + choice.work + loop + again,
+            )
+
+
+def _run(count: int, segments: tuple[int, ...], choice: Kept) -> Run:
+    return Run(count, segments, dict.fromkeys(choice.values, SAVE))
+
+
+def _lengths(length: int) -> list[int]:
+    """Returns segment lengths to look at: all of a short loop, of a long one those that divide it and some in between."""
+    if length <= 2 * _LENGTHS:
+        return list(range(2, length))
+    spaced = {round(length ** (i / _LENGTHS)) for i in range(1, _LENGTHS)}
+    divisors = {d for d in range(2, min(length, 2000)) if length % d == 0}
+    return sorted(size for size in spaced | divisors if 1 < size < length)
+
+
+def _spaced(first: int, last: int, most: int) -> list[int]:
+    if last < first:
+        return []
+    return sorted({round(first + (last - first) * i / max(most - 1, 1)) for i in range(most)})
+
+
+def _best(ways: Sequence[ScanChoice]) -> list[ScanChoice]:
+    """Returns the ways that no other beats in bytes, seconds and work, at most `MOST` of them."""
+    best: list[ScanChoice] = []
+    for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
+        if not any(b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work for b in best):
+            best.append(way)
+    while len(best) > MOST:  # every second of those in the middle
+        best = [best[0], *best[1:-1:2], best[-1]]
+    return best

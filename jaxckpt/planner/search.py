@@ -1,0 +1,452 @@
+"""plan: a byte budget in, the cheapest plan that fits out, proved by the compiler.
+
+Solve, emit, compile the whole step, compare. The chain's bytes are a prediction; what the compiler says of one plan corrects it for the next,
+so that the plan that is returned is the cheapest whose compiled peak is within the budget, after at most `COMPILES` compilations.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
+from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
+from jaxckpt.core.graph import Graph, aval_bytes, trace
+from jaxckpt.core.plan import MemoryEstimate, Plan
+from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.liveness import graph_peak
+from jaxckpt.memory.report import MemoryReport, measure
+from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.planner.budget import resident_bytes, resolve_budget
+from jaxckpt.planner.chain import Chain, Schedule, Solver, cost
+from jaxckpt.planner.model import Model, build
+from jaxckpt.planner.shards import WHOLE, read
+from jaxckpt.planner.solvers import solver as solver_named
+from jaxckpt.planner.solvers.optimal import Table
+
+logger = logging.getLogger("jaxckpt")
+
+COMPILES = 4
+"""So many compilations of the whole step at most."""
+CLOSE = 0.02
+"""A plan within this share below its budget is not tried to be bettered by another compilation."""
+MARGIN = 0.005
+"""After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
+COSTS = ("roofline",)
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
+Step = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    budget: int | str,
+    target: Target | str | None = None,
+    step: Step = jax.value_and_grad,
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    verify: bool = True,
+    solver: str = "chain",
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
+
+    `plan(...).apply(fun)` is the function to train with.
+
+    Args:
+      fun: a loss, or whatever `step` differentiates; it needs no checkpoints and no tags.
+      *args: arguments of `step(fun)`: pytrees of arrays or `jax.ShapeDtypeStruct`; shapes, dtypes and shardings count.
+      budget: bytes, "12GiB", "60%" (of the peak without a plan) or "device" (what is free on the device now). It bounds the compiled peak of
+        `step(plan.apply(fun))(*args)` on the target, for each device: arguments, outputs, temporaries and all.
+      target: what it will run on, see `jaxckpt.Target`; None for the local backend. It need not be here.
+      step: makes the step of a function: `jax.value_and_grad`, or a function that also has the optimiser's update in it, which calls
+        the function that it is given and differentiates it.
+      actions: what may become of a value: RECOMPUTE and SAVE.
+      costs: "roofline", seconds by the target's rates.
+      verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
+      solver: one of `jaxckpt.planner.solvers.SOLVERS`.
+      progress: called before each piece of work.
+
+    Returns:
+      The plan, with `predicted`, `measured` and `overhead`. It is empty where the step fits as it is.
+
+    Raises:
+      ArgumentError: the budget, an action, the costs or the solver is none.
+      InfeasibleBudgetError: no plan was found that fits; it names the least budget that was found to.
+      NotDifferentiableError: the step does not differentiate the function.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(ws, x):
+    ...     for w in ws:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.sum(x)
+    >>> args = [jnp.zeros((64, 64))] * 16, jnp.ones((4096, 64))
+    >>> found = plan(loss, *args, budget="60%", target="cpu")
+    >>> found.measured_bytes <= found.budget, found.measured_bytes < found.unplanned_bytes
+    (True, True)
+    """
+    problem = analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    return problem.plan(budget, verify=verify, solver=solver, progress=progress)
+
+
+def analyse(
+    fun: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    step: Step = jax.value_and_grad,
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    progress: Progress | None = None,
+) -> Problem:
+    """Returns the analysis of a function, which plans for any number of budgets share; arguments as of `plan`."""
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
+    if not callable(step):
+        raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
+    wanted = {action_from(action, "actions") for action in actions}
+    if not {RECOMPUTE, SAVE} >= wanted or RECOMPUTE not in wanted or SAVE not in wanted:
+        hint = "Values on the host and encoded ones are for a Policy yet: jaxckpt.checkpoint(policy=...)."
+        raise ArgumentError("actions", "RECOMPUTE and SAVE", tuple(actions), hint)
+    if costs not in COSTS:
+        raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
+    resolved = resolve(target)
+    seen = _observe(fun, step, args)
+    graph = trace(fun, *seen.args, **seen.kwargs)
+    arguments = [value.index for value in graph.values if value.kind == "argument"]
+    differentiated = [arguments[place] for place in seen.differentiated]
+    shards = WHOLE
+    if _sharded(args):
+        if progress is not None:
+            progress(0, 1, "reading how the compiler shards")
+        shards = read(graph, args, jax.tree.leaves((seen.args, seen.kwargs)), resolved)
+        graph = shards.applied(graph)
+    model = build(graph, differentiated, resolved, shards, progress)
+    return Problem(fun, args, step, resolved, graph, model)
+
+
+@dataclass
+class _Seen:
+    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    differentiated: tuple[int, ...] = ()
+
+
+def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _Seen:
+    """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it was asked for."""
+    calls: list[tuple[_Seen, set[int]]] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        abstract = [_weakly(x) if hasattr(x, "shape") else x for x in leaves]
+        abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
+        asked: set[int] = set()
+        calls.append((_Seen(abstract_args, abstract_kwargs), asked))
+        leaves = [_watch(asked, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return fun(*args, **kwargs)
+
+    jax.eval_shape(step(watched), *args)
+    for seen, asked in calls:
+        if asked:
+            return _with(seen, asked)
+    raise NotDifferentiableError(
+        "step must differentiate the function that it is given, as jax.value_and_grad does; it "
+        f"{'calls it without taking a gradient' if calls else 'does not call it'}. There is nothing to keep or to recompute then."
+    )
+
+
+def _with(seen: _Seen, asked: set[int]) -> _Seen:
+    """Returns the call with the leaves that were asked for."""
+    return replace(seen, differentiated=tuple(sorted(asked)))
+
+
+def _weakly(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype; a weak type (of `jnp.full(shape, 0.5)`, of a number) stays weak, for it decides what is promoted."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(jax.typeof(leaf), "weak_type", False)))
+
+
+def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
+    @jax.custom_vjp
+    def same(x: Any) -> Any:
+        return x
+
+    def forward(x: Any) -> tuple[Any, None]:
+        return x, None
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        asked.add(place)
+        return (cotangent,)
+
+    same.defvjp(forward, backward)
+    return same
+
+
+@dataclass
+class _Try:
+    """A plan that was compiled: what the chain says that it needs besides what stands, and what the compiler says that it does in all."""
+
+    modelled: int
+    compiled: int
+    plan: Plan
+    effort: float
+
+
+class Problem:
+    """A function analysed for one step and target; `plan(budget)` gives plans.
+
+    Attributes:
+      graph: the function as traced.
+      model: its chain of stages with their choices.
+      target: what is planned for.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], step: Step, target: Target, graph: Graph, model: Model
+    ) -> None:
+        self.fun, self.args, self.step, self.target = fun, args, step, target
+        self.graph, self.model = graph, model
+        self.argument_bytes = _per_device(args)
+        self._lock = threading.Lock()
+        self._unplanned: MemoryReport | None = None
+        self._tries: dict[Schedule, _Try] = {}
+
+    @functools.cached_property
+    def table(self) -> Table:
+        """The exact solution for every budget."""
+        return Table(self.model.chain)
+
+    @property
+    def unplanned(self) -> MemoryReport:
+        """The compiled step without a plan; compiled at first use.
+
+        Raises:
+          DoesNotFitError: the target's compiler refuses it.
+        """
+        with self._lock:
+            if self._unplanned is None:
+                self._unplanned = measure(self.step(self.fun), *self.args, target=self.target)
+            return self._unplanned
+
+    def budget_bytes(self, budget: int | str) -> int:
+        """Returns a budget in bytes; see `jaxckpt.plan`."""
+
+        def peak() -> int:
+            try:
+                return self.unplanned.peak_bytes
+            except DoesNotFitError as error:
+                if error.needed_bytes is None:
+                    raise
+                return error.needed_bytes
+
+        return resolve_budget(budget, unplanned=peak, target=self.target, resident=resident_bytes(self.args))
+
+    def plan(
+        self, budget: int | str, *, verify: bool = True, solver: str = "chain", progress: Progress | None = None
+    ) -> Plan:
+        """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
+        solve: Solver = solver_named(solver)
+        if solver == "chain":  # solved once for all budgets
+
+            def solve(chain: Chain, budget: int) -> Schedule | None:
+                return self.table.schedule(budget)
+
+        report = progress or (lambda done, total, what: None)
+        limit = self.budget_bytes(budget)
+        if limit < self.argument_bytes:
+            raise InfeasibleBudgetError(
+                f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
+                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices."
+            )
+        return _Search(self, limit, solve, verify, report).run()
+
+
+class _Search:
+    """One search for one budget."""
+
+    def __init__(self, problem: Problem, limit: int, solve: Any, verify: bool, report: Progress) -> None:
+        self.problem, self.limit, self.solve, self.verify, self.report = problem, limit, solve, verify, report
+        self.chain = problem.model.chain
+        self.tries: list[_Try] = []
+        self.compiles = 0
+
+    def run(self) -> Plan:
+        if self.verify and (found := self._as_it_is()) is not None:
+            return found
+        least = self._least()
+        standing = self._standing(least)
+        best: _Try | None = None
+        seen: set[Schedule] = set()
+        while self.compiles < COMPILES:
+            schedule = self.solve(self.chain, self.limit - self._offset(standing))
+            last = self.compiles == COMPILES - 1 and best is None
+            if schedule is None or last:
+                schedule = least if best is None else None
+            if schedule is None or schedule in seen:
+                break
+            seen.add(schedule)
+            if not self.verify:
+                return self._unverified(schedule, standing)
+            tried = self._try(schedule, standing)
+            if tried.compiled <= self.limit and (best is None or tried.effort < best.effort):
+                best = tried
+            if best is tried and tried.compiled >= self.limit * (1 - CLOSE):
+                break
+        if best is None and least not in seen and self.verify:
+            best = self._try(least, standing)
+            best = best if best.compiled <= self.limit else None
+        self.report(COMPILES, COMPILES, "")
+        if best is None:
+            raise self._infeasible(least)
+        return best.plan
+
+    def _least(self) -> Schedule:
+        """Returns the schedule that needs the least memory."""
+        schedule = self.problem.table.schedule(self.problem.table.least)
+        assert schedule is not None, "a table has a schedule for its least budget"
+        return schedule
+
+    def _as_it_is(self) -> Plan | None:
+        """Returns the empty plan if the step fits without one. Compiles it only where that can be."""
+        problem = self.problem
+        if problem._unplanned is None and not self._may_fit():
+            return None
+        self.report(0, COMPILES, "compiling the step as it is")
+        if problem._unplanned is None:
+            self.compiles += 1
+        try:
+            report = problem.unplanned
+        except DoesNotFitError:
+            return None
+        if report.peak_bytes > self.limit:
+            return None
+        estimate = MemoryEstimate(report.peak_bytes, problem.argument_bytes, 0, 0)
+        empty = Plan((), problem.graph.fingerprint, notes=("fits as it is",))
+        self.report(COMPILES, COMPILES, "")
+        return self._record(empty, estimate, report, 0.0)
+
+    def _may_fit(self) -> bool:
+        problem = self.problem
+        if _sharded(problem.args):
+            return False
+        estimate = graph_peak(trace(problem.step(problem.fun), *problem.args), problem.target.platform)
+        return estimate <= 1.5 * self.limit
+
+    def _standing(self, schedule: Schedule) -> int:
+        """Estimates the bytes besides what the chain counts: arguments, the optimiser's work, results."""
+        problem = self.problem
+        modelled = cost(self.chain, schedule).peak
+        if _sharded(problem.args):
+            return problem.argument_bytes
+        planned = problem.model.plan(schedule).apply(problem.fun)
+        peak = graph_peak(trace(problem.step(planned), *problem.args), problem.target.platform)
+        return max(peak - modelled, problem.argument_bytes)
+
+    def _offset(self, standing: int) -> int:
+        """Returns what to take off the budget before the chain is solved for it: compiled minus modelled bytes of the plans nearest to it."""
+        if not self.tries:
+            return standing
+        above = [t for t in self.tries if t.compiled > self.limit]
+        below = [t for t in self.tries if t.compiled <= self.limit]
+        low = max(below, key=lambda t: t.modelled, default=None)
+        high = min(above, key=lambda t: t.modelled, default=None)
+        if low is None:
+            assert high is not None
+            off = max(t.compiled - t.modelled for t in above)
+            return off + int(MARGIN * self.limit * 6 ** (len(above) - 1))
+        off = low.compiled - low.modelled + int(MARGIN * self.limit) // 2
+        if (
+            high is not None and high.modelled > low.modelled
+        ):  # no nearer to the one that did not fit than nine tenths of the way
+            off = max(off, int(self.limit - low.modelled - 0.9 * (high.modelled - low.modelled)))
+        return off
+
+    def _try(self, schedule: Schedule, standing: int) -> _Try:
+        problem = self.problem
+        modelled = cost(self.chain, schedule)
+        estimate = self._estimate(schedule, modelled.peak, self._offset(standing))
+        with problem._lock:
+            known = problem._tries.get(schedule)
+        if known is None:
+            self.report(self.compiles, COMPILES, "compiling a plan")
+            self.compiles += 1
+            made = problem.model.plan(schedule)
+            try:
+                report: MemoryReport | None = measure(
+                    problem.step(made.apply(problem.fun)), *problem.args, target=problem.target
+                )
+                compiled = report.peak_bytes if report is not None else 0
+            except DoesNotFitError as error:
+                report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
+            known = _Try(modelled.peak, compiled, replace(made, measured=report), modelled.time)
+            with problem._lock:
+                problem._tries[schedule] = known
+        else:
+            self.compiles += 1
+        logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
+        finished = replace(
+            known, plan=self._record(known.plan, estimate, known.plan.measured, problem.model.seconds(schedule))
+        )
+        self.tries.append(finished)
+        return finished
+
+    def _unverified(self, schedule: Schedule, standing: int) -> Plan:
+        modelled = cost(self.chain, schedule)
+        estimate = self._estimate(schedule, modelled.peak, standing)
+        if estimate.peak_bytes > self.limit:
+            raise self._infeasible(schedule, estimate.peak_bytes)
+        return self._record(self.problem.model.plan(schedule), estimate, None, self.problem.model.seconds(schedule))
+
+    def _estimate(self, schedule: Schedule, modelled: int, offset: int) -> MemoryEstimate:
+        kept = self.problem.model.kept_bytes(schedule)
+        peak, arguments = modelled + offset, self.problem.argument_bytes
+        return MemoryEstimate(peak, arguments, kept, max(peak - arguments - kept, 0))
+
+    def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
+        problem = self.problem
+        return replace(
+            made,
+            budget=self.limit,
+            target=problem.target.name,
+            predicted=estimate,
+            measured=report,
+            measured_bytes=None if report is None else report.peak_bytes,
+            unplanned_bytes=None if problem._unplanned is None else problem._unplanned.peak_bytes,
+            overhead=seconds / problem.model.step_seconds if problem.model.step_seconds else 0.0,
+        )
+
+    def _infeasible(self, least: Schedule, needed: int | None = None) -> InfeasibleBudgetError:
+        known = self.problem._tries.get(least)
+        needed = needed or (known.compiled if known is not None else None)
+        text = "" if needed is None else f" The least budget found to fit is {needed} bytes ({format_bytes(needed)})."
+        return InfeasibleBudgetError(
+            f"budget must be enough for the plan that keeps least; got {format_bytes(self.limit)} ({self.limit} bytes).{text} "
+            "Use that, a smaller batch, or shard the arguments over more devices."
+        )
+
+
+def _per_device(args: Any) -> int:
+    """Returns the bytes of arguments on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(args):
+        sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", None)
+        if shape is None:
+            continue
+        if sharding is not None and getattr(sharding, "num_devices", 1) > 1:
+            leaf = jax.ShapeDtypeStruct(sharding.shard_shape(tuple(shape)), leaf.dtype)
+        total += aval_bytes(leaf)
+    return total
+
+
+def _sharded(args: Any) -> bool:
+    return any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in jax.tree.leaves(args))

@@ -1,0 +1,160 @@
+"""Bytes per device: how the compiler lays the values of a function over several devices, read from its compiled pieces.
+
+A piece is what lies between two scans, or the body of one, run forward with a value of every shape for a result. Loops stay loops, so that this
+takes seconds for a model that takes a pod. Values of the same shape are taken to be laid out alike, cotangents as what they belong to.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxckpt import _compat
+from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.memory.liveness import FUSED
+from jaxckpt.memory.report import abstract, output_shardings
+from jaxckpt.memory.targets import Target
+
+Shape = tuple[int, ...]
+SMALL = 2**16
+"""Elements up to which a value of an unknown layout is taken to be whole on every device."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How arrays lie over devices.
+
+    Attributes:
+      devices: how many there are.
+      fractions: shape -> share of an array of that shape that one device holds.
+    """
+
+    devices: int = 1
+    fractions: Mapping[Shape, float] | None = None
+
+    def fraction(self, shape: Shape) -> float:
+        """Returns the share of an array that one device holds."""
+        if self.fractions is None:
+            return 1.0
+        if shape in self.fractions:
+            return self.fractions[shape]
+        return 1.0 if math.prod(shape) <= SMALL else 1 / self.devices
+
+    def applied(self, graph: Graph) -> Graph:
+        """Returns the graph with the bytes of every value per device."""
+        if self.fractions is None:
+            return graph
+        values = tuple(replace(v, bytes=math.ceil(v.bytes * self.fraction(v.shape))) for v in graph.values)
+        return replace(graph, values=values)
+
+
+WHOLE = Shards()
+"""On one device."""
+
+
+def read(graph: Graph, args: Sequence[Any], leaves: Sequence[Any], target: Target) -> Shards:
+    """Returns how the values of a graph lie over the target's devices.
+
+    Args:
+      graph: the function as traced.
+      args: the step's arguments, with their shardings.
+      leaves: the function's argument leaves.
+      target: of several devices.
+    """
+    layout: dict[Shape, Sharding] = {}
+    for leaf in [*leaves, *jax.tree.leaves(args)]:
+        sharding = getattr(abstract(leaf, target), "sharding", None)
+        if sharding is not None:
+            layout.setdefault(tuple(leaf.shape), sharding)
+    _Reader(graph, target, layout).body(graph.body)
+    fractions = {
+        shape: math.prod(sharding.shard_shape(shape)) / max(math.prod(shape), 1) for shape, sharding in layout.items()
+    }
+    return Shards(len(target.devices), fractions)
+
+
+class _Reader:
+    """Goes through a program piece by piece; `layout` (shape -> sharding) grows with each.
+
+    One value of each shape is asked for: with every value for a result a piece would not fit the devices.
+    """
+
+    def __init__(self, graph: Graph, target: Target, layout: dict[Shape, Sharding]) -> None:
+        self.graph, self.target, self.layout = graph, target, layout
+
+    def body(self, body: Body) -> None:
+        """Reads the layouts of the values of a body."""
+        start = 0
+        for place, op in enumerate([*body.ops, None]):
+            if op is not None and op.primitive != "scan":
+                continue
+            self._piece(body.ops[start:place])
+            if op is not None:
+                self._scan(op)
+            start = place + 1
+
+    def _piece(self, ops: Sequence[Op]) -> None:
+        asked: dict[Shape, Any] = {}
+        for op in sorted(ops, key=lambda op: op.primitive in FUSED):
+            for var, index in zip(op.equation.outvars, op.outputs):
+                shape = self.graph.values[index].shape
+                if shape not in self.layout and math.prod(shape) > SMALL and not isinstance(var, _compat.DropVar):
+                    asked.setdefault(shape, var)
+        if not asked:
+            return
+        made = {index: var for op in ops for var, index in zip(op.equation.outvars, op.outputs)}
+        given: dict[int, Any] = {}
+        eqns = []
+        for op in ops:
+            operands = iter(op.inputs)
+            invars = []
+            for var in op.equation.invars:
+                if not isinstance(var, _compat.Literal):
+                    index = next(operands)
+                    var = made[index] if index in made else given.setdefault(index, _compat.fresh_var(var.aval))
+                invars.append(var)
+            eqns.append(op.equation.replace(invars=invars))
+        debug = _compat.open_jaxpr(self.graph.jaxpr).debug_info
+        jaxpr = _compat.build_jaxpr([], list(given.values()), list(asked.values()), eqns, debug)
+        structs = [
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=self.layout.get(tuple(var.aval.shape)))
+            for var in given.values()
+        ]
+        run = functools.partial(_compat.eval_jaxpr, jaxpr, [])
+        found = output_shardings(lambda *xs: run(*xs), *structs, target=self.target)
+        self.layout.update(zip(asked, found))
+
+    def _scan(self, op: Op) -> None:
+        body = op.bodies[0]
+        consts, carries = _compat.num_scan_consts_carry(dict(op.params))
+        for index in body.inputs[consts + carries :]:
+            row = self.graph.values[index].shape
+            self._take(row, _row(self.layout.get((op.params["length"], *row))))
+        self.body(body)
+        for outer in op.outputs[carries:]:
+            shape = self.graph.values[outer].shape
+            self._take(shape, _stacked(self.layout.get(shape[1:])))
+
+    def _take(self, shape: Shape, sharding: Sharding | None) -> None:
+        if sharding is not None:
+            self.layout.setdefault(shape, sharding)
+
+
+def _row(sharding: Sharding | None) -> Sharding | None:
+    """Returns the layout of one row of an array."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def _stacked(sharding: Sharding | None) -> Sharding | None:
+    """Returns the layout of rows that are stacked."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

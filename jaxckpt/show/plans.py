@@ -1,0 +1,327 @@
+"""What is shown of plans and frontiers: as text, as pictures, as pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
+
+from jaxckpt.core.units import format_bytes
+from jaxckpt.show import html, plot, table
+from jaxckpt.show.tree import plan_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from jaxckpt.core.graph import Graph
+    from jaxckpt.planner.figures import PlanFigures
+    from jaxckpt.planner.frontier import Frontier, Point, Way
+
+
+def plan_cells(figures: PlanFigures) -> list[tuple[str, str, str]]:
+    """Returns (what, how much, in relation to what) for each figure of a plan."""
+    point, unplanned = figures.point, figures.unplanned
+    plan = point.plan
+    assert plan is not None, "where no plan fits there is an error instead"
+    whole = unplanned.peak_bytes
+
+    def share(size: int) -> str:
+        return f"{size / whole:.1%}" if whole else ""
+
+    cells = []
+    if whole is not None:
+        cells.append(("peak without a plan", format_bytes(whole), ""))
+    cells.append(("budget", format_bytes(point.budget_bytes), share(point.budget_bytes)))
+    if point.peak_bytes is not None:
+        cells.append(("peak, compiled", format_bytes(point.peak_bytes), share(point.peak_bytes)))
+    if point.predicted_bytes is not None:
+        error = point.prediction_error
+        beside = share(point.predicted_bytes) if error is None else f"{error:+.1%} off"
+        cells.append(("peak, predicted", format_bytes(point.predicted_bytes), beside))
+    if plan.predicted is not None and plan.predicted.kept_bytes:
+        cells.append(("kept for the backward pass", format_bytes(plan.predicted.kept_bytes), ""))
+    more = (point.flops or 0) - unplanned.flops
+    cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{figures.recompute:+.1%} of the step's"))
+    cells.append(("time by the target's rates", "", f"{figures.overhead:+.1%}"))
+    if figures.times is not None:
+        planned, bare = figures.times
+        on = f"{planned / bare:.2f} × the {table.format_seconds(bare)} of the step as it is, run on {figures.timed_on}"
+        cells.append(("time of a step", table.format_seconds(planned), on))
+    return cells
+
+
+def plan_view(figures: PlanFigures, graph: Graph, title: str) -> Group:
+    """Returns what is printed of a plan: its figures, and its regions as a tree.
+
+    Args:
+      figures: what it brings and costs.
+      graph: of the function that it was made for.
+      title: what was planned.
+    """
+    shown = table.plain_table(show_header=False)
+    for i in range(3):
+        shown.add_column(justify="right" if i == 1 else "left")
+    for cells in plan_cells(figures):
+        shown.add_row(*map(Text, cells))
+    plan = figures.point.plan
+    assert plan is not None
+    return table.titled(title, shown, advice="\n".join(plan_lines(plan, graph)))
+
+
+# ------------------------------------------------------------------------------------------------------------- the frontier
+
+FRONTIER_NOTE = (
+    "peak: compiled, arguments and outputs and all. predicted: before that plan was compiled. recomputed: FLOPs beyond those of the step as it "
+    "is; time: by the target's rates."
+)
+BESIDE_NOTE = " beside it: the cheapest other way that needs no more memory than the plan."
+
+
+def _note(frontier: Frontier) -> str:
+    return FRONTIER_NOTE + (BESIDE_NOTE if frontier.others else "")
+
+
+def frontier_cells(frontier: Frontier) -> tuple[list[str], list[list[str]]]:
+    """Returns the table's header and rows as text; the terminal, the page and the benchmarks show the same."""
+    header = ["budget", "peak", "of budget", "predicted", "error", "recomputed", "time"]
+    if frontier.others:
+        header += ["beside it", "recomputed", "time"]
+    return header, [_point_cells(frontier, point) for point in frontier.points]
+
+
+def _point_cells(frontier: Frontier, point: Point) -> list[str]:
+    width = 10 if frontier.others else 7
+    budget = f"{point.budget}" if isinstance(point.budget, str) else format_bytes(point.budget_bytes)
+    if point.plan is None:
+        return [budget, "no plan fits", *[""] * (width - 2)]
+    cells = [budget]
+    cells += (
+        ["", ""]
+        if point.peak_bytes is None
+        else [format_bytes(point.peak_bytes), f"{point.peak_bytes / point.budget_bytes:.1%}"]
+    )
+    cells.append("" if point.predicted_bytes is None else format_bytes(point.predicted_bytes))
+    cells.append("" if point.prediction_error is None else f"{point.prediction_error:+.1%}")
+    cells += [f"{frontier.recompute(point):+.1%}", f"{frontier.overhead(point):+.1%}"]
+    if frontier.others:
+        best = frontier.best_other(point)
+        cells += (
+            ["none", "", ""]
+            if best is None
+            else [best.name, f"{frontier.recompute(best):+.1%}", f"{frontier.overhead(best):+.1%}"]
+        )
+    return cells
+
+
+def frontier_view(frontier: Frontier) -> Group:
+    """Returns what is printed of a frontier: its table, what the columns mean, and why budgets have no plan."""
+    header, rows = frontier_cells(frontier)
+    shown = table.plain_table()
+    for i, name in enumerate(header):
+        shown.add_column(name, justify="right" if i not in (0, 7) else "left", no_wrap=i != 7, overflow="fold")
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    unplanned = (
+        ""
+        if frontier.unplanned.peak_bytes is None
+        else f"; as it is the step needs {format_bytes(frontier.unplanned.peak_bytes)}"
+    )
+    infeasible = next((point.why for point in reversed(frontier.points) if point.plan is None), "")
+    return table.titled(f"Plans on {frontier.target}{unplanned}", shown, _note(frontier), infeasible)
+
+
+# ----------------------------------------------------------------------------------------------------------------- pictures
+
+LABELLED = 12
+"""Other ways have their names in the picture if there are no more of them."""
+MEASURES = {
+    "seconds": "time of recomputation by the target's rates, in % of the step",
+    "flops": "recomputed FLOPs, in % of the step",
+}
+
+
+def save_frontier(frontier: Frontier, path: str | os.PathLike[str]) -> None:
+    """Writes the picture of a frontier: peak against recomputation; raises as `jaxckpt.show.plot.save_comparison`."""
+    plot.save(path, lambda: frontier_figure(frontier))
+
+
+def frontier_figure(
+    frontier: Frontier, chosen: Point | None = None, *, title: str | None = None, measures: Sequence[str] = ("seconds",)
+) -> Figure:
+    """Returns the figure of peak memory against recomputation: plans as a line, other ways as points.
+
+    Args:
+      frontier: what to draw; plans that were not compiled are drawn at their predicted peak, hollow.
+      chosen: a plan to point out, with its budget as a line.
+      title: above the figure; None for one of its own, "" for none.
+      measures: of recomputation, a panel for each: "seconds" by the target's rates, "flops".
+    """
+    plot.require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    if title is None:
+        title = f"Memory against recomputation on {frontier.target}"
+    with matplotlib.rc_context(plot.STYLE):
+        figure = Figure(
+            figsize=(7.6 if len(measures) == 1 else 6.4 * len(measures), 4.8), dpi=150, layout="constrained"
+        )
+        for place, (axes, measure) in enumerate(
+            zip(figure.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures)
+        ):
+            _frontier(axes, frontier, chosen, measure, legend=place == len(measures) - 1)
+            if title and not place:
+                plot.add_title(axes, title)
+    return figure
+
+
+def _frontier(axes: Axes, frontier: Frontier, chosen: Point | None, measure: str, legend: bool) -> None:
+    base = getattr(frontier.unplanned, measure) or 1
+
+    def x(way: Way | Point) -> float:
+        return 100 * ((getattr(way, measure) or 0) / base - 1)
+
+    ways = [way for way in (frontier.unplanned, *frontier.others) if way.peak_bytes is not None]
+    planned = [point for point in frontier.points if point.plan is not None]
+    sizes = [way.peak_bytes or 0 for way in ways] + [_peak(point) for point in planned]
+    unit, divisor = plot.unit_of(max(sizes, default=1))
+    # What needs far more than the step as it is says nothing about saving, and would squeeze all the rest.
+    top = 1.12 * min(max(sizes, default=1), 1.3 * (frontier.unplanned.peak_bytes or max(sizes, default=1))) / divisor
+    drawn: list[Way | Point] = [*ways, *planned, *([chosen] if chosen is not None else [])]
+    right = max([x(way) for way in drawn] + [1.0])
+    axes.set_xlim(-0.05 * right, 1.12 * right)
+    axes.set_ylim(0, top)
+    axes.set_xlabel(MEASURES[measure])
+    axes.set_ylabel(f"peak of the step ({unit})")
+    axes.grid(color=plot.FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    if chosen is not None:
+        axes.axhline(
+            chosen.budget_bytes / divisor, color=plot.LINES[1], linewidth=1.1, linestyle="--", zorder=2, label="budget"
+        )
+    shown = [way for way in ways[1:] if (way.peak_bytes or 0) / divisor <= top]
+    if shown:
+        axes.plot(
+            [x(way) for way in shown], [(way.peak_bytes or 0) / divisor for way in shown], "o", markersize=5.5,
+            markerfacecolor="white", markeredgecolor=plot.GREY, zorder=3, label="placed by hand",
+        )  # fmt: skip
+    # Points in one place get one name; more than a few names would hide what they name.
+    places: dict[tuple[float, float], list[str]] = {}
+    for way in shown if len(shown) <= LABELLED else ():
+        places.setdefault((round(x(way), 1), round((way.peak_bytes or 0) / divisor, 1)), []).append(way.name)
+    for place, names in places.items():
+        axes.annotate(
+            ", ".join(names), place, (5, 4), textcoords="offset points", fontsize=7.5, color=plot.GREY, zorder=3
+        )
+    _plan_line(axes, [(x(point), _peak(point) / divisor, point.peak_bytes is not None) for point in planned])
+    if frontier.unplanned.peak_bytes is not None:
+        axes.plot(
+            0, frontier.unplanned.peak_bytes / divisor, "s", markersize=6.5, color=plot.INK, zorder=4, label="as it is"
+        )
+    if chosen is not None and chosen.plan is not None:
+        name = "this plan" + ("" if chosen.peak_bytes is not None else ", predicted")
+        axes.plot(x(chosen), _peak(chosen) / divisor, "*", markersize=15, color=plot.LINES[1], zorder=6, label=name)
+    if legend:
+        axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor=plot.FAINT, fontsize=8.5)
+
+
+def _plan_line(axes: Axes, points: list[tuple[float, float, bool]]) -> None:
+    points = sorted(points, key=lambda place: place[1])
+    if not points:
+        return
+    compiled = all(done for *_, done in points)
+    axes.plot(
+        [x for x, *_ in points], [y for _, y, _ in points], "-" if compiled else ":", color=plot.FRONT, linewidth=1.6,
+        marker="o", markersize=6, markerfacecolor=plot.FRONT if compiled else "white", zorder=5,
+        label="planner" if compiled else "planner, predicted",
+    )  # fmt: skip
+
+
+def _peak(point: Point) -> int:
+    return point.peak_bytes or point.predicted_bytes or 0
+
+
+# -------------------------------------------------------------------------------------------------------------------- pages
+
+
+def plan_page(figures: PlanFigures, graph: Graph, title: str, frontier: Frontier) -> str:
+    """Returns the page of a plan: figures, regions, the picture, the compiled step's timeline and largest buffers.
+
+    Raises:
+      MissingPackageError: matplotlib, which draws the pictures, is not installed.
+    """
+    plan = figures.point.plan
+    assert plan is not None
+    rows = "".join(
+        f"<tr><td>{html.escape(what)}</td><td>{html.escape(much)}</td><td>{html.escape(beside)}</td></tr>"
+        for what, much, beside in plan_cells(figures)
+    )
+    tree = html.escape("\n".join(plan_lines(plan, graph)))
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<table>{rows}</table>",
+        "<h2>What is kept where</h2>",
+        f'<div class="wide"><pre>{tree}</pre></div>',
+        "<h2>Memory against recomputation</h2>",
+        html.image(
+            frontier_figure(frontier, figures.point, title=""),
+            "Peak against the time of recomputation, of this plan, of plans for other budgets, and of the step as it is.",
+        ),
+        *_frontier_parts(frontier),
+    ]
+    report = plan.measured
+    if report is not None:
+        parts += [
+            "<h2>Live bytes over the planned step</h2>",
+            html.image(
+                plot.timelines_figure({"planned": report}, title=False),
+                "Bytes that are live at each point of the compiled schedule.",
+            ),
+            "<h2>Largest buffers at the peak</h2>",
+            f'<div class="wide">{html.buffers_of(report)}</div>',
+        ]
+    return html.page(title, parts)
+
+
+def frontier_page(frontier: Frontier, title: str) -> str:
+    """Returns the page of a frontier: table and picture; raises as `plan_page`."""
+    picture = html.image(frontier_figure(frontier, title=""), "Peak against the time of recomputation.")
+    return html.page(title, [f"<h1>{html.escape(title)}</h1>", picture, *_frontier_parts(frontier)])
+
+
+def _frontier_parts(frontier: Frontier) -> list[str]:
+    if all(point.peak_bytes is None for point in frontier.points):
+        return []
+    return [
+        f'<div class="wide">{_frontier_table(frontier)}</div>',
+        f'<p class="soft">{html.escape(_note(frontier))}</p>',
+        _others(frontier),
+    ]
+
+
+def _others(frontier: Frontier) -> str:
+    if not frontier.others:
+        return ""
+    rows = [
+        [
+            way.name,
+            "" if way.peak_bytes is None else format_bytes(way.peak_bytes),
+            f"{frontier.recompute(way):+.1%}",
+            f"{frontier.overhead(way):+.1%}",
+        ]
+        for way in sorted((frontier.unplanned, *frontier.others), key=lambda way: way.peak_bytes or 0)
+    ]
+    return html.details("Placed by hand", html.table_of(["way", "peak", "recomputed", "time"], rows))
+
+
+def _frontier_table(frontier: Frontier) -> str:
+    return html.table_of(*frontier_cells(frontier))
+
+
+def frontier_fragment(frontier: Frontier) -> str:
+    """Returns the frontier's table for a notebook."""
+    return html.fragment(_frontier_table(frontier), _note(frontier))

@@ -1,0 +1,207 @@
+"""A plan as a tree: what runs in order, what of it is kept, what is computed again."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxckpt.core.units import format_bytes
+from jaxckpt.show import table
+
+if TYPE_CHECKING:
+    from jaxckpt.core.actions import Action
+    from jaxckpt.core.graph import Graph, Op, Value
+    from jaxckpt.core.plan import Loop, Plan, Region
+
+NAMED = 6
+"""So many kinds of kept values of a region are listed by name,"""
+LISTED = 0.01
+"""if they are at least this share of what the region keeps."""
+LONGEST_PATTERN = 12
+"""Regions that come again after so many others at most are told once, with how often."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Operations start..stop of a function and what the plan says of them: a region, a loop, or nothing."""
+
+    start: int
+    stop: int
+    region: Region | None = None
+    loop: Loop | None = None
+
+
+def plan_lines(plan: Plan, graph: Graph) -> list[str]:
+    """Returns a plan as the lines of a tree: what runs in order, what of it is kept and what is computed again.
+
+    What comes again and again (the blocks of a model) is told once, with how often.
+    """
+    plan.check(graph)
+    if not plan.regions and not plan.loops:
+        return ["The step fits as it is: nothing is recomputed."]
+    return [
+        "In the order in which it runs:",
+        *_tree(_stretches(plan.regions, plan.loops, 0, len(graph.ops)), graph, ""),
+    ]
+
+
+def _stretches(regions: Sequence[Region], loops: Sequence[Loop], start: int, stop: int) -> list[_Stretch]:
+    """Returns what covers the operations start..stop in order, gaps included."""
+    pieces = [_Stretch(region.start, region.stop, region=region) for region in regions]
+    inside = [(piece.start, piece.stop) for piece in pieces]
+    pieces += [
+        _Stretch(loop.op, loop.op + 1, loop=loop)
+        for loop in loops
+        if start <= loop.op < stop and not any(a <= loop.op < b for a, b in inside)
+    ]
+    covered, at = [], start
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if piece.start > at:
+            covered.append(_Stretch(at, piece.start))
+        covered.append(piece)
+        at = piece.stop
+    return [*covered, *([_Stretch(at, stop)] if at < stop else [])]
+
+
+def _tree(stretches: Sequence[_Stretch], graph: Graph, indent: str) -> Iterator[str]:
+    groups = list(_groups(stretches, graph))
+    for place, (first, count) in enumerate(groups):
+        last = place == len(groups) - 1
+        branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
+        if len(first) == 1:
+            yield from _piece(first[0], graph, indent + branch, indent + under, count)
+            continue
+        yield f"{indent}{branch}{count} times, operations {first[0].start}–{first[0].start + count * _length(first)}:"
+        yield from _tree(first, graph, indent + under)
+
+
+def _length(stretches: Sequence[_Stretch]) -> int:
+    return stretches[-1].stop - stretches[0].start
+
+
+def _groups(stretches: Sequence[_Stretch], graph: Graph) -> Iterator[tuple[Sequence[_Stretch], int]]:
+    """Yields (pattern, how often it comes in a row), so that what is told is shortest at each point."""
+    kinds = [_kind(piece, graph) for piece in stretches]
+    at = 0
+    while at < len(stretches):
+        best, times = 1, 1
+        for length in range(1, min(LONGEST_PATTERN, len(stretches) - at) + 1):
+            pattern, count = kinds[at : at + length], 1
+            while kinds[at + count * length : at + (count + 1) * length] == pattern:
+                count += 1
+            if count > 1 and length * (count - 1) > best * (times - 1):
+                best, times = length, count
+        yield stretches[at : at + best], times
+        at += best * times
+
+
+def _kind(piece: _Stretch, graph: Graph) -> Any:
+    """Returns what two stretches have in common that are told as one: operations, shapes, and what is kept, by its place."""
+    ops = graph.ops[piece.start : piece.stop]
+    program = tuple((op.primitive, tuple(graph.values[i].shape for i in op.outputs)) for op in ops)
+    return program, _treatment(piece, graph, piece.start)
+
+
+def _treatment(piece: _Stretch, graph: Graph, origin: int) -> Any:
+    if piece.loop is not None:
+        first = min((i for run in piece.loop.runs for i in run.actions), default=0)
+        return tuple(
+            (run.count, run.segments, tuple(sorted(i - first for i in run.actions))) for run in piece.loop.runs
+        )
+    if piece.region is None:
+        return None
+    where = {
+        index: (place, i)
+        for place, op in enumerate(graph.ops[piece.start : piece.stop])
+        for i, index in enumerate(op.outputs)
+    }
+    kept = tuple(sorted((str(where.get(index, index)), repr(action)) for index, action in piece.region.actions.items()))
+    inner = tuple(
+        (
+            region.start - origin,
+            region.stop - origin,
+            _treatment(_Stretch(region.start, region.stop, region), graph, origin),
+        )
+        for region in piece.region.regions
+    )
+    return kept, inner
+
+
+def _piece(piece: _Stretch, graph: Graph, first: str, rest: str, count: int) -> Iterator[str]:
+    ops = graph.ops[piece.start : piece.stop]
+    times = f"{count} times " if count > 1 else ""
+    where = f"{times}{_what(ops)}  (operations {piece.start}–{piece.start + count * (piece.stop - piece.start)})"
+    if piece.loop is not None:
+        yield f"{first}{where}"
+        yield from _loop_lines(piece.loop, graph, rest)
+    elif piece.region is None:
+        yield f"{first}{where}: left to JAX, which keeps what derivatives need"
+    else:
+        yield f"{first}{where}: {_keeps(piece.region.actions, graph)}{' each' if count > 1 and piece.region.actions else ''}"
+        yield from _value_lines(piece.region.actions, graph, rest)
+        if piece.region.regions:
+            yield f"{rest}runs again as"
+            yield from _tree(_stretches(piece.region.regions, (), piece.start, piece.stop), graph, rest)
+
+
+def _loop_lines(loop: Loop, graph: Graph, indent: str) -> Iterator[str]:
+    for place, run in enumerate(loop.runs):
+        last = place == len(loop.runs) - 1
+        branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
+        segments = "".join(f", in segments of {length}" for length in run.segments)
+        yield f"{indent}{branch}{run.count} iterations{segments}: {_keeps(run.actions, graph, each=True)}"
+        yield from _value_lines(run.actions, graph, indent + under, each=True)
+
+
+def _keeps(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> str:
+    kept = [graph.values[index] for index in actions]
+    if not kept:
+        return "keeps the carry of each" if each else "keeps what goes in and out"
+    size = format_bytes(sum(value.bytes if each else value.kept_bytes for value in kept))
+    return f"keeps {len(kept)} {'value' if len(kept) == 1 else 'values'}, {size}{' of each, and its carry' if each else ''}"
+
+
+def _value_lines(actions: Mapping[int, Action], graph: Graph, indent: str, each: bool = False) -> Iterator[str]:
+    """Yields what is kept, the largest first; what differs in nothing but its place is one line."""
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for index, action in sorted(actions.items()):
+        value = graph.values[index]
+        name = _name(value) if action.kind == "save" else f"{action.kind} {_name(value)}"
+        kind = (name, table.format_array(value.dtype, value.shape), pathlib.PurePath(value.source).name)
+        alike.setdefault(kind, []).append(value.bytes if each else value.kept_bytes)
+    lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
+    least = LISTED * sum(sum(sizes) for _, sizes in lines)
+    listed = [line for line in lines[:NAMED] if sum(line[1]) >= least]
+    for (name, array, source), sizes in listed:
+        count = f"{len(sizes)} × " if len(sizes) > 1 else ""
+        yield f"{indent}{format_bytes(sum(sizes)):>10}  {count + name:40} {array:26} {source}".rstrip()
+    if rest := lines[len(listed) :]:
+        size = format_bytes(sum(sum(sizes) for _, sizes in rest))
+        others = sum(len(sizes) for _, sizes in rest)
+        yield f"{indent}{size:>10}  {others} smaller {'one' if others == 1 else 'ones'}"
+
+
+def _name(value: Value) -> str:
+    if value.tags:
+        return value.tags[0]
+    return "/".join(filter(None, (value.scope, value.primitive))) or value.label
+
+
+def _what(ops: Sequence[Op]) -> str:
+    """Returns what a stretch is of, in the user's words: the scopes that it was traced in, or else the functions."""
+    if len(ops) == 1 and ops[0].bodies:
+        return f"{ops[0].primitive} of {_what(ops[0].bodies[0].ops)}"
+    scopes = list(dict.fromkeys(op.scope for op in ops if op.scope))
+    if not scopes:
+        sources = list(dict.fromkeys(pathlib.PurePath(op.source).name for op in ops if op.source))
+        return sources[0] + (f" to {sources[-1]}" if len(sources) > 1 else "") if sources else ops[0].primitive
+    parts = [scope.split("/") for scope in scopes]
+    common = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts))]
+    below = list(dict.fromkeys(part[len(common)] for part in parts if len(part) > len(common)))
+    head = "/".join(common)
+    if len(below) > 4:
+        below = [*below[:2], "…", below[-1]]
+    return ": ".join(filter(None, (head, ", ".join(below))))

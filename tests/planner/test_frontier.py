@@ -1,0 +1,73 @@
+"""frontier: one analysis for many budgets, what fits none has its place, and what is put beside is measured alike."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.core.graph import count_flops
+from jaxckpt.memory.report import measure
+from jaxckpt.planner import frontier as module
+from jaxckpt.planner.frontier import frontier
+
+ARGS = [jnp.zeros((32, 32))] * 10, jnp.ones((2048, 32))
+
+
+def loss(ws, x, wrap=lambda f: f):
+    layer = wrap(lambda x, w: jnp.tanh(x @ w))
+    for w in ws:
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def test_budgets_share_an_analysis_and_each_has_its_place(monkeypatch):
+    analysed = []
+    analyse = module.search.analyse
+    monkeypatch.setattr(
+        module.search, "analyse", lambda *args, **kwargs: analysed.append(1) or analyse(*args, **kwargs)
+    )
+    said = []
+    others = {"two": lambda ws, x: jax.checkpoint(functools.partial(loss, ws[:5]))(x) + loss(ws[5:], x)}
+    found = frontier(
+        loss, *ARGS, budgets=("2%", "45%", "80%"), target="cpu", others=others,
+        progress=lambda done, total, what: said.append((done, total, what)),
+    )  # fmt: skip
+    assert analysed == [1]
+    assert [point.budget for point in found.points] == ["2%", "45%", "80%"]
+    none, tight, wide = found.points
+    assert none.plan is None and none.why and none.peak_bytes is None
+    whole = measure(jax.value_and_grad(loss), *ARGS, target="cpu").peak_bytes
+    assert found.unplanned.peak_bytes == whole
+    for point in (tight, wide):
+        planned = jax.value_and_grad(point.plan.apply(loss))
+        assert point.peak_bytes == measure(planned, *ARGS, target="cpu").peak_bytes <= point.budget_bytes
+        assert point.flops == count_flops(planned, *ARGS)
+    assert found.recompute(tight) >= found.recompute(wide) > 0
+    assert found.others[0].peak_bytes == measure(jax.value_and_grad(others["two"]), *ARGS, target="cpu").peak_bytes
+    assert said[-1][0] == said[-1][1] and any("45%" in what for _, _, what in said)
+    values = found.to_json()
+    assert [point["fits"] for point in values["points"]] == [False, True, True]
+
+
+def test_without_verifying_nothing_is_compiled_but_the_step_as_it_is(monkeypatch):
+    problem = module.search.analyse(loss, *ARGS, target="cpu")
+    assert problem.unplanned.peak_bytes
+
+    def compiles(*args, **settings):
+        raise AssertionError("nothing is to be compiled")
+
+    monkeypatch.setattr(module.search, "measure", compiles)
+    monkeypatch.setattr(module, "measure", compiles)
+    found = module.sweep(problem, ("60%",), verify=False)
+    assert found.points[0].peak_bytes is None and found.points[0].predicted_bytes <= found.points[0].budget_bytes
+
+
+def test_what_is_no_budget_is_an_error():
+    with pytest.raises(ArgumentError, match="budgets must be at least one budget"):
+        frontier(loss, *ARGS, budgets=(), target="cpu")
+    with pytest.raises(ArgumentError, match="budget must be"):
+        frontier(loss, *ARGS, budgets=("half",), target="cpu")

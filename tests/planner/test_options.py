@@ -1,0 +1,156 @@
+"""What the analysis says of a stretch against what JAX does with it: bytes kept and matmuls run again."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from benchmarks.models import gpt, moe, resnet
+from jaxckpt import SAVE, Target
+from jaxckpt.core.emit import Named
+from jaxckpt.core.graph import count_flops, trace
+from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.planner.options import analyse
+from jaxckpt.planner.scans import analyse_scan
+from jaxckpt.planner.stages import active_values
+
+CPU = Target("cpu")
+
+
+def mlp(ws, x):
+    for w in ws:
+        x = jax.nn.gelu(x @ w)
+    return jnp.sum(x**2)
+
+
+def flash(w, x):
+    """A function with a derivative of its own, which keeps what it likes."""
+
+    @jax.custom_vjp
+    def mix(a):
+        return jnp.sin(a) * 2
+
+    mix.defvjp(lambda a: (jnp.sin(a) * 2, (jnp.cos(a),)), lambda res, ct: (2 * res[0] * ct,))
+    return jnp.sum(mix(x @ w) @ w)
+
+
+def branches(w, x):
+    x = jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(x @ w), lambda: x @ w)
+    return jnp.sum(jax.lax.sort(x, dimension=0) @ w)
+
+
+def programs():
+    x = jnp.ones((64, 32))
+    square = jnp.ones((32, 32)) / 32
+    yield "mlp", mlp, ([square] * 3, x)
+    yield "own derivative", flash, (square, x)
+    yield "branches", branches, (square, x)
+    for name, model, sizes in (("gpt", gpt.small, {"layers": 1}), ("moe", moe.small, {}), ("resnet", resnet.small, {})):
+        fun, args = model(**sizes)
+        yield name, lambda *a, fun=fun: jax.tree.leaves(fun(*a))[0], args
+
+
+def whole(fun, args):
+    graph = trace(fun, *args)
+    count = len(jax.tree.leaves(args[0]))
+    active = active_values(graph, range(count) if graph.values[0].kind == "argument" else _first(graph, count))
+    outputs = [index for index in graph.body.outputs if index is not None]
+    return graph, analyse(Named(graph, graph.body), 0, len(graph.ops), outputs, active, CPU)
+
+
+def _first(graph, count):
+    return [value.index for value in graph.values if value.kind == "argument"][:count]
+
+
+@pytest.mark.parametrize(("name", "fun", "args"), [pytest.param(*each, id=each[0]) for each in programs()])
+def test_every_choice_keeps_the_bytes_that_it_says(name, fun, args):
+    graph, found = whole(fun, args)
+    assert len(found.choices) > 1
+    for choice in found.choices[:: max(1, len(found.choices) // 4)]:
+        plan = Plan((Region(0, len(graph.ops), dict.fromkeys(choice.values, SAVE)),), graph.fingerprint)
+        kept = jaxckpt.residuals(plan.apply(fun), *args).kept_bytes
+        # JAX keeps on top what it computes at once from arguments alone (shapes' constants, indices, keys).
+        assert choice.bytes <= kept <= choice.bytes * 1.02 + 4096
+
+
+def test_more_bytes_are_fewer_seconds_and_the_dearest_choice_runs_no_matmul_again():
+    args = ([jnp.ones((32, 32))] * 3, jnp.ones((64, 32)))
+    graph, found = whole(mlp, args)
+    assert [c.bytes for c in found.choices] == sorted({c.bytes for c in found.choices})
+    assert [c.time.effort for c in found.choices] == sorted({c.time.effort for c in found.choices}, reverse=True)
+    matmul = 2 * 64 * 32 * 32
+    plain = count_flops(jax.grad(mlp), *args)
+
+    def again(choice):
+        plan = Plan((Region(0, len(graph.ops), dict.fromkeys(choice.values, SAVE)),), graph.fingerprint)
+        return count_flops(jax.grad(plan.apply(mlp)), *args) - plain
+
+    assert again(found.choices[-1]) < matmul
+    assert again(found.choices[0]) >= 3 * matmul
+
+
+def test_values_that_only_the_derivative_computes_cannot_be_kept():
+    graph, found = whole(flash, (jnp.ones((32, 32)), jnp.ones((64, 32))))
+    cosines = {op.outputs[0] for op in graph.walk() if op.primitive == "cos"}
+    assert not any(cosines & set(choice.values) for choice in found.choices)
+
+
+def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():
+    def fun(w, x):
+        return jnp.sum(jnp.sin(x @ w) * 3)
+
+    graph = trace(fun, jnp.ones((32, 32)), jnp.ones((64, 32)))
+    weights, data = (value.index for value in graph.values if value.kind == "argument")
+    outputs = [index for index in graph.body.outputs if index is not None]
+
+    def least(differentiated):
+        active = active_values(graph, differentiated)
+        return analyse(Named(graph, graph.body), 0, len(graph.ops), outputs, active, CPU).choices[0].work
+
+    assert least([weights, data]) > least([weights])
+
+
+# ------------------------------------------------------------------------------------------------------------------- scans
+
+
+def layers(ws, x):
+    return jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(jnp.sin(c @ w) @ w), None), x, ws)[0] ** 2)
+
+
+SCAN_ARGS = (jnp.ones((12, 32, 32)) / 32, jnp.ones((64, 32)))
+
+
+def scanned():
+    graph = trace(layers, *SCAN_ARGS)
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    weights = next(value.index for value in graph.values if value.kind == "argument")
+    from jaxckpt.planner.shards import Shards
+
+    found = analyse_scan(graph, graph.ops[place], active_values(graph, [weights]), CPU, Shards())
+    return graph, place, found
+
+
+def test_every_way_to_run_a_scan_keeps_the_bytes_that_it_says():
+    graph, place, found = scanned()
+    assert any(choice.runs and choice.runs[0].segments for choice in found.choices)
+    assert any(choice.runs and len(choice.runs) == 2 for choice in found.choices)
+    weights = SCAN_ARGS[0].nbytes  # other views of an argument may be counted as residuals, which costs no memory
+    carry = SCAN_ARGS[1].nbytes
+    for choice in found.choices:
+        loops = () if choice.runs is None else (Loop(place, choice.runs),)
+        plan = Plan((), graph.fingerprint, loops=loops)
+        kept = jaxckpt.residuals(lambda *args, plan=plan: plan.apply(layers)(*args), *SCAN_ARGS).kept_bytes
+        assert choice.bytes <= kept <= choice.bytes + 2 * weights + 2 * carry
+
+
+def test_the_fastest_way_runs_no_matmul_again_and_the_leanest_runs_them_all():
+    graph, place, found = scanned()
+    matmul, plain = 2 * 64 * 32 * 32, count_flops(jax.grad(layers), *SCAN_ARGS)
+
+    def again(choice):
+        loops = () if choice.runs is None else (Loop(place, choice.runs),)
+        return count_flops(jax.grad(Plan((), graph.fingerprint, loops=loops).apply(layers)), *SCAN_ARGS) - plain
+
+    ordered = sorted(found.choices, key=lambda c: c.time.effort)
+    assert again(ordered[0]) < matmul
+    assert again(min(found.choices, key=lambda c: c.bytes)) >= 24 * matmul

@@ -1,0 +1,278 @@
+"""plan: budgets held by the compiler, gradients kept, errors that say what to do."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxckpt
+from benchmarks.models import gpt, lstm, moe, resnet, unet
+from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
+from jaxckpt.core.graph import count_flops
+from jaxckpt.planner.search import COMPILES, analyse
+
+MIB = 2**20
+
+
+def loss(ws, x):
+    for w in ws:
+        x = jnp.tanh(jnp.tanh(x @ w) @ w.T)
+    return jnp.sum(x**2)
+
+
+ARGS = ([jnp.ones((64, 256)) / 64] * 12, jnp.ones((2048, 64)) / 8)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return analyse(loss, *ARGS, target="cpu")
+
+
+@pytest.mark.parametrize("share", [35, 50, 70, 90])
+def test_the_compiled_peak_is_within_the_budget_and_recomputation_buys_it(problem, share):
+    plan = problem.plan(f"{share}%")
+    peak = jaxckpt.measure(jax.value_and_grad(plan.apply(loss)), *ARGS, target="cpu").peak_bytes
+    assert peak == plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+    assert abs(plan.predicted.peak_bytes / peak - 1) < 0.15
+    flops, bare = (count_flops(jax.grad(f), *ARGS) for f in (plan.apply(loss), loss))
+    assert flops > bare if share < 90 else flops >= bare
+    assert 0 < plan.overhead < 1.5 or share == 90
+
+
+def test_less_memory_costs_more_recomputation(problem):
+    overheads = [problem.plan(f"{share}%").overhead for share in (35, 50, 70, 100)]
+    assert overheads == sorted(overheads, reverse=True) and overheads[-1] == 0.0
+
+
+def test_what_fits_as_it_is_gets_an_empty_plan(problem):
+    plan = problem.plan("100%")
+    assert plan.regions == () and plan.loops == () and plan.overhead == 0.0
+    assert plan.measured_bytes == plan.unplanned_bytes
+
+
+def test_an_infeasible_budget_names_one_that_fits(problem):
+    with pytest.raises(InfeasibleBudgetError, match="least budget found to fit is") as error:
+        problem.plan(problem.argument_bytes + MIB)
+    least = int(str(error.value).split("least budget found to fit is ")[1].split()[0])
+    for found in (problem.plan(least), jaxckpt.plan(loss, *ARGS, budget=least, target="cpu")):
+        assert found.measured_bytes <= least
+
+
+def test_at_most_so_many_compilations(problem):
+    what = []
+    fresh = analyse(loss, *ARGS, target="cpu")
+    fresh.plan(problem.unplanned.peak_bytes // 2, progress=lambda done, total, text: what.append(text))
+    assert 1 <= sum(text.startswith("compiling") for text in what) <= COMPILES and what[-1] == ""
+
+
+def test_without_verification_nothing_is_compiled(problem):
+    fresh = analyse(loss, *ARGS, target="cpu")
+    plan = fresh.plan(problem.unplanned.peak_bytes // 2, verify=False)
+    assert plan.measured is None and plan.measured_bytes is None and plan.regions
+    assert plan.predicted.peak_bytes <= plan.budget
+    assert fresh._unplanned is None
+
+
+@pytest.mark.parametrize("name", ["chain", "greedy", "sqrt"])
+def test_every_solver_keeps_the_budget(problem, name):
+    plan = problem.plan("60%", solver=name)
+    assert plan.measured_bytes <= plan.budget
+
+
+# ----------------------------------------------------------------------------------------------------------- models, gradients
+
+
+def _small_models():
+    yield "gpt", gpt.small(layers=2, real=True)
+    yield "gpt dropout", gpt.small(layers=2, dropout=0.1, real=True)
+    yield "resnet", resnet.small(real=True)
+    yield "unet", unet.small(real=True)
+    yield "lstm", lstm.small(real=True)
+    yield "moe", moe.small(real=True)
+
+
+@pytest.mark.parametrize(("name", "model"), [pytest.param(*each, id=each[0]) for each in _small_models()])
+def test_planned_gradients_equal_the_unplanned_ones(name, model):
+    fun, args = model
+    scalar = (lambda *a: fun(*a)[0]) if isinstance(jax.eval_shape(fun, *args), tuple) else fun
+    problem = analyse(scalar, *args, target="cpu")
+    table = problem.table
+    frontier = table.frontier()
+    reference = jax.jit(jax.value_and_grad(scalar))(*args)
+    planned = problem.model.plan(table.schedule(frontier[len(frontier) // 4][0])).apply(scalar)
+    assert jaxckpt.residuals(planned, *args).kept_bytes < jaxckpt.residuals(scalar, *args).kept_bytes
+    value = jax.jit(jax.value_and_grad(planned), compiler_options=jaxckpt.compiler_options() or None)(*args)
+    for got, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(reference), strict=True):
+        scale = float(jnp.max(jnp.abs(wanted))) + 1e-30
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=2e-5 * scale)
+
+
+def test_a_scanned_stack_is_planned_as_a_loop():
+    scanned, scan_args = gpt._factory(
+        gpt.Size(layers=6, width=128, heads=4, batch=8, tokens=128, vocabulary=512, dtype=jnp.float32), None, 1, False, scan=True
+    )  # fmt: skip
+    plan = jaxckpt.plan(scanned, *scan_args, budget="40%", target="cpu")
+    assert plan.loops and plan.measured_bytes <= plan.budget
+    assert "iterations" in plan.describe(analyse(scanned, *scan_args, target="cpu").graph)
+
+
+# ------------------------------------------------------------------------------------------------------------------- steps
+
+
+def test_a_train_step_counts_with_its_optimiser_and_donated_arguments():
+    optimiser = optax.adam(1e-3)
+    weights, x = ARGS
+    state = (weights, optimiser.init(weights))
+
+    def step(fun):
+        def train(state, x):
+            weights, memory = state
+            value, gradient = jax.value_and_grad(fun)(weights, x)
+            updates, memory = optimiser.update(gradient, memory)
+            return (optax.apply_updates(weights, updates), memory), value
+
+        return jax.jit(train, donate_argnums=0)
+
+    plan = jaxckpt.plan(loss, state, x, budget="60%", target="cpu", step=step)
+    assert plan.measured_bytes <= plan.budget
+    assert jaxckpt.measure(step(plan.apply(loss)), state, x, target="cpu").peak_bytes == plan.measured_bytes
+    copy = jax.tree.map(jnp.array, state)
+    np.testing.assert_allclose(step(plan.apply(loss))(copy, x)[1], loss(weights, x), rtol=1e-5)
+
+
+def test_a_plan_works_under_jit_grad_vmap_and_with_static_arguments(problem):
+    plan = problem.plan("50%")
+    planned = plan.apply(loss)
+    weights, x = ARGS
+    expected = jax.grad(loss)(weights, x)
+    batched = jax.jit(jax.vmap(jax.grad(planned), (None, 0)))(weights, jnp.stack([x, 2 * x]))
+    for got, wanted in zip(batched, expected):
+        np.testing.assert_allclose(got[0], wanted, rtol=1e-4, atol=1e-4)
+
+    def flagged(weights, x, flag):
+        return loss(weights, x) if flag else jnp.zeros(())
+
+    with_flag = plan.apply(lambda weights, x: flagged(weights, x, True))
+    np.testing.assert_allclose(jax.jit(with_flag)(weights, x), loss(weights, x), rtol=1e-5)
+
+
+def test_only_the_arguments_that_the_step_differentiates_have_gradients():
+    def both(a, b):
+        return jnp.sum(jnp.tanh(a @ b))
+
+    args = jnp.ones((64, 64)), jnp.ones((64, 64))
+    for argnums, count in ((0, 1), (1, 1), ((0, 1), 2)):
+        found = analyse(both, *args, target="cpu", step=lambda f, n=argnums: jax.grad(f, argnums=n))
+        assert sum(found.model.chain.span(0, found.model.chain.length).gradient for _ in "x") == count * 64 * 64 * 4
+
+
+# ------------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_saved_plan_gives_the_same_peak_in_a_fresh_process(problem, tmp_path):
+    plan = problem.plan("50%")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan and loaded.overhead == plan.overhead and loaded.measured is None
+    program = textwrap.dedent(f"""
+        import jax, jaxckpt
+        from tests.planner.test_search import ARGS, loss
+        plan = jaxckpt.Plan.load({str(path)!r})
+        print(jaxckpt.measure(jax.value_and_grad(plan.apply(loss)), *ARGS, target="cpu").peak_bytes)
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) == plan.measured_bytes
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: json.dumps({**json.loads(text), "regions": [{"start": 5}]}),
+        lambda text: json.dumps({**json.loads(text), "predicted": {"peak": 1}}),
+    ],
+)
+def test_a_spoilt_plan_file_says_so(problem, tmp_path, spoil):
+    path = tmp_path / "plan.json"
+    path.write_text(spoil(problem.plan("50%").to_json()))
+    with pytest.raises(PlanMismatchError, match="Plan anew"):
+        Plan.load(path)
+
+
+def test_a_plan_for_other_shapes_or_another_function_is_refused(problem):
+    plan = problem.plan("50%")
+    weights, x = ARGS
+    with pytest.raises(PlanMismatchError, match="another function, or other shapes"):
+        jax.eval_shape(plan.apply(loss), weights, x[:7])
+    with pytest.raises(PlanMismatchError):
+        jax.eval_shape(plan.apply(lambda ws, x: loss(ws[:3], x)), weights, x)
+
+
+# --------------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("budget", [0, -1, "12 GB or so", "101%", "0%", 1.5, None, True, "device"])
+def test_a_budget_that_is_none(problem, budget):
+    with pytest.raises(ArgumentError, match="budget"):
+        problem.plan(budget)
+
+
+def test_a_budget_below_the_arguments(problem):
+    with pytest.raises(InfeasibleBudgetError, match="arguments alone"):
+        problem.plan(problem.argument_bytes - 1)
+
+
+def test_the_user_s_own_error_comes_through():
+    def broken(w, x):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        jaxckpt.plan(broken, jnp.ones(3), jnp.ones(3), budget="1GiB")
+
+
+@pytest.mark.parametrize("step", [lambda f: f, lambda f: lambda *args: jnp.zeros(())])
+def test_a_step_that_takes_no_gradient(step):
+    with pytest.raises(NotDifferentiableError, match="step must differentiate"):
+        jaxckpt.plan(loss, *ARGS, budget="1GiB", step=step, target="cpu")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("fun", 3),
+        ("step", "grad"),
+        ("actions", ("offload",)),
+        ("actions", ("save",)),
+        ("costs", "guess"),
+        ("solver", "chian"),
+    ],
+)
+def test_other_arguments_that_are_none(argument, value):
+    fun, options = loss, {argument: value}
+    if argument == "fun":
+        fun, options = value, {}
+    with pytest.raises(ArgumentError, match=argument):
+        jaxckpt.plan(fun, *ARGS, budget="1GiB", target="cpu", **options)
+
+
+# ----------------------------------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.cuda
+def test_on_an_h100_that_is_not_here_a_plan_beats_a_checkpoint_around_each_block():
+    fun, args = gpt.gpt2(layers=4, batch=4)
+    blocks, _ = gpt.gpt2(jax.checkpoint, layers=4, batch=4)
+    problem = analyse(fun, *args, target="cuda:h100")
+    plan = problem.plan(int(1.02 * jaxckpt.measure(jax.value_and_grad(blocks), *args, target="cuda:h100").peak_bytes))
+    assert plan.measured_bytes <= plan.budget
+    assert abs(plan.predicted.peak_bytes / plan.measured_bytes - 1) < 0.1
+    flops = [count_flops(jax.value_and_grad(f), *args) for f in (fun, plan.apply(fun), blocks)]
+    assert flops[0] < flops[1] < flops[2]

@@ -1,0 +1,74 @@
+"""Where the chain is cut, and which stretches are equal."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models import gpt
+from jaxckpt.core.graph import trace
+from jaxckpt.planner import stages
+
+
+def cut(fun, args):
+    graph = trace(fun, *args)
+    return graph, stages.cuts(graph)
+
+
+def test_a_transformer_is_cut_where_only_the_residual_stream_is_live():
+    fun, args = gpt.small(layers=6)
+    graph, places = cut(fun, args)
+    live = stages.crossing(graph)
+    stream = 8 * 128 * 128 * 4
+    inner = [live[place] for place in places[2:-1]]
+    assert len(places) - 1 == 2 * 6 + 2
+    assert inner.count(stream) >= 2 * 6 - 1
+
+
+def test_equal_blocks_have_equal_digests_and_others_have_not():
+    fun, args = gpt.small(layers=6)
+    graph, places = cut(fun, args)
+    last, active = (
+        stages.last_uses(graph),
+        stages.active_values(graph, [v.index for v in graph.values if v.kind == "argument"]),
+    )
+    texts = [
+        stages.digest(graph, stages.stretch(graph, a, b, last), active, {}) for a, b in itertools.pairwise(places[2:-1])
+    ]
+    assert len(set(texts)) == 2
+    other, args = gpt.small(layers=6, batch=4)
+    graph2, places2 = cut(other, args)
+    part = stages.stretch(graph2, places2[3], places2[4], stages.last_uses(graph2))
+    assert stages.digest(graph2, part, active, {}) not in texts
+
+
+def test_a_scan_is_a_stage_of_its_own():
+    def fun(ws, x):
+        x = jnp.tanh(x @ ws[0])
+        x, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)
+        return jnp.sum(jnp.tanh(x @ ws[1]))
+
+    graph, places = cut(fun, (jnp.ones((5, 8, 8)), jnp.ones((4, 8))))
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    assert place in places and place + 1 in places
+
+
+def test_more_stages_than_can_be_planned_for_are_joined_in_equal_pairs():
+    def fun(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    graph, places = cut(fun, ([jnp.ones((8, 8))] * 100, jnp.ones((4, 8))))
+    assert len(places) - 1 >= 99
+    last, active = stages.last_uses(graph), frozenset[int]()
+    joined = stages.join(
+        graph, places, lambda a, b: stages.digest(graph, stages.stretch(graph, a, b, last), active, {}), most=30
+    )
+    assert len(joined) - 1 <= 30 and joined[0] == 0 and joined[-1] == len(graph.ops)
+    assert set(joined) <= set(places)
+
+
+def test_a_function_of_no_dear_operation_is_one_stage():
+    graph, places = cut(lambda x: jnp.sum(jnp.sin(x)), (jnp.ones(8),))
+    assert places == [0, len(graph.ops)]

@@ -1,0 +1,177 @@
+"""What is printed and drawn of plans and frontiers: all of what is kept, what comes again told once, pictures that hold every point."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxckpt.core.actions import OFFLOAD, SAVE
+from jaxckpt.core.graph import trace
+from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, Region, Run
+from jaxckpt.planner.figures import PlanFigures
+from jaxckpt.planner.frontier import Frontier, Point, Way
+from jaxckpt.show import plans, plot, table
+from jaxckpt.show.tree import plan_lines
+from jaxckpt.transforms.checkpoint import tag
+
+MIB = 2**20
+W, X = jnp.ones((64, 64)), jnp.ones((512, 64))
+
+
+def model(w, x):
+    for _ in range(6):
+        x = jnp.tanh(tag(x @ w, "up"))
+    return x.sum()
+
+
+GRAPH = trace(model, W, X)
+
+
+def made(op):
+    return GRAPH.ops[op].outputs[0]
+
+
+def text(regions, loops=(), graph=GRAPH):
+    return "\n".join(plan_lines(Plan(tuple(regions), graph.fingerprint, loops=tuple(loops)), graph))
+
+
+def test_equal_regions_are_told_once_with_how_often():
+    shown = text([Region(2 * i, 2 * i + 2, {made(2 * i): SAVE}) for i in range(1, 5)])
+    assert shown.count("keeps 1 value, 128.0 KiB each") == 1
+    assert "4 times" in shown and "(operations 2–10)" in shown
+    assert "up " in shown and "float32[512, 64]" in shown and "test_plans.py:" in shown
+    assert shown.count("left to JAX") == 2  # the first layer and what follows the last
+
+
+def test_a_pattern_that_comes_again_is_told_once():
+    regions = []
+    for start in (0, 4, 8):
+        regions += [Region(start, start + 2, {made(start): SAVE}), Region(start + 2, start + 4)]
+    shown = text(regions)
+    assert "3 times, operations 0–12:" in shown
+    assert shown.count("keeps what goes in and out") == 1 and shown.count("keeps 1 value") == 1
+
+
+def test_regions_that_keep_different_values_are_not_told_as_one():
+    shown = text([Region(0, 2, {made(0): SAVE}), Region(2, 4, {made(3): SAVE}), Region(4, 6, {made(4): OFFLOAD})])
+    assert "times" not in shown
+    assert shown.count("keeps 1 value") == 3 and "offload up" in shown
+
+
+def test_regions_within_regions_are_a_tree():
+    shown = text([Region(0, 8, {}, (Region(0, 4, {made(0): SAVE, made(2): SAVE}), Region(4, 8)))])
+    assert "runs again as" in shown and "2 × up" in shown
+    assert shown.index("operations 0–8") < shown.index("runs again as") < shown.index("operations 4–8")
+
+
+def test_small_values_are_added_up():
+    def several(w, x):
+        small = [jnp.sin(x[i]) for i in range(8)]
+        return (x @ w).sum() + sum(jnp.dot(a, a) for a in small)
+
+    graph = trace(several, W, X)
+    kept = {op.outputs[0]: SAVE for op in graph.ops if op.primitive in ("sin", "dot_general") and op.outputs}
+    kept = {i: action for i, action in kept.items() if graph.values[i].bytes > 4}
+    shown = text([Region(0, len(graph.ops), kept)], graph=graph)
+    assert "keeps 9 values, 130.0 KiB" in shown
+    assert "2.0 KiB" in shown  # the eight small ones, on one line
+
+
+def test_a_loop_is_told_by_its_runs():
+    def scanned(w, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(tag(x @ w, "up")), None), x, length=10)[0].sum()
+
+    graph = trace(scanned, W, X)
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    inner = graph.ops[place].bodies[0].ops[0].outputs[0]
+    shown = text([], [Loop(place, (Run(4, (), {inner: SAVE}), Run(6, (3,))))], graph)
+    assert "4 iterations: keeps 1 value, 128.0 KiB of each, and its carry" in shown
+    assert "6 iterations, in segments of 3: keeps the carry" in shown
+    assert "scan of" in shown
+
+
+def test_an_empty_plan_says_so():
+    assert text([]) == "The step fits as it is: nothing is recomputed."
+
+
+def figures(times=None, compiled=True):
+    peak = 58 * MIB if compiled else None
+    estimate = MemoryEstimate(60 * MIB, 10 * MIB, 30 * MIB, 20 * MIB)
+    plan = Plan(
+        (Region(0, 6),), GRAPH.fingerprint, budget=64 * MIB, target="cpu", predicted=estimate, measured_bytes=peak
+    )
+    unplanned = Way("as it is", 100 * MIB if compiled else None, 1000, 2.0)
+    return PlanFigures(Point("64MiB", 64 * MIB, plan, "", 1100, 2.1), unplanned, times, "cpu" if times else "")
+
+
+def test_the_figures_of_a_plan():
+    cells = {what: (much, beside) for what, much, beside in plans.plan_cells(figures((0.5, 0.25)))}
+    assert cells["peak without a plan"][0] == "100.0 MiB"
+    assert cells["budget"] == ("64.0 MiB", "64.0%")
+    assert cells["peak, compiled"] == ("58.0 MiB", "58.0%")
+    assert cells["peak, predicted"] == ("60.0 MiB", "+3.4% off")
+    assert cells["recomputation"] == ("100 FLOPs", "+10.0% of the step's")
+    assert cells["time by the target's rates"][1] == "+5.0%"
+    assert cells["time of a step"][0] == "500 ms" and cells["time of a step"][1].startswith("2.00 × the 250 ms")
+    shown = table.to_text(plans.plan_view(figures(), GRAPH, "Plan for a model"))
+    assert shown.startswith("Plan for a model") and "keeps what goes in and out" in shown
+
+
+def test_what_was_not_compiled_is_not_told():
+    cells = {what for what, _, _ in plans.plan_cells(figures(compiled=False))}
+    assert "peak, predicted" in cells and not cells & {"peak, compiled", "peak without a plan", "time of a step"}
+
+
+def some_frontier():
+    def planned(share, compiled=True):
+        plan = Plan(
+            (), "x", measured_bytes=share * MIB if compiled else None, predicted=MemoryEstimate(share * MIB, 0, 0, 0)
+        )
+        return Point(f"{share}%", share * MIB, plan, "", 1000 + (100 - share), 2.0 + (100 - share) / 100)
+
+    points = (
+        Point("10%", 10 * MIB, None, "The least budget found to fit is 29 MiB."),
+        *(planned(s) for s in (30, 60, 90)),
+    )
+    others = (
+        Way("each block", 55 * MIB, 1300, 2.6),
+        Way("does not fit", None, 1000, 2.0),
+        Way("huge", 900 * MIB, 1000, 2.0),
+    )
+    return Frontier("cpu", Way("as it is", 100 * MIB, 1000, 2.0), points, others)
+
+
+def test_a_frontier_as_a_table():
+    header, rows = plans.frontier_cells(some_frontier())
+    assert {len(row) for row in rows} == {len(header)}
+    assert rows[0][:2] == ["10%", "no plan fits"]
+    assert rows[1][7] == "none"  # nothing by hand is as small
+    assert rows[2][7:9] == ["each block", "+30.0%"]
+    shown = str(some_frontier())
+    assert "29 MiB" in shown and "100.0 MiB" in shown
+    assert "each block" in some_frontier()._repr_html_()
+
+
+def test_the_picture_has_every_point_that_is_no_more_than_a_third_above_the_step_as_it_is(tmp_path):
+    frontier = some_frontier()
+    figure = plans.frontier_figure(frontier, figures().point, measures=("flops", "seconds"))
+    assert len(figure.axes) == 2
+    (axes, _) = figure.axes
+    lines = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
+    assert lines["planner"][:, 1].tolist() == [30, 60, 90]
+    assert lines["planner"][:, 0] == pytest.approx([7, 4, 1])
+    assert lines["placed by hand"].tolist() == [[pytest.approx(30), 55]]
+    assert lines["as it is"].tolist() == [[0, 100]]
+    assert lines["this plan"].tolist() == [[pytest.approx(10), 58]]
+    assert set(lines["budget"][:, 1]) == {64}
+    frontier.plot(tmp_path / "frontier.svg")
+    assert "planner" in (tmp_path / "frontier.svg").read_text()
+    assert plot.render(figure, "png").startswith(b"\x89PNG")
+
+
+def test_pages_hold_all_of_it():
+    page = plans.plan_page(figures((0.5, 0.25)), GRAPH, "A <plan>", some_frontier())
+    assert "A &lt;plan&gt;" in page and "keeps what goes in and out" in page and "each block" in page
+    page = plans.frontier_page(some_frontier(), "Plans")
+    assert "no plan fits" in page and page.count("<img") == 1
