@@ -71,7 +71,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
     _target_option(parser)
     parser.add_argument("--solver", default="chain", metavar="NAME", help="what looks for the plan (chain)")
-    parser.add_argument("--costs", default="roofline", metavar="KIND", help="where seconds come from (roofline)")
+    parser.add_argument(
+        "--costs",
+        default="roofline",
+        metavar="KIND",
+        help="where seconds come from: roofline, or measured on this machine",
+    )
     parser.add_argument("--no-verify", action="store_true", help="compile nothing: the peak is predicted")
     parser.add_argument(
         "--frontier",

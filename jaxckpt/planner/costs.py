@@ -99,6 +99,11 @@ def timer(graph: Graph, target: Target, devices: int = 1) -> Callable[[Op], Time
     return time
 
 
+def scaled(time: Callable[[Op], Time], factor: float) -> Callable[[Op], Time]:
+    """Returns the function with all its times multiplied."""
+    return lambda op: factor * time(op)
+
+
 def is_dear(op: Op) -> bool:
     """Whether an operation costs what it computes rather than what it moves: not elementwise, no reduction, no move of data."""
     if op.bodies:

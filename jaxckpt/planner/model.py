@@ -110,6 +110,7 @@ def build(
     differentiated: Collection[int],
     target: Target,
     shards: Shards = WHOLE,
+    timed: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Returns the chain of a function, every stretch of it analysed.
@@ -119,16 +120,24 @@ def build(
       differentiated: the indices of arguments that are differentiated in.
       target: what it will run on.
       shards: how arrays lie over the target's devices; the graph's bytes are those on one.
+      timed: whether each distinct stretch is timed on the local device.
       progress: called as `progress(done, total, what)`.
     """
-    return _Builder(graph, differentiated, target, shards, progress or (lambda done, total, what: None)).build()
+    return _Builder(graph, differentiated, target, shards, timed, progress or (lambda done, total, what: None)).build()
 
 
 class _Builder:
     def __init__(
-        self, graph: Graph, differentiated: Collection[int], target: Target, shards: Shards, progress: Progress
+        self,
+        graph: Graph,
+        differentiated: Collection[int],
+        target: Target,
+        shards: Shards,
+        timed: bool,
+        progress: Progress,
     ) -> None:
         self.graph, self.target, self.shards, self.progress = graph, target, shards, progress
+        self.timed = timed
         self.differentiated = frozenset(differentiated)
         self.active = stages.active_values(graph, differentiated)
         self.last = stages.last_uses(graph)
@@ -228,10 +237,14 @@ class _Builder:
         if stages.is_scan(self.graph.ops[start]):
             key = f"{text}:{start}"  # its runs name values of its own body
             if key not in self.scans:
-                self.scans[key] = analyse_scan(self.graph, self.graph.ops[start], self.active, self.target, self.shards)
+                self.scans[key] = analyse_scan(
+                    self.graph, self.graph.ops[start], self.active, self.target, self.shards, self.timed
+                )
             return self.scans[key], {}
         if text not in self.analyses:
-            found = analyse(self.named, start, stop, part.outputs, self.active, self.target, part.outputs, self.shards)
+            found = analyse(
+                self.named, start, stop, part.outputs, self.active, self.target, part.outputs, self.shards, self.timed
+            )
             self.analyses[text] = found, {index: number for number, index in numbers.items()}
         found, there = self.analyses[text]
         return found, {index: numbers[number] for index, number in there.items()}

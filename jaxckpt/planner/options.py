@@ -20,8 +20,9 @@ from jaxckpt.memory.liveness import passed_on, stretch_peak
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import mincut
-from jaxckpt.planner.costs import Time, timer, total
+from jaxckpt.planner.costs import Time, scaled, timer, total
 from jaxckpt.planner.shards import WHOLE, Shards
+from jaxckpt.planner.timing import run_seconds
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def analyse(
     target: Target,
     carried_outputs: Collection[int] = (),
     shards: Shards = WHOLE,
+    timed: bool = False,
 ) -> Analysis:
     """Returns the choices that there are for the operations start..stop of a body.
 
@@ -80,10 +82,13 @@ def analyse(
       active: values that the derivative passes through.
       carried_outputs: those of the outputs that are kept anyway.
       shards: how arrays lie over the target's devices; all bytes are those on one.
+      timed: whether the stretch is run on the local device, and the roofline's times scaled to what that took.
     """
     joint = _Joint(named, start, stop, outputs, active)
     graph = shards.applied(joint.graph)
     time = timer(graph, target, shards.devices)
+    if timed and (expected := total(map(time, joint.forward)).seconds):
+        time = scaled(time, run_seconds(named.stretch(start, stop, outputs)[0]) / expected)
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     size = {index: graph.values[index].bytes for index in joint.origin}
     anyway = {index for index, original in joint.origin.items() if original in carried_outputs}

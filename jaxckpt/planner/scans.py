@@ -65,19 +65,21 @@ class _Sizes:
     arriving: int
 
 
-def analyse_scan(graph: Graph, op: Op, active: Collection[int], target: Target, shards: Shards) -> ScanAnalysis:
+def analyse_scan(
+    graph: Graph, op: Op, active: Collection[int], target: Target, shards: Shards, timed: bool = False
+) -> ScanAnalysis:
     """Returns the choices that there are for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
-      shards: as of `jaxckpt.planner.options.analyse`.
+      shards, timed: as of `jaxckpt.planner.options.analyse`.
     """
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
     inside = _active_inside(graph, op, active, consts, carries)
     made = {index for inner in body.ops for index in inner.outputs}
     outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
-    found = analyse(Named(graph, body), 0, len(body.ops), outputs, inside, target, shards=shards)
+    found = analyse(Named(graph, body), 0, len(body.ops), outputs, inside, target, shards=shards, timed=timed)
     length = op.params["length"]
 
     def total(indices: Collection[int], moving: bool = False) -> int:

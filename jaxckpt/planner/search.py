@@ -39,7 +39,7 @@ CLOSE = 0.02
 """A plan within this share below its budget is not tried to be bettered by another compilation."""
 MARGIN = 0.005
 """After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
-COSTS = ("roofline",)
+COSTS = ("roofline", "measured")
 
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
@@ -71,7 +71,8 @@ def plan(
       step: makes the step of a function: `jax.value_and_grad`, or a function that also has the optimiser's update in it, which calls
         the function that it is given and differentiates it.
       actions: what may become of a value: RECOMPUTE and SAVE.
-      costs: "roofline", seconds by the target's rates.
+      costs: "roofline", seconds by the target's rates; or "measured": each distinct stretch is run on the local device, which must be the
+        target, and its rates corrected by what that took.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
       solver: one of `jaxckpt.planner.solvers.SOLVERS`.
       progress: called before each piece of work.
@@ -119,6 +120,9 @@ def analyse(
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = resolve(target)
+    if costs == "measured" and not (resolved.local or resolved.platform == jax.default_backend() == "cpu"):
+        hint = "Leave out the target to plan for this machine."
+        raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
     seen = _observe(fun, step, args)
     graph = trace(fun, *seen.args, **seen.kwargs)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
@@ -129,7 +133,7 @@ def analyse(
             progress(0, 1, "reading how the compiler shards")
         shards = read(graph, args, jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
-    model = build(graph, differentiated, resolved, shards, progress)
+    model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
     return Problem(fun, args, step, resolved, graph, model)
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,25 @@ def test_a_scanned_stack_is_planned_as_a_loop():
     plan = jaxckpt.plan(scanned, *scan_args, budget="40%", target="cpu")
     assert plan.loops and plan.measured_bytes <= plan.budget
     assert "iterations" in plan.describe(analyse(scanned, *scan_args, target="cpu").graph)
+
+
+def test_measured_costs_are_seconds_of_this_machine():
+    found, rates = (analyse(loss, *ARGS, target="cpu", costs=costs) for costs in ("measured", "roofline"))
+    run = jax.jit(jax.value_and_grad(loss))
+    jax.block_until_ready(run(*ARGS))
+    start = time.perf_counter()
+    for _ in range(5):
+        jax.block_until_ready(run(*ARGS))
+    seconds = (time.perf_counter() - start) / 5
+    assert found.model.step_seconds != rates.model.step_seconds
+    assert seconds / 8 < found.model.step_seconds < 8 * seconds
+    plan = found.plan("60%")
+    assert plan.measured_bytes <= plan.budget
+
+
+def test_measured_costs_need_the_device_here():
+    with pytest.raises(ArgumentError, match="costs"):
+        analyse(loss, *ARGS, target="cuda:h100", costs="measured")
 
 
 # ------------------------------------------------------------------------------------------------------------------- steps
