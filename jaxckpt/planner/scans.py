@@ -23,9 +23,9 @@ from jaxckpt.planner.options import Analysis, Kept, analyse
 from jaxckpt.planner.shards import Shards
 from jaxckpt.planner.stages import spread
 
-MOST = 160
+MOST = 400
 """So many choices at most; those that save the fewest bytes over another go first."""
-_SPLITS = 7
+_SPLITS = 24
 _LENGTHS = 40
 
 

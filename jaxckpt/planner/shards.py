@@ -101,7 +101,8 @@ class _Reader:
 
     def _piece(self, ops: Sequence[Op]) -> None:
         asked: dict[Shape, Any] = {}
-        for op in sorted(ops, key=lambda op: op.primitive in FUSED):
+        # What the program says of a layout comes first, then results that are in memory.
+        for op in sorted(ops, key=lambda op: (op.primitive != "sharding_constraint", op.primitive in FUSED)):
             for var, index in zip(op.equation.outvars, op.outputs):
                 shape = self.graph.values[index].shape
                 if shape not in self.layout and math.prod(shape) > SMALL and not isinstance(var, _compat.DropVar):

@@ -139,3 +139,41 @@ def test_regions_must_be_in_order_and_inside():
         Plan((Region(0, 4), Region(3, 8)), "")
     with pytest.raises(PlanMismatchError, match="inside"):
         Region(2, 4, {}, (Region(0, 3),))
+
+
+# ------------------------------------------------------------------------------------------------------------- tied regions
+
+
+def _count(jaxpr, name):
+    return sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
+
+
+def test_a_tied_region_holds_its_cotangents_together_and_changes_no_value():
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    args = jnp.eye(8), jnp.ones((4, 8))
+    graph = jaxckpt.trace(fun, *args)
+    half = len(graph.ops) // 2
+    regions = Region(0, half, tied=True), Region(half, len(graph.ops), checkpoint=False, tied=True)
+    plan = Plan(regions, graph.fingerprint)
+    assert Plan.from_json(plan.to_json()) == plan
+    gradient = jax.grad(plan.apply(fun), argnums=(0, 1))
+    untied = Plan(tuple(Region(r.start, r.stop, checkpoint=r.checkpoint) for r in regions), graph.fingerprint)
+    barriers = [
+        _count(jax.make_jaxpr(jax.grad(p.apply(fun), argnums=(0, 1)))(*args).jaxpr, "optimization_barrier")
+        for p in (plan, untied)
+    ]
+    assert barriers[0] >= barriers[1] + 4  # one a region in the forward pass, and one in the backward pass
+    assert_trees_close(gradient(*args), jax.grad(fun, argnums=(0, 1))(*args))
+
+
+def test_a_region_that_is_no_checkpoint_keeps_what_jax_keeps():
+    def fun(x):
+        return jnp.sum(jnp.sin(jnp.sin(x)))
+
+    graph = jaxckpt.trace(fun, jnp.ones(100))
+    loose = Plan((Region(0, len(graph.ops), checkpoint=False, tied=True),), graph.fingerprint)
+    kept = jaxckpt.residuals(loose.apply(fun), jnp.ones(100)).kept_bytes
+    assert kept == jaxckpt.residuals(fun, jnp.ones(100)).kept_bytes > 0
+    assert "as they stand" in loose.describe(graph)
