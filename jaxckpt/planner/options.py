@@ -30,8 +30,8 @@ class Kept:
     """One choice.
 
     Attributes:
-      values: what is kept, besides what goes in and what later stretches use (indices of values).
-      bytes: of them.
+      values: what is kept, besides what goes in (indices of values).
+      bytes: of them, those that later stretches use not counted.
       time: of recomputation.
       work: bytes that recomputation and backward pass need at once, what is kept and goes in not counted, gradients counted.
     """
@@ -99,7 +99,8 @@ def analyse(
         own = [index for index in choice.kept if index not in anyway]
         # What is kept may be written over when it is used for the last time.
         peak = stretch_peak(graph, [*again, *joint.backward], joint.results, [*joint.arriving, *own], target.platform)
-        values = tuple(sorted(joint.origin[index] for index in own))
+        # What goes out is kept in any case, but the region has to be told if it needs it.
+        values = tuple(sorted(joint.origin[index] for index in choice.kept))
         choices.append(Kept(values, choice.bytes, total(map(time, again)), max(peak - choice.bytes, 0)))
     residual_bytes = sum(graph.values[index].bytes for index in joint.needed if index in joint.made)
     left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
