@@ -231,9 +231,23 @@ class Plan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        lines = [f"Plan for {self.fingerprint}"]
+        lines = [f"Plan for {self.fingerprint}{'' if self.target is None else f' on {self.target}'}"]
+        figures = {
+            "budget": self.budget,
+            "predicted": None if self.predicted is None else self.predicted.peak_bytes,
+            "compiled": self.measured_bytes,
+            "without a plan": self.unplanned_bytes,
+        }
+        known = [f"{name} {format_bytes(figure)}" for name, figure in figures.items() if figure is not None]
+        if self.overhead is not None:
+            known.append(f"recomputation {self.overhead:.1%} of the step's time")
+        lines += [f"  {', '.join(known)}"] if known else []
         for region, note in zip(self.regions, self.notes or ("",) * len(self.regions)):
-            lines.append(f"  ops {region.start}..{region.stop}: keeps {len(region.actions)} values {note}".rstrip())
+            kept = f"keeps {len(region.actions)} values " if region.checkpoint else ""
+            lines.append(f"  ops {region.start}..{region.stop}: {kept}{note}".rstrip())
+        for loop in self.loops:
+            runs = (f"{run.count} iterations{''.join(f' in {n}s' for n in run.segments)}" for run in loop.runs)
+            lines.append(f"  scan at {loop.op}: {', then '.join(runs)}")
         return "\n".join(lines)
 
 

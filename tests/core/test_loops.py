@@ -101,6 +101,7 @@ def test_a_loop_goes_through_json_and_prints():
     assert Plan.from_json(plan.to_json()) == plan
     text = plan.describe(graph)
     assert "8 iterations, in segments of 4" in text and "dot_general" in text
+    assert "8 iterations in 4s, then 4 iterations" in str(plan)
 
 
 @pytest.mark.parametrize("change", [lambda p: (p, Run(11)), lambda p: (p - 1, Run(12)), lambda p: (p, Run(13))])
