@@ -57,7 +57,7 @@ ROOTS = ("reduce_", "arg", "gather")
 IN_PLACE = ("scatter", "dynamic_update_slice", "scan", "while")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 _INLINED = (*_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "closed_call", "core_call")
-_BARRIER = "barrier"
+BARRIER = "optimization_barrier"
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], pl
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
-        yield _Step(_BARRIER, list(operands.values()), list(behind.values()))
+        yield _Step(BARRIER, list(operands.values()), list(behind.values()))
         here.update(behind)
         operands = behind
     own = [index for index in inner.inputs if index not in operands]
@@ -191,7 +191,7 @@ def _decide(steps: list[_Step], results: list[_Slot]) -> None:
     for slot in results:
         slot.stored = True
     for step in reversed(steps):
-        if step.primitive == _BARRIER:
+        if step.primitive == BARRIER:
             for before, after in zip(step.inputs, step.outputs):
                 before.stored = after.stored = True
                 after.inside = before

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt.core.graph import Graph, Op
-from jaxckpt.memory.liveness import FUSED, MOVES, ROOTS
+from jaxckpt.memory.liveness import BARRIER, FUSED, MOVES, ROOTS
 from jaxckpt.memory.targets import Target
 
 VECTOR = 1 / 8
@@ -66,7 +67,7 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
     """
     rates, bandwidth = target.flops, target.bandwidth
     ops = list(graph.walk())
-    wanted = _wanted_whole(ops)
+    wanted = _wanted_whole(graph, ops)
     read = _read_bytes(graph, ops, wanted)
 
     def seconds(op: Op) -> float:
@@ -75,7 +76,7 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
             if op.primitive == "cond":
                 return max(each)
             return float(op.params["length"] if op.primitive == "scan" else 1) * sum(each)
-        if op.primitive in COPIES:
+        if _passes(graph, op):
             return 0.0
         rate = devices * _rate(graph, op, rates)
         moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
@@ -111,15 +112,28 @@ def is_dear(op: Op) -> bool:
     return op.primitive not in FUSED and not op.primitive.startswith((*ROOTS, "dynamic_update", "scatter"))
 
 
-COPIES = ("copy", "copy_p")
+def _passes(graph: Graph, op: Op) -> bool:
+    """Whether an operation's results are its operands, and nothing is computed or moved in the compiled program.
+
+    So it is with a barrier, and with the rounding of a value to its own type that `jax.checkpoint` puts on what it keeps: XLA takes both away.
+    """
+    if op.primitive == "reduce_precision":
+        dtype = graph.values[op.inputs[0]].dtype
+        info = jnp.finfo(dtype)
+        return (op.params["exponent_bits"], op.params["mantissa_bits"]) == (info.nexp, info.nmant)
+    return op.primitive in ("copy", "copy_p", BARRIER)
 
 
-def _wanted_whole(ops: Sequence[Op]) -> Collection[int]:
-    """Returns the values that some operation wants in memory; a copy is its operand."""
+def _wanted_whole(graph: Graph, ops: Sequence[Op]) -> Collection[int]:
+    """Returns the values that some operation wants in memory. What passes a value on wants it if the result is wanted; no fusion reaches
+    over a barrier."""
     wanted: set[int] = set()
     for op in reversed(ops):
-        takes = op.primitive not in FUSED and not op.primitive.startswith(ROOTS)
-        if takes or (op.primitive in COPIES and op.outputs[0] in wanted):
+        if _passes(graph, op):
+            takes = op.primitive == BARRIER or op.outputs[0] in wanted
+        else:
+            takes = op.primitive not in FUSED and not op.primitive.startswith(ROOTS)
+        if takes:
             wanted.update(op.inputs)
     return wanted
 

@@ -1,0 +1,59 @@
+"""Seconds by the target's rates: what moves nothing in the compiled program takes none."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxckpt.core.graph import trace
+from jaxckpt.memory.liveness import estimate_peak
+from jaxckpt.memory.targets import resolve
+from jaxckpt.planner.costs import roofline
+
+H100 = resolve("cuda:h100")
+X = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+W = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+
+
+def seconds(fun, *args):
+    graph = trace(fun, *args)
+    time = roofline(graph, H100)
+    return sum(map(time, graph.ops))
+
+
+def test_a_barrier_moves_nothing_but_ends_a_fusion():
+    plain = seconds(lambda x, w: x @ w @ w, X, W)
+    assert seconds(lambda x, w: lax.optimization_barrier(x @ w) @ w, X, W) == pytest.approx(plain)
+    # tanh is fused into the sum; behind a barrier it is written and read again.
+    fused = seconds(lambda x: jnp.sum(jnp.tanh(x)), X)
+    held = seconds(lambda x: jnp.sum(lax.optimization_barrier(jnp.tanh(x))), X)
+    moved = 2 * 2048 * 2048 * 4 / H100.bandwidth
+    assert held - fused == pytest.approx(moved, rel=0.01)
+
+
+def test_rounding_to_its_own_type_is_free_and_to_a_narrower_one_is_not():
+    plain = seconds(lambda x, w: x @ w @ w, X, W)
+    assert seconds(lambda x, w: lax.reduce_precision(x @ w, 8, 23) @ w, X, W) == pytest.approx(plain)
+    assert seconds(lambda x, w: lax.reduce_precision(x @ w, 5, 10) @ w, X, W) > 1.01 * plain
+
+
+def test_keeping_the_matmuls_costs_no_more_than_the_matmuls_kept():
+    """`jax.checkpoint` rounds what it keeps to its own type: nothing that the seconds should count."""
+
+    def loss(x, w, policy):
+        block = jax.checkpoint(lambda x: jnp.sin(x @ w) @ w, policy=policy)
+        return jnp.sum(block(block(x)))
+
+    def step(policy):
+        return seconds(jax.grad(lambda w, x: loss(x, w, policy)), W, X)
+
+    plain = seconds(jax.grad(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w) @ w @ w) @ w)), W, X)
+    saved, nothing = step(jax.checkpoint_policies.dots_saveable), step(jax.checkpoint_policies.nothing_saveable)
+    assert saved < 1.1 * plain < nothing
+
+
+def test_a_barrier_holds_no_second_copy():
+    peak = estimate_peak(lambda x: jnp.sum(jnp.sort(lax.optimization_barrier(x))), X)
+    assert peak == pytest.approx(estimate_peak(lambda x: jnp.sum(jnp.sort(x)), X), rel=0.01)
