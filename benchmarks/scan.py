@@ -1,8 +1,10 @@
 """What does a scan's gradient cost in time and in memory, schedule by schedule?
 
     pip install equinox matplotlib                   # equinox is compared against, and needed by nothing else
-    python -m benchmarks.scan                        # about half an hour on a quiet machine; writes results/scan.md, .json and .png
+    python -m benchmarks.scan                        # about an hour on a quiet machine; writes results/scan.md, .json and .png
     python -m benchmarks.scan --lengths 1024 --steps lstm --rounds 3 --no-save
+
+What an earlier run has saved is not measured again, unless `--anew` is given.
 
 Three steps: an MLP block, an LSTM, and one whose work is tiny. For each, in one process and interleaved round by round: `lax.scan`, `lax.scan`
 of `jax.checkpoint`, scans nested by hand, equinox's checkpointed scan, and `jaxckpt.scan` with `Slots(n)`. Time is that of the value and all
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import sys
 import time
@@ -58,11 +61,11 @@ class Problem:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.init))
 
 
-def problem(name: str, length: int) -> Problem:
-    """Returns one of the three problems; random numbers, the same each time."""
+def problem(name: str, length: int, batch: int | None = None) -> Problem:
+    """Returns one of the three problems; random numbers, the same each time. A batch of one row takes the same steps, only faster."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     draw = lambda *shape, scale=0.05: jax.random.normal(next(keys), shape) * scale
-    batch, width = (64 if name == "mlp" else 32), 128
+    batch, width = batch or (64 if name == "mlp" else 32), 128
     if name == "mlp":
         weights = {"up": draw(width, 4 * width), "bias": draw(4 * width), "down": draw(4 * width, width)}
         return Problem(name, _mlp, weights, draw(batch, width, scale=1.0), None)
@@ -70,7 +73,7 @@ def problem(name: str, length: int) -> Problem:
         weights = {"x": draw(width, 4 * width), "h": draw(width, 4 * width), "bias": draw(4 * width)}
         init = (jnp.zeros((batch, width)), jnp.zeros((batch, width)))
         return Problem(name, _lstm, weights, init, draw(length, batch, width, scale=1.0))
-    return Problem(name, _tiny, {"rate": jnp.float32(0.3)}, draw(64, scale=1.0), None)
+    return Problem(name, _tiny, {"rate": jnp.float32(0.3)}, draw(2 * batch, scale=1.0), None)
 
 
 def _mlp(weights: Any, h: Any, x: Any) -> Any:
@@ -192,29 +195,31 @@ def count(this: Problem, length: int, run: Run) -> int:
 
 def measure(name: str, length: int, rounds: int) -> tuple[list[Entry], list[Entry]]:
     """Returns the contestants and the slots that are compared with them, timed."""
-    this = problem(name, length)
+    this, narrow = problem(name, length), problem(name, length, batch=1)
     say(f"{name}, {length} steps")
     programs: dict[str, Any] = {}
-    expected: Any = None
+    runs = contestants(length) | {f"Slots({n})": slotted(n) for n in SLOTS if n <= length}
 
-    def compiled(label: str, run: Run) -> Entry:
-        nonlocal expected
-        programs[label] = gradient(this, length, run)
-        result = programs[label](this.weights, this.init, this.xs)
+    def compiled(label: str) -> Entry:
+        programs[label] = gradient(this, length, runs[label])
+        entry = Entry(label, programs[label].memory_analysis().temp_size_in_bytes, count(narrow, length, runs[label]))
+        say(f"  {label}: {format_bytes(entry.temp_bytes)}, {entry.steps:,} steps")
+        return entry
+
+    rivals = [compiled(label) for label in contestants(length)]
+    ours = [compiled(label) for label in runs if label.startswith("Slots")]
+    chosen = {match.name: match for rival in rivals if (match := fitting(rival, ours))}
+    expected: Any = None
+    for entry in [*rivals, *chosen.values()]:
+        result = programs[entry.name](this.weights, this.init, this.xs)
         expected = result if expected is None else expected
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(result)):
             error = float(jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(a)), 1e-6))
-            assert error < 1e-3, f"{label} disagrees with lax.scan by {error:.1e}"
-        temp = programs[label].memory_analysis().temp_size_in_bytes
-        say(f"  {label}: {format_bytes(temp)}")
-        return Entry(label, temp, 0)
-
-    rivals = [compiled(label, run) for label, run in contestants(length).items()]
-    ours = {n: compiled(f"Slots({n})", slotted(n)) for n in SLOTS if n <= length}
-    for entry, run in [*zip(rivals, contestants(length).values()), *((ours[n], slotted(n)) for n in ours)]:
-        entry.steps = count(this, length, run)
-    chosen = {match.name: match for rival in rivals if (match := fitting(rival, list(ours.values())))}
-    for _ in range(rounds):
+            assert error < 1e-3, f"{entry.name} disagrees with lax.scan by {error:.1e}"
+    for entry in chosen.values():  # how many steps are in a run depends on what a step keeps, so on the batch
+        entry.steps = count(this, length, runs[entry.name])
+    for done in range(rounds):
+        say(f"  round {done + 1} of {rounds}")
         for entry in [*rivals, *chosen.values()]:
             start = time.perf_counter()
             jax.block_until_ready(programs[entry.name](this.weights, this.init, this.xs))
@@ -328,29 +333,65 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--anew", action="store_true", help="measure again what an earlier run has saved")
     options = parser.parse_args()
 
-    results = [
-        (name, length, *measure(name, length, options.rounds)) for name in options.steps for length in options.lengths
+    saved = {} if options.anew or options.no_save else _read()
+    for name in options.steps:
+        for length in options.lengths:
+            if (name, length) not in saved:
+                saved[name, length] = measure(name, length, options.rounds)
+                if not options.no_save:
+                    _write(saved)
+    chosen = {(name, length): saved[name, length] for name in options.steps for length in options.lengths}
+    print(_text(chosen if options.no_save else saved))
+    short, long = compile_seconds(100), compile_seconds(100_000)
+    compiling = (
+        f"`Slots(32)` of the LSTM: {short:.2f} s at 100 steps, {long:.2f} s at 100,000, a ratio of {long / short:.2f}."
+    )
+    print(f"\n{compiling}")
+    if not options.no_save:
+        _write(saved, compiling)
+
+
+Results = dict[tuple[str, int], tuple[list[Entry], list[Entry]]]
+
+
+def _text(results: Results, compiling: str | None = None) -> str:
+    """Returns all tables in Markdown."""
+    text = [
+        "# Scans: time and memory of the gradient",
+        "",
+        *(part.replace("\n", " ") for part in __doc__.split("\n\n")[3:5]),
     ]
-    text = ["# Scans: time and memory of the gradient", "", __doc__.split("\n\n")[2].replace("\n", " ")]
-    text += [__doc__.split("\n\n")[3].replace("\n", " ")]
-    for name, length, rivals, ours in results:
+    for (name, length), (rivals, ours) in results.items():
         carry = problem(name, 1).carry_bytes
         text += ["", f"## {name}, {length:,} steps, a carry of {format_bytes(carry)}", "", table(length, rivals, ours)]
-    short, long = compile_seconds(100), compile_seconds(100_000)
-    text += ["", "## Compile time", ""]
-    text += [
-        f"`Slots(32)` of the LSTM: {short:.2f} s at 100 steps, {long:.2f} s at 100,000, a ratio of {long / short:.2f}."
+    return "\n".join([*text, "", "## Compile time", "", compiling] if compiling else text)
+
+
+def _read() -> Results:
+    """Returns what an earlier run with this version of JAX has saved."""
+    path = reporting.RESULTS / "scan.json"
+    if not path.exists():
+        return {}
+    saved = json.loads(path.read_text())
+    if saved["environment"]["jax"] != jax.__version__:
+        return {}
+    entries = lambda rows: [Entry(**row) for row in rows]
+    return {(one["step"], one["length"]): (entries(one["rivals"]), entries(one["slots"])) for one in saved["results"]}
+
+
+def _write(results: Results, compiling: str | None = None) -> None:
+    """Saves tables, figures and picture."""
+    order = [(name, length) for name in STEPS for length in sorted({length for _, length in results})]
+    results = {key: results[key] for key in order if key in results}
+    rows = [
+        {"step": name, "length": length, "rivals": [asdict(e) for e in rivals], "slots": [asdict(e) for e in ours]}
+        for (name, length), (rivals, ours) in results.items()
     ]
-    print("\n".join(text))
-    if not options.no_save:
-        data = [
-            {"step": name, "length": length, "rivals": [asdict(e) for e in rivals], "slots": [asdict(e) for e in ours]}
-            for name, length, rivals, ours in results
-        ]
-        reporting.save("scan", "\n".join(text), {"scans": data, "compile_seconds": {"100": short, "100000": long}})
-        picture(results, reporting.RESULTS / "scan.png")
+    reporting.save("scan", _text(results, compiling), rows)
+    picture([(name, length, *each) for (name, length), each in results.items()], reporting.RESULTS / "scan.png")
 
 
 if __name__ == "__main__":
