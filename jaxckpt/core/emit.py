@@ -227,10 +227,28 @@ def _tied(fun: Flat) -> Flat:
 
     def call(*inputs: Any) -> list[Any]:
         movable = [place for place, x in enumerate(inputs) if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)]
-        held = iter(jax.lax.optimization_barrier([inputs[place] for place in movable]))
+        held = iter(_hold([inputs[place] for place in movable]))
         return fun(*(next(held) if place in movable else x for place, x in enumerate(inputs)))
 
     return call
+
+
+@jax.custom_jvp
+def _hold(values: list[Any]) -> list[Any]:
+    """Returns the values behind one barrier."""
+    return jax.lax.optimization_barrier(values)  # type: ignore[no-any-return]
+
+
+def _hold_tangents(primals: Any, tangents: Any) -> Any:
+    # The barrier's own rule makes a tangent of zeros of a missing one, so that what is not differentiated would get a cotangent: that of
+    # frozen parameters, of a mask, of the images under the first convolution.
+    zero = jax.custom_derivatives.SymbolicZero
+    moving = [tangent for tangent in tangents[0] if not isinstance(tangent, zero)]
+    held = iter(jax.lax.optimization_barrier(moving))
+    return _hold(primals[0]), [tangent if isinstance(tangent, zero) else next(held) for tangent in tangents[0]]
+
+
+_hold.defjvp(_hold_tangents, symbolic_zeros=True)
 
 
 def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
