@@ -39,8 +39,9 @@ from jaxckpt.transforms.schedules import Slots
 STEPS = ("mlp", "lstm", "tiny")
 LENGTHS = (100, 1024, 10007)
 CHECKPOINTS = (8, 16, 32, 64, 128)
-SLOTS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
-ROUNDS = 7
+SLOTS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 512, 1024, 2048, 4096)
+ROUNDS, LONG_ROUNDS = 7, 3
+"""Rounds; where a run takes some ten seconds, at lengths from 10,000 on, fewer."""
 
 Run = Callable[..., Any]
 
@@ -331,7 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, help=f"{ROUNDS} by default, {LONG_ROUNDS} at lengths from 10,000 on")
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--anew", action="store_true", help="measure again what an earlier run has saved")
     options = parser.parse_args()
@@ -340,7 +341,9 @@ def main() -> None:
     for name in options.steps:
         for length in options.lengths:
             if (name, length) not in saved:
-                saved[name, length] = measure(name, length, options.rounds)
+                saved[name, length] = measure(
+                    name, length, options.rounds or (ROUNDS if length < 10_000 else LONG_ROUNDS)
+                )
                 if not options.no_save:
                     _write(saved)
     chosen = {(name, length): saved[name, length] for name in options.steps for length in options.lengths}

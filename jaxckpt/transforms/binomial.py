@@ -92,7 +92,7 @@ class _Engine:
                 plan = Binomial(step.length, run, min(self.slots, -(-step.length // run)), work.again)
             else:
                 row = work.bytes_a_step / max(step.carry_bytes, 1)
-                plan = binomial(step.length, self.slots, row=row, again=work.again, waits=work.settle is not None)
+                plan = binomial(step.length, self.slots, row=row, again=work.again, costs=work.costs(step))
             if plan.run > 1:
                 return work, plan
         return backward(step, wanted, None, defer=False), binomial(step.length, self.slots)

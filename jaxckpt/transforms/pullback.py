@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core.inline import inline
+from jaxckpt.transforms.schedules import RunCosts
 from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
 
 # Computed again rather than kept: operations that cost a few times what reading and writing their operands does. What is not in here and
@@ -41,6 +42,13 @@ CHEAP = frozenset(_CHEAP)
 # Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
 # else that a step touches. Measured on a CPU with 2 MiB a core; below it a matmul for every step is as fast as one for several.
 LARGE = 2**19
+
+# What goes on beside a step's own FLOPs, in FLOPs that take as long: measured with LSTM and MLP steps at 100 GFLOP/s. They are weighed against
+# one another and against steps, for choosing alone.
+TURN = 2_000_000  # a turn of the backward loop
+ITERATION = 300_000  # of the loops within: one step's
+KEPT = 64  # a byte that a run keeps: written, read, and what is elementwise made of it computed once more
+ADDED = 16  # a byte of a large cotangent that a step's product is added to
 
 # Operations that only say how an array lies in memory.
 _LAYOUT = {"copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose"}
@@ -160,6 +168,7 @@ class Backward:
       rows: how many of the stacks are carries and kept values, what `pull` reads.
       takes: for each factor that `pull` returns, the stack that its row is written to.
       gathered: abstract value of one row of each of the xs that `settle` reads.
+      waiting_bytes: of the matmuls' results that `settle` adds.
     """
 
     wanted: Wanted
@@ -172,11 +181,17 @@ class Backward:
     rows: int
     takes: tuple[int, ...]
     gathered: tuple[Any, ...]
+    waiting_bytes: int
 
     @property
     def bytes_a_step(self) -> int:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
         return sum(map(nbytes, [*self.stacks, *self.gathered]))
+
+    def costs(self, step: Step) -> RunCosts:
+        """Returns what runs of the step are weighed by."""
+        unit = step.flops + ITERATION
+        return RunCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
 
 
 def backward(step: Step, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
@@ -300,6 +315,7 @@ class _Splitter:
             rows=len(rows),
             takes=tuple(takes),
             gathered=tuple(var.aval for var in self.x if var in settled),
+            waiting_bytes=sum(nbytes(term.dot.outvars[0].aval) for term in terms if term.dot is not None),
         )
 
     # ------------------------------------------------------------------------------------------------------ what can wait
@@ -316,7 +332,7 @@ class _Splitter:
         dots = [term for term in found if term.dot is not None]
         products = sum(nbytes(term.dot.outvars[0].aval) for term in dots)
         factors = sum(nbytes(root.aval) for root in {root for term in dots for root in self._roots(term)})
-        if products < max(LARGE, factors):
+        if products < LARGE or products * ADDED < factors * KEPT:
             dots = []
         stacked = {root for term in dots for root in self._roots(term)}
         return dots + [term for term in found if term.dot is None and set(self._roots(term)) <= stacked]

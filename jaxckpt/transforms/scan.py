@@ -26,7 +26,7 @@ from jaxckpt.policies import resolve as resolve_policy
 from jaxckpt.transforms.binomial import scan_with_slots
 from jaxckpt.transforms.checkpoint import checkpoint
 from jaxckpt.transforms.pullback import Wanted, backward, dear_values
-from jaxckpt.transforms.schedules import Nested, Schedule, Slots, binomial, plain, resolve, segmented
+from jaxckpt.transforms.schedules import Nested, RunCosts, Schedule, Slots, binomial, plain, resolve, segmented
 from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, nbytes, perturbed, take_apart
 
 _CARRY = "jaxckpt.scan:carry"  # the name of carries that are kept on the host
@@ -265,8 +265,8 @@ def _choices(step: Step, limit: int) -> Iterator[_Choice]:
         nest = segmented(length, min(size, length))
         yield _Choice(nest, nest.steps, nest.carries * one + nest.residuals * residuals)
     slots = min(limit // one, length * max(1, -(-residuals // one)))
-    row, again, waits = run_costs(step)
-    mixed = binomial(length, slots, row=row, again=again, waits=waits)
+    row, again, costs = run_costs(step)
+    mixed = binomial(length, slots, row=row, again=again, costs=costs)
     yield _Choice(Slots(slots), mixed.steps, math.ceil(mixed.carries(row if mixed.run > 1 else 0.0) * one))
 
 
@@ -292,11 +292,11 @@ def residual_bytes(step: Step) -> int:
     return sum(nbytes(var.aval) for var in kept)
 
 
-def run_costs(step: Step) -> tuple[float, bool, bool]:
-    """Returns what a run of steps keeps of each, in carries; whether it runs them again; and whether cotangents wait for its end."""
+def run_costs(step: Step) -> tuple[float, bool, RunCosts]:
+    """Returns what a run of steps keeps of each, in carries; whether it runs them again; and what else is weighed."""
     kept = dear_values(step)
     if kept is None:
-        return math.inf, False, False
+        return math.inf, False, RunCosts()
     inexact = [is_inexact(var.aval) for var in step.jaxpr.invars]
     consts, init, xs = (
         inexact[: step.consts],
@@ -305,4 +305,4 @@ def run_costs(step: Step) -> tuple[float, bool, bool]:
     )
     carry, ys = perturbed(step, consts, init, xs)
     work = backward(step, Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys)), kept, defer=True)
-    return work.bytes_a_step / max(step.carry_bytes, 1), work.again, work.settle is not None
+    return work.bytes_a_step / max(step.carry_bytes, 1), work.again, work.costs(step)

@@ -361,14 +361,27 @@ class Binomial:
         return self.slots + (rows * row if rows else 0)
 
 
-LOOP_COST = 0.25  # of a turn of the backward loop, in runs of a step: an estimate, for choosing alone
-SETTLE_GAIN = (
-    1.0  # of adding to a large cotangent once a run and not once a step, in runs of a step; estimated likewise
-)
+@dataclass(frozen=True)
+class RunCosts:
+    """What the choice of runs weighs beside runs of the step, in units of one.
+
+    Attributes:
+      turn: a turn of the backward loop.
+      kept: keeping a step's values in a run, and reading them again.
+      waiting: adding to those cotangents that can wait, at every step or once a run; 0 where none can.
+    """
+
+    turn: float = 0.25
+    kept: float = 0.0
+    waiting: float = 0.0
+
+
 LONGEST_RUN = 64
 
 
-def binomial(length: int, slots: int, *, row: float = math.inf, again: bool = False, waits: bool = False) -> Binomial:
+def binomial(
+    length: int, slots: int, *, row: float = math.inf, again: bool = False, costs: RunCosts = RunCosts()
+) -> Binomial:
     """Returns the runs and slots that use `slots` carries' bytes best: never more runs of the step than revolve with `slots` carries.
 
     Args:
@@ -376,7 +389,7 @@ def binomial(length: int, slots: int, *, row: float = math.inf, again: bool = Fa
       slots: carries whose bytes may be kept.
       row: bytes that a run keeps of a step, in carries. Infinite: only runs of one step.
       again: whether a run keeps carries alone.
-      waits: whether there are cotangents that are better added up once a run.
+      costs: what else is weighed.
 
     >>> binomial(1024, 32, row=3.0)
     Binomial(length=1024, run=4, slots=23, again=False)
@@ -387,8 +400,8 @@ def binomial(length: int, slots: int, *, row: float = math.inf, again: bool = Fa
     most = best.steps
 
     def score(plan: Binomial) -> tuple[float, float]:
-        turn = LOOP_COST + (SETTLE_GAIN if waits else 0.0)
-        return plan.steps + length * turn / plan.run, plan.carries(row)
+        kept = length * costs.kept if plan.run > 1 else 0.0
+        return plan.steps + plan.units * (costs.turn + costs.waiting) + kept, plan.carries(row)
 
     lowest = score(best)
     for run in range(2, min(length, LONGEST_RUN) + 1):

@@ -18,6 +18,7 @@ from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
 from jaxckpt import _compat
+from jaxckpt.core.graph import graph_of
 from jaxckpt.core.inline import inline
 
 Values = list[Any]
@@ -55,6 +56,11 @@ class Step:
     def carry_bytes(self) -> int:
         """Bytes of one carry, all leaves."""
         return sum(map(nbytes, self.carry_avals))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one step."""
+        return graph_of(_compat.close_jaxpr(self.jaxpr, ())).flops
 
     def run(self, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         """Runs the step once: the next carry and the row of ys."""

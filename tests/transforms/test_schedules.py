@@ -12,6 +12,7 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.transforms.schedules import (
     Binomial,
     Nested,
+    RunCosts,
     Slots,
     Sweep,
     binomial,
@@ -192,13 +193,13 @@ def test_log_keeps_fewer_carries_than_sqrt_and_no_more_than_five_a_level(length:
     slots=st.integers(1, 200),
     row=st.floats(0.2, 12.0),
     again=st.booleans(),
-    waits=st.booleans(),
+    costs=st.builds(RunCosts, st.floats(0.0, 30.0), st.floats(0.0, 3.0), st.floats(0.0, 3.0)),
 )
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_runs_never_take_more_steps_than_revolve_nor_more_bytes_than_the_slots(
-    length: int, slots: int, row: float, again: bool, waits: bool
+    length: int, slots: int, row: float, again: bool, costs: RunCosts
 ) -> None:
-    plan = binomial(length, slots, row=row, again=again, waits=waits)
+    plan = binomial(length, slots, row=row, again=again, costs=costs)
     assert plan.steps <= length + 1 + extra_steps(length, slots)
     assert plan.slots >= 1 and plan.carries(row) <= slots
 
@@ -225,6 +226,15 @@ def test_a_slot_holds_residuals_where_that_saves_steps() -> None:
     with_runs, alone = binomial(1024, 64, row=3.0), binomial(1024, 64)
     assert with_runs.run > 1 and with_runs.carries(3.0) <= 64
     assert with_runs.steps < 0.93 * alone.steps
+
+
+def test_runs_are_as_long_as_what_they_save_is_dear() -> None:
+    def run(turn: float, kept: float) -> int:
+        return binomial(1024, 96, row=1.0, costs=RunCosts(turn, kept)).run
+
+    assert run(0.1, 2.0) == 1  # keeping takes longer than the steps that are saved
+    assert 1 < run(0.0, 0.0) < run(8.0, 0.0)  # a dear turn is worth a few steps more
+    assert run(8.0, 2.0) > 1
 
 
 def test_slots_beyond_the_length_run_no_step_to_come_by_a_carry() -> None:
