@@ -39,7 +39,8 @@ from jaxckpt.transforms.schedules import Slots
 STEPS = ("mlp", "lstm", "tiny")
 LENGTHS = (100, 1024, 10007)
 CHECKPOINTS = (8, 16, 32, 64, 128)
-SLOTS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 512, 1024, 2048, 4096)
+SLOTS = (*range(2, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 160, 16), *range(160, 257, 32))
+SLOTS += (512, 1024, 2048, 4096)
 ROUNDS, LONG_ROUNDS = 7, 3
 """Rounds; where a run takes some ten seconds, at lengths from 10,000 on, fewer."""
 
