@@ -294,6 +294,7 @@ def picture(results: list[tuple[str, int, list[Entry], list[Entry]]], path: Any)
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     names = list(dict.fromkeys(name for name, *_ in results))
     lengths = list(dict.fromkeys(length for _, length, *_ in results))
@@ -318,6 +319,7 @@ def picture(results: list[tuple[str, int, list[Entry], list[Entry]]], path: Any)
                 markersize=5,
             )
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_ylim(bottom=0)
         axis.set_title(f"{name}, {length:,} steps")
         axis.set_xlabel("compiled temporaries, MiB")
