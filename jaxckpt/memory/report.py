@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError
 from jaxckpt.core.units import format_bytes, parse_bytes
-from jaxckpt.memory import buffers
+from jaxckpt.memory import buffers, cache
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
 from jaxckpt.memory.targets import Target, resolve, start_backend
 from jaxckpt.memory.targets import compiler_options as options_for
@@ -90,7 +90,7 @@ class MemoryReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain values: bytes, FLOPs, seconds."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "_assignment"}
+        return {name: getattr(self, name) for name in _FIGURES}
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws live bytes over the schedule and the largest buffers at the peak to a file: .png, .svg or .pdf (extra: plot)."""
@@ -139,6 +139,9 @@ class MemoryReport:
         )
 
 
+_FIGURES = tuple(f.name for f in dataclasses.fields(MemoryReport) if f.name != "_assignment")
+
+
 def measure(
     fun: Callable[..., Any],
     *args: Any,
@@ -173,11 +176,29 @@ def measure(
         raise ArgumentError("fun", "a function", fun)
     resolved = resolve(target)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
+    lowered = _lower(fun, args, resolved)
+    entry = None
+    if cache.enabled():
+        entry = cache.entry(lowered, resolved.name, _devices(args, resolved), options)
+        if (known := cache.load(entry, _FIGURES)) is not None:
+            return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform))
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        compiled, seconds = _compile_for(fun, args, resolved, options | dump)
-        assignment = _read_dump(folder, resolved.platform)
-    return _report(compiled, assignment, resolved, seconds)
+        compiled, seconds = _compile(lowered, options | dump, resolved)
+        content = _dumped(folder, resolved.platform)
+    report = _report(compiled, _read(content, resolved.platform), resolved, seconds)
+    if entry is not None:
+        cache.store(entry, cache.Answer(report.to_json(), content))
+    return report
+
+
+def _devices(args: tuple[Any, ...], target: Target) -> list[Any]:
+    """Returns what a lowered program does not say of its devices: their kind, and their order in the meshes of the arguments."""
+    first = target.devices[0]
+    moved = [_move(getattr(leaf, "sharding", None), target) for leaf in jax.tree.leaves(args)]
+    meshes = {sharding.mesh for sharding in moved if isinstance(sharding, NamedSharding)}
+    orders = [[device.id for device in mesh.devices.flat] for mesh in meshes if isinstance(mesh, Mesh)]
+    return [first.device_kind, os.cpu_count() if target.platform == "cpu" else None, sorted(orders)]
 
 
 def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> list[Sharding]:
@@ -187,23 +208,17 @@ def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> lis
       fun, *args: as of `measure`.
       target: of several devices.
     """
-    compiled, _ = _compile_for(fun, args, target, options_for(target))
+    compiled, _ = _compile(_lower(fun, args, target), options_for(target), target)
     return list(jax.tree.leaves(compiled.output_shardings))
 
 
-def _compile_for(
-    fun: Callable[..., Any], args: tuple[Any, ...], target: Target, options: dict[str, Any]
-) -> tuple[Any, float]:
-    """Returns the compiled program, and the seconds that the compiler took."""
+def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Any:
     jitted: Any = fun if hasattr(fun, "trace") and hasattr(fun, "lower") else jax.jit(fun)
     start_backend()
     # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
     traced = jitted.trace(*jax.tree.map(lambda leaf: abstract(leaf, target), args))
-    with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
-        lowered = traced.lower(lowering_platforms=(target.platform,))
-        start = time.perf_counter()
-        compiled = _compile(lowered, options, target)
-        return compiled, time.perf_counter() - start
+    with jax.default_device(target.devices[0]):
+        return traced.lower(lowering_platforms=(target.platform,))
 
 
 def abstract(leaf: Any, target: Target) -> Any:
@@ -247,12 +262,16 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
 _NO_ROOM = re.compile(r"([\d.]+)([KMGT]?)\)? (?:exceeds available HBM \(|of )([\d.]+)([KMGT]?)")
 
 
-def _compile(lowered: Any, options: dict[str, Any], target: Target) -> Any:
+def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any, float]:
+    """Returns the compiled program, and the seconds that the compiler took."""
     if target.platform == "cuda" and not target.local:
         # There is nothing to tune kernels on. With the option XLA takes its default kernels at once instead of looking for a device.
         options = {"xla_gpu_autotune_level": 0} | options
     try:
-        return lowered.compile(compiler_options=options)
+        with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
+            start = time.perf_counter()
+            compiled = lowered.compile(compiler_options=options)
+            return compiled, time.perf_counter() - start
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
@@ -261,16 +280,21 @@ def _compile(lowered: Any, options: dict[str, Any], target: Target) -> Any:
         raise DoesNotFitError(target.name, needed, target.memory_bytes, str(error).splitlines()[0]) from error
 
 
-def _read_dump(folder: str, platform: str) -> Assignment | None:
+def _dumped(folder: str, platform: str) -> bytes | None:
     # A GPU's compiler may dump helpers beside the program; they are smaller.
     files = sorted(glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb")), key=os.path.getsize)
     if not files:
         logger.warning("XLA for %s dumped no program: no timeline, no buffers", platform)
         return None
     with open(files[-1], "rb") as file:
-        content = file.read()
+        return file.read()
+
+
+def _read(dump: bytes | None, platform: str) -> Assignment | None:
+    if dump is None:
+        return None
     try:
-        return buffers.read(content, platform)
+        return buffers.read(dump, platform)
     except (IndexError, KeyError, ValueError):
         logger.warning(
             "cannot read the buffer assignment that XLA for %s dumped: no timeline, no buffers", platform, exc_info=True

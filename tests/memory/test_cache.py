@@ -1,0 +1,144 @@
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt.memory import cache
+from jaxckpt.memory import report as module
+from jaxckpt.memory.report import measure
+
+X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+TARGETS = ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda), pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)]
+
+
+def loss(x):
+    for _ in range(6):
+        x = jnp.sin(x @ x)
+    return jnp.sum(x)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "answers"))
+    return tmp_path / "answers"
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Counts compilations."""
+    count = []
+    compile_ = module._compile
+    monkeypatch.setattr(module, "_compile", lambda *args: (count.append(args), compile_(*args))[1])
+    return count
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_same_program_is_compiled_once_and_its_report_is_whole(folder, compiles, target):
+    first = measure(jax.grad(loss), X, target=target)
+    again = measure(jax.grad(loss), X, target=target)
+    assert len(compiles) == 1
+    assert again == first
+    np.testing.assert_array_equal(again.timeline().live_bytes, first.timeline().live_bytes)
+    assert again.largest(3) == first.largest(3)
+
+
+def test_names_decide_and_lines_do_not(folder, compiles):
+    def named(name):
+        def function(x):
+            with jax.named_scope(name):
+                return jnp.sum(jnp.sin(x @ x) @ x)
+
+        return function
+
+    for name in ("one", "two", "one"):
+        report = measure(named(name), X, target="cpu")
+        assert any(f"/{name}/" in buffer.operation for buffer in report.largest(5))
+    assert len(compiles) == 2
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch, compiles):
+    monkeypatch.delenv(cache.FOLDER, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    measure(loss, X, target="cpu")
+    measure(loss, X, target="cpu")
+    assert len(compiles) == 2 and not list(tmp_path.iterdir())
+
+
+def test_whatever_decides_the_answer_is_asked_for_anew(folder, compiles, monkeypatch):
+    measure(loss, X, target="cpu")
+    measure(jax.grad(loss), X, target="cpu")
+    measure(loss, jax.ShapeDtypeStruct((128, 128), jnp.float32), target="cpu")
+    measure(jax.jit(lambda x: x + 1, donate_argnums=0), X, target="cpu")
+    measure(jax.jit(lambda x: x + 1), X, target="cpu")
+    measure(loss, X, target="cpu", compiler_options={"xla_backend_optimization_level": 1})
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_nothing=true")
+    measure(loss, X, target="cpu")
+    monkeypatch.setattr(cache, "_version", lambda package: "999")
+    measure(loss, X, target="cpu")
+    assert len(compiles) == len(list(folder.iterdir())) == 8
+
+
+@pytest.mark.tpu
+def test_the_order_of_a_mesh_s_devices_decides_too(folder, compiles):
+    devices = np.array(jaxckpt.Target("tpu:v5e:2x2").devices)
+    for order in ([0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3]):
+        sharding = NamedSharding(Mesh(devices[order], ("x",)), P("x"))
+        measure(loss, jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding), target="tpu:v5e:2x2")
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda c: b"", lambda c: c[: len(c) // 2], lambda c: b"{}\n", lambda c: c[::-1]])
+def test_a_damaged_answer_is_said_and_compiled_again(folder, compiles, caplog, damage):
+    first = measure(loss, X, target="cpu")
+    (file,) = folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert measure(loss, X, target="cpu").peak_bytes == first.peak_bytes
+    assert len(compiles) == 2 and str(file) in caplog.text
+    measure(loss, X, target="cpu")
+    assert len(compiles) == 2, "the damaged file is written over"
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file" / "answers"))
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert measure(loss, X, target="cpu").peak_bytes > 0
+    assert "cannot keep" in caplog.text
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, jaxckpt
+from jaxckpt.memory import report
+count = []
+compile_ = report._compile
+report._compile = lambda *args: (count.append(args), compile_(*args))[1]
+def loss(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+args = [jnp.zeros((64, 64))] * 16, jnp.ones((4096, 64))
+found = jaxckpt.plan(loss, *args, budget="60%", target="cpu")
+print(len(count), found.measured_bytes, found.fingerprint)
+"""
+
+
+def test_a_second_process_plans_the_same_without_compiling(folder, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    runs = [
+        subprocess.run(
+            [sys.executable, script], env=os.environ, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert int(runs[0][0]) >= 2 and int(runs[1][0]) == 0
+    assert runs[0][1:] == runs[1][1:]
