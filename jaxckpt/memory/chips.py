@@ -31,6 +31,7 @@ class Chip:
       flops: FLOP/s of dense matmuls by name of dtype (operations, a multiply and an add being two; for int8 likewise).
       bandwidth: of the main memory, bytes/s.
       host_bandwidth: of the link to the host, bytes/s in one direction.
+      link_bandwidth: of the links to other devices along one axis of a mesh, bytes/s in one direction.
       gpu: for the compiler, what sets this GPU apart from others: see `target_config`.
       slice: for the compiler, the smallest slice of a TPU that has whole hosts, "2x2".
     """
@@ -41,6 +42,7 @@ class Chip:
     flops: Mapping[str, float]
     bandwidth: float
     host_bandwidth: float
+    link_bandwidth: float
     gpu: Mapping[str, Any] = field(default_factory=dict)
     slice: str = ""
 
@@ -60,8 +62,8 @@ def _tera(
 
 
 # GPUs. Rates, bandwidths and PCIe from NVIDIA's data sheets, without sparsity, SXM parts: "NVIDIA A100 Tensor Core GPU" (2021), "NVIDIA
-# H100 Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024). PCIe: half of the figure for both directions.
-# Usable memory is what the CUDA driver reports, somewhat less than the 80 and 141 GB of the box (H200: 139.8 GiB as frameworks print it).
+# H100 Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024). PCIe and NVLink: half of the
+# figure for both directions. Usable memory is what the CUDA driver reports, somewhat less than the 80 and 141 GB of the box (H200: 139.8 GiB as frameworks print it).
 # For the compiler: multiprocessors, float32 units in each, L2 and boost clock from the white papers; shared memory per multiprocessor and
 # the most that one block can opt in to from the table "Technical specifications per compute capability" in the CUDA programming guide.
 _HOPPER = {
@@ -76,25 +78,26 @@ _HOPPER = {
 _AMPERE = {"capability": (8, 0), "cores": 108, "units": 64, "shared": 164, "shared_block": 163, "l2": 40, "clock": 1.41}
 # TPUs. Rates, HBM bandwidth from Google's pages "TPU v4", "v5e", "v5p" and "v6e" (cloud.google.com/tpu/docs). Usable memory is what libtpu
 # names when a program does not fit ("exceeds available HBM (15.75G)"). Google publishes no rate of the host link; a PCIe generation 3 x16
-# link, for v6e generation 4 or its like, is what the book "How to Scale Your Model" (Austin et al., 2025) reckons with.
+# link, for v6e generation 4 or its like, is what the book "How to Scale Your Model" (Austin et al., 2025) reckons with; from there too
+# the rate of a link between chips, of which an axis of a mesh has two.
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "h100": Chip(
-            "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9,
+            "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9, 450e9,
             gpu=_HOPPER | {"name": "NVIDIA H100 80GB HBM3", "bandwidth": 3_352_320_000_000},
         ),
         "h200": Chip(
-            "cuda", r"H200", int(139.8 * GIB), _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 4.8e12, 64e9,
+            "cuda", r"H200", int(139.8 * GIB), _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 4.8e12, 64e9, 450e9,
             gpu=_HOPPER | {"name": "NVIDIA H200", "bandwidth": 4_800_000_000_000},
         ),
         "a100": Chip(
-            "cuda", r"A100", 85_100_068_864, _tera(156, 312, 312, 624, 312, float64=19.5), 2.039e12, 32e9,
+            "cuda", r"A100", 85_100_068_864, _tera(156, 312, 312, 624, 312, float64=19.5), 2.039e12, 32e9, 300e9,
             gpu=_AMPERE | {"name": "NVIDIA A100-SXM4-80GB", "bandwidth": 2_039_040_000_000},
         ),
-        "v5e": Chip("tpu", r"TPU v5 ?(lite|e)$", int(15.75 * GIB), _tera(197, 197, 197, 393, 197), 8.19e11, 16e9, slice="2x2"),
-        "v5p": Chip("tpu", r"TPU v5p?$", int(95.74 * GIB), _tera(459, 459, 459, 918, 459), 2.765e12, 16e9, slice="2x2x1"),
-        "v6e": Chip("tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, slice="2x2"),
-        "v4": Chip("tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, slice="2x2x1"),
+        "v5e": Chip("tpu", r"TPU v5 ?(lite|e)$", int(15.75 * GIB), _tera(197, 197, 197, 393, 197), 8.19e11, 16e9, 9e10, slice="2x2"),
+        "v5p": Chip("tpu", r"TPU v5p?$", int(95.74 * GIB), _tera(459, 459, 459, 918, 459), 2.765e12, 16e9, 1.8e11, slice="2x2x1"),
+        "v6e": Chip("tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, 1.8e11, slice="2x2"),
+        "v4": Chip("tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10, slice="2x2x1"),
     }
 )  # fmt: skip
 
@@ -146,5 +149,11 @@ def cpu() -> Chip:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # XLA computes narrow types in float32 on the CPU, and host memory is its own.
     return Chip(
-        "cpu", "cpu", memory, _tera(rate, rate, rate, rate, rate, float64=rate / 2), _CPU_BANDWIDTH, _CPU_BANDWIDTH
+        "cpu",
+        "cpu",
+        memory,
+        _tera(rate, rate, rate, rate, rate, float64=rate / 2),
+        _CPU_BANDWIDTH,
+        _CPU_BANDWIDTH,
+        _CPU_BANDWIDTH,
     )

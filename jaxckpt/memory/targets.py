@@ -111,6 +111,11 @@ class Target:
         """Bandwidth between one device and host memory in bytes/s, in one direction."""
         return self._chip.host_bandwidth
 
+    @property
+    def link_bandwidth(self) -> float:
+        """Bandwidth from one device to others along one axis of a mesh in bytes/s, in one direction."""
+        return self._chip.link_bandwidth
+
     def mesh(self, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:
         """Returns a mesh of all its devices, for the shardings of arguments.
 

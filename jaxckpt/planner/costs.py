@@ -4,6 +4,9 @@ An operation that XLA gives a kernel of its own (matmul, convolution, reduction,
 computes over the rate of its type, and what it moves over the memory's bandwidth. S. Williams et al. ("Roofline", 2009) take the larger of the
 two, which supposes that they overlap fully; the sum is never more than twice that, and tells two plans apart that move as much and compute
 differently. What XLA computes where it is used moves nothing, unless such a kernel wants its result in memory.
+
+A collective that the program names (under `jax.shard_map`) takes the bytes that each device sends over the bandwidth of its links, as rings of
+many devices send them; those that the compiler puts in of its own are not seen.
 """
 
 from __future__ import annotations
@@ -54,6 +57,14 @@ def total(times: Iterable[Time]) -> Time:
     return sum(times, Time())
 
 
+_SENT = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), 2.0),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced", "reduce_scatter"), 1.0),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast"), 1.0),
+}
+"""What each device sends, in units of the larger of what goes into a collective and what comes out: a ring reduces by scattering and
+gathering (R. Thakur et al., "Optimization of collective communication operations in MPICH", 2005)."""
+
 Seconds = Callable[[Op], float]
 """Seconds of one execution of an operation."""
 
@@ -80,6 +91,9 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
             return 0.0
         rate = devices * _rate(graph, op, rates)
         moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
+        if op.primitive in _SENT:
+            sizes = [sum(graph.values[index].bytes for index in ends) for ends in (op.inputs, op.outputs)]
+            return _SENT[op.primitive] * max(sizes) / target.link_bandwidth + moved / bandwidth
         if op.primitive in FUSED:
             arithmetic = 0.0 if op.primitive in MOVES else op.flops / (rate * VECTOR)
             return max(arithmetic, moved / bandwidth if any(index in wanted for index in op.outputs) else 0.0)

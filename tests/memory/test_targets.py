@@ -68,6 +68,7 @@ def test_the_table_is_complete_and_plausible(name):
     # A matmul of any chip here turns from memory to compute bound at some hundred FLOPs a byte.
     assert 100 < target.flops["bfloat16"] / target.bandwidth < 1000
     assert target.host_bandwidth < target.bandwidth / 10
+    assert target.host_bandwidth < target.link_bandwidth < target.bandwidth
 
 
 def test_the_cpu_has_the_memory_of_the_machine():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.liveness import estimate_peak
@@ -57,3 +58,23 @@ def test_keeping_the_matmuls_costs_no_more_than_the_matmuls_kept():
 def test_a_barrier_holds_no_second_copy():
     peak = estimate_peak(lambda x: jnp.sum(jnp.sort(lax.optimization_barrier(x))), X)
     assert peak == pytest.approx(estimate_peak(lambda x: jnp.sum(jnp.sort(x)), X), rel=0.01)
+
+
+@pytest.mark.tpu
+def test_collectives_take_what_they_send_over_the_links():
+    target = resolve("tpu:v5e:2x2")
+    mesh = target.mesh((4,), ("x",))
+
+    def time(body, out, x=X):
+        spread = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=out, check_vma=False)
+        return sum(map(roofline(trace(spread, x), target), trace(spread, x).ops))
+
+    block = 2048 * 2048  # a quarter of X, in bytes
+    plain = time(lambda x: lax.sort(x), P("x"))
+    memory = 2 * block / target.bandwidth
+    assert time(lambda x: lax.psum(x, "x"), P()) == pytest.approx(2 * block / target.link_bandwidth + memory)
+    gathered = time(lambda x: lax.all_gather(x, "x", tiled=True), P())
+    assert gathered == pytest.approx(4 * block / target.link_bandwidth + 5 * block / target.bandwidth)
+    moved = time(lambda x: lax.ppermute(x, "x", [(0, 1), (1, 0)]), P("x"))
+    assert moved == pytest.approx(block / target.link_bandwidth + memory)
+    assert gathered > moved > plain
