@@ -61,11 +61,12 @@ def _tera(
     return MappingProxyType({name: rate * 1e12 for name, rate in (rates | others).items()})
 
 
-# GPUs. Rates, bandwidths and PCIe from NVIDIA's data sheets, without sparsity, SXM parts: "NVIDIA A100 Tensor Core GPU" (2021), "NVIDIA
-# H100 Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024). PCIe and NVLink: half of the
-# figure for both directions. Usable memory is what the CUDA driver reports, somewhat less than the 80 and 141 GB of the box (H200: 139.8 GiB as frameworks print it).
-# For the compiler: multiprocessors, float32 units in each, L2 and boost clock from the white papers; shared memory per multiprocessor and
-# the most that one block can opt in to from the table "Technical specifications per compute capability" in the CUDA programming guide.
+# GPUs. Rates, bandwidths and PCIe from NVIDIA's data sheets, without sparsity, SXM parts: "NVIDIA A100 Tensor Core GPU" (2021), "NVIDIA H100
+# Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024). PCIe and NVLink: half of the figure for both
+# directions. Usable memory is what the CUDA driver reports, somewhat less than the 80 and 141 GB of the box (H200: 139.8 GiB as frameworks
+# print it).
+# For the compiler: multiprocessors, float32 units in each, L2 and boost clock from the white papers; shared memory per multiprocessor and the
+# most that one block can opt in to from the table "Technical specifications per compute capability" in the CUDA programming guide.
 _HOPPER = {
     "capability": (9, 0),
     "cores": 132,
