@@ -183,7 +183,7 @@ def is_unspecified(sharding: Any) -> bool:
 def source_line(eqn: Any) -> str:
     """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
 
-    JAX's own frames are left out, and those of libraries that users build models with, unless there are no others.
+    JAX's own frames are left out, and jaxckpt's, and those of libraries that users build models with, unless there are no others.
     """
     from jax._src import source_info_util
 
@@ -196,7 +196,10 @@ def source_line(eqn: Any) -> str:
     return "" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
 
 
-_LIBRARIES = tuple(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops"))
+_LIBRARIES = (
+    *(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops")),
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+)
 
 
 def name_stack(eqn: Any) -> str:

@@ -71,6 +71,16 @@ class Model:
                 seconds += sum(self.forward[item.start : item.stop]) + self.seconds(item.again)
         return seconds
 
+    def dearest(self) -> tuple[int, int, int]:
+        """Returns the stage that needs most at once even when it keeps as little as can be: (first operation, one after its last, bytes)."""
+
+        def least(stage: int) -> int:
+            span = self.chain.span(stage, stage + 1)
+            return max(span.forward_work, min((option.kept + option.work for option in span.options), default=0))
+
+        stage = max(range(self.chain.length), key=least)
+        return self.places[stage], self.places[stage + 1], least(stage)
+
     def kept_bytes(self, schedule: Schedule) -> int:
         """Returns the bytes that a schedule keeps from the forward to the backward pass."""
         at = 0

@@ -41,6 +41,12 @@ MARGIN = 0.005
 """After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
 COSTS = ("roofline", "measured")
 
+_OPAQUE = {
+    "shard_map": "Nothing inside of jax.shard_map is planned: checkpoint parts of what it maps with jaxckpt.checkpoint.",
+    "while": "Nothing inside of a while loop is planned.",
+}
+"""What becomes of operations that the planner takes as they are."""
+
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
 Step = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -435,8 +441,16 @@ class _Search:
         text = "" if needed is None else f" The least budget found to fit is {needed} bytes ({format_bytes(needed)})."
         return InfeasibleBudgetError(
             f"budget must be enough for the plan that keeps least; got {format_bytes(self.limit)} ({self.limit} bytes).{text} "
-            "Use that, a smaller batch, or shard the arguments over more devices."
+            f"Use that, a smaller batch, or shard the arguments over more devices. {self._dearest()}"
         )
+
+    def _dearest(self) -> str:
+        """Says which stretch needs most."""
+        model = self.problem.model
+        start, stop, needed = model.dearest()
+        largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
+        text = f"The dearest stretch needs {format_bytes(needed)} at once: operations {start}–{stop}, {largest.primitive} at {largest.source}."
+        return f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 
 
 def _per_device(args: Any) -> int:

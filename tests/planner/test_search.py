@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from benchmarks.models import gpt, lstm, moe, resnet, unet
@@ -63,6 +64,24 @@ def test_an_infeasible_budget_names_one_that_fits(problem):
     least = int(str(error.value).split("least budget found to fit is ")[1].split()[0])
     for found in (problem.plan(least), jaxckpt.plan(loss, *ARGS, budget=least, target="cpu")):
         assert found.measured_bytes <= least
+
+
+def test_an_infeasible_budget_says_which_stretch_is_the_dearest(problem):
+    def uneven(w, x):
+        x = jnp.tanh(x @ w) @ w
+        wide = jnp.sin(jnp.concatenate([x] * 64, axis=1) @ jnp.ones((64 * w.shape[0], 4)))  # here
+        return jnp.sum(wide) + jnp.sum(jnp.tanh(x @ w))
+
+    line = uneven.__code__.co_firstlineno + 2
+    with pytest.raises(InfeasibleBudgetError, match=rf"The dearest stretch needs .* at once: .*test_search.py:{line} "):
+        jaxckpt.plan(uneven, jnp.ones((64, 64)), jnp.ones((2048, 64)), budget="2MiB", target="cpu")
+
+
+def test_an_infeasible_shard_map_says_what_can_be_done():
+    mesh = jax.make_mesh((1,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(InfeasibleBudgetError, match="Nothing inside of jax.shard_map is planned: checkpoint parts"):
+        jaxckpt.plan(mapped, *ARGS, budget="50%", target="cpu")
 
 
 def test_at_most_so_many_compilations(problem):
