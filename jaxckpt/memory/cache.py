@@ -26,7 +26,8 @@ logger = logging.getLogger("jaxckpt")
 
 FOLDER = "JAXCKPT_CACHE_DIR"
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_NAMED = re.compile(r'loc\("([^"]*)"\(')
+_NAMED = re.compile(r'loc\("(?:([^"]*/[^"]*)"\(|([^"]*)"\))')
+"""Names of operations ("jit(loss)/Block_0/dot_general") and of arguments among the locations of a program; functions' names have no slash."""
 _COMPILERS = ("jax", "jaxlib", "jaxckpt", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
@@ -57,7 +58,7 @@ def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -
       devices: the devices' kind, and the order in which they are used.
       options: XLA's options for this program.
     """
-    names = sorted(set(_NAMED.findall(lowered.as_text(debug_info=True))))
+    names = sorted({operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))})
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
     decides += [os.environ.get(name, "") for name in _FLAGS]
     decides += [f"{name} {_version(name)}" for name in _COMPILERS]

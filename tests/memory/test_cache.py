@@ -50,7 +50,7 @@ def test_the_same_program_is_compiled_once_and_its_report_is_whole(folder, compi
     assert again.largest(3) == first.largest(3)
 
 
-def test_names_decide_and_lines_do_not(folder, compiles):
+def test_names_decide_and_lines_and_callers_do_not(folder, compiles):
     def named(name):
         def function(x):
             with jax.named_scope(name):
@@ -58,8 +58,11 @@ def test_names_decide_and_lines_do_not(folder, compiles):
 
         return function
 
-    for name in ("one", "two", "one"):
-        report = measure(named(name), X, target="cpu")
+    def elsewhere(name):
+        return measure(named(name), X, target="cpu")
+
+    reports = [measure(named("one"), X, target="cpu"), elsewhere("two"), elsewhere("one")]
+    for name, report in zip(("one", "two", "one"), reports):
         assert any(f"/{name}/" in buffer.operation for buffer in report.largest(5))
     assert len(compiles) == 2
 
