@@ -136,8 +136,6 @@ def frontier_view(frontier: Frontier) -> Group:
 
 # ----------------------------------------------------------------------------------------------------------------- pictures
 
-LABELLED = 12
-"""Other ways have their names in the picture if there are no more of them."""
 MEASURES = {
     "seconds": "time of recomputation by the target's rates, in % of the step",
     "flops": "recomputed FLOPs, in % of the step",
@@ -167,31 +165,63 @@ def frontier_figure(
     if title is None:
         title = f"Memory against recomputation on {frontier.target}"
     with matplotlib.rc_context(plot.STYLE):
-        figure = Figure(
-            figsize=(7.6 if len(measures) == 1 else 6.4 * len(measures), 4.8), dpi=150, layout="constrained"
-        )
+        key = _letters(frontier, _top(frontier, chosen))
+        width = (7.6 if len(measures) == 1 else 6.0 * len(measures)) + (2.4 if key else 0)
+        figure = Figure(figsize=(width, 4.8), dpi=150, layout="constrained")
         for place, (axes, measure) in enumerate(
             zip(figure.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures)
         ):
-            _frontier(axes, frontier, chosen, measure, legend=place == len(measures) - 1)
+            _frontier(axes, frontier, chosen, measure, key, last=place == len(measures) - 1)
             if title and not place:
                 plot.add_title(axes, title)
     return figure
 
 
-def _frontier(axes: Axes, frontier: Frontier, chosen: Point | None, measure: str, legend: bool) -> None:
+def _top(frontier: Frontier, chosen: Point | None = None) -> float:
+    """Returns the bytes up to which is drawn."""
+    points = [point for point in (*frontier.points, *filter(None, [chosen])) if point.plan is not None]
+    ways = [way.peak_bytes for way in (frontier.unplanned, *frontier.others) if way.peak_bytes is not None]
+    largest = max([*ways, *map(_peak, points)], default=1)
+    # What needs far more than the step as it is says nothing about saving, and would squeeze all the rest.
+    return 1.12 * min(largest, 1.3 * (frontier.unplanned.peak_bytes or largest))
+
+
+def _letters(frontier: Frontier, top: float) -> dict[str, str]:
+    """Returns a letter for each way that is drawn and not the planner's, from the largest peak down."""
+    ways = sorted((w for w in frontier.others if w.peak_bytes is not None), key=lambda way: -(way.peak_bytes or 0))
+    names = [way.name for way in ways if (way.peak_bytes or 0) <= top]
+    return {name: chr(ord("a") + i) if i < 26 else f"a{i - 25}" for i, name in enumerate(names)}
+
+
+def _together(
+    points: Sequence[tuple[float, float, str]], right: float, top: float
+) -> list[tuple[tuple[float, float], str]]:
+    """Returns where to write which names: points that lie too near to one another for two names get one."""
+    groups: list[list[tuple[float, float, str]]] = []
+    for x, y, name in points:
+        near = next((g for g in groups if abs(g[0][0] - x) < 0.025 * right and abs(g[0][1] - y) < 0.03 * top), None)
+        if near is None:
+            groups.append([(x, y, name)])
+        else:
+            near.append((x, y, name))
+    return [
+        ((max(x for x, *_ in group), group[0][1]), ", ".join(sorted(name for *_, name in group))) for group in groups
+    ]
+
+
+def _frontier(
+    axes: Axes, frontier: Frontier, chosen: Point | None, measure: str, key: dict[str, str], last: bool
+) -> None:
     base = getattr(frontier.unplanned, measure) or 1
 
     def x(way: Way | Point) -> float:
         return 100 * ((getattr(way, measure) or 0) / base - 1)
 
-    ways = [way for way in (frontier.unplanned, *frontier.others) if way.peak_bytes is not None]
+    shown = [way for way in frontier.others if way.name in key]
     planned = [point for point in frontier.points if point.plan is not None]
-    sizes = [way.peak_bytes or 0 for way in ways] + [_peak(point) for point in planned]
-    unit, divisor = plot.unit_of(max(sizes, default=1))
-    # What needs far more than the step as it is says nothing about saving, and would squeeze all the rest.
-    top = 1.12 * min(max(sizes, default=1), 1.3 * (frontier.unplanned.peak_bytes or max(sizes, default=1))) / divisor
-    drawn: list[Way | Point] = [*ways, *planned, *([chosen] if chosen is not None else [])]
+    unit, divisor = plot.unit_of(int(_top(frontier, chosen)))
+    top = _top(frontier, chosen) / divisor
+    drawn: list[Way | Point] = [frontier.unplanned, *shown, *planned, *([chosen] if chosen is not None else [])]
     right = max([x(way) for way in drawn] + [1.0])
     axes.set_xlim(-0.05 * right, 1.12 * right)
     axes.set_ylim(0, top)
@@ -203,20 +233,15 @@ def _frontier(axes: Axes, frontier: Frontier, chosen: Point | None, measure: str
         axes.axhline(
             chosen.budget_bytes / divisor, color=plot.LINES[1], linewidth=1.1, linestyle="--", zorder=2, label="budget"
         )
-    shown = [way for way in ways[1:] if (way.peak_bytes or 0) / divisor <= top]
     if shown:
         axes.plot(
             [x(way) for way in shown], [(way.peak_bytes or 0) / divisor for way in shown], "o", markersize=5.5,
             markerfacecolor="white", markeredgecolor=plot.GREY, zorder=3, label="placed by hand",
         )  # fmt: skip
-    # Points in one place get one name; more than a few names would hide what they name.
-    places: dict[tuple[float, float], list[str]] = {}
-    for way in shown if len(shown) <= LABELLED else ():
-        places.setdefault((round(x(way), 1), round((way.peak_bytes or 0) / divisor, 1)), []).append(way.name)
-    for place, names in places.items():
-        axes.annotate(
-            ", ".join(names), place, (5, 4), textcoords="offset points", fontsize=7.5, color=plot.GREY, zorder=3
-        )
+    for place, letters in _together(
+        [(x(way), (way.peak_bytes or 0) / divisor, key[way.name]) for way in shown], right, top
+    ):
+        axes.annotate(letters, place, (4, 4), textcoords="offset points", fontsize=8, color=plot.GREY, zorder=3)
     _plan_line(axes, [(x(point), _peak(point) / divisor, point.peak_bytes is not None) for point in planned])
     if frontier.unplanned.peak_bytes is not None:
         axes.plot(
@@ -225,8 +250,12 @@ def _frontier(axes: Axes, frontier: Frontier, chosen: Point | None, measure: str
     if chosen is not None and chosen.plan is not None:
         name = "this plan" + ("" if chosen.peak_bytes is not None else ", predicted")
         axes.plot(x(chosen), _peak(chosen) / divisor, "*", markersize=15, color=plot.LINES[1], zorder=6, label=name)
-    if legend:
+    if last:
         axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor=plot.FAINT, fontsize=8.5)
+        names = [f"{letter}  {name}" for name, letter in key.items()]
+        axes.text(
+            1.03, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=8, color=plot.GREY, linespacing=1.5
+        )
 
 
 def _plan_line(axes: Axes, points: list[tuple[float, float, bool]]) -> None:

@@ -170,6 +170,16 @@ def test_the_picture_has_every_point_that_is_no_more_than_a_third_above_the_step
     assert plot.render(figure, "png").startswith(b"\x89PNG")
 
 
+def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_place():
+    others = [Way(f"way {i}", (95 - 10 * i) * MIB, 1000 + 100 * i, 2.0) for i in range(4)]
+    others += [Way("near the last", 64 * MIB, 1303, 2.0), Way("huge", 900 * MIB, 1000, 2.0)]
+    frontier = Frontier("cpu", Way("as it is", 100 * MIB, 1000, 2.0), (), tuple(others))
+    figure = plans.frontier_figure(frontier, measures=("flops", "seconds"))
+    left, right = ([note.get_text() for note in axes.texts] for axes in figure.axes)
+    assert left == ["a", "b", "c", "d, e"]
+    assert right[-1].splitlines() == ["a  way 0", "b  way 1", "c  way 2", "d  way 3", "e  near the last"]
+
+
 def test_pages_hold_all_of_it():
     page = plans.plan_page(figures((0.5, 0.25)), GRAPH, "A <plan>", some_frontier())
     assert "A &lt;plan&gt;" in page and "keeps what goes in and out" in page and "each block" in page
