@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ WIDEST = 4
 
 EFFORT = 3000
 """So many operations at most are differentiated for the analysis, if that is enough for the single stages."""
+
+FINER = 0.1
+"""The stage that needs most is cut in two where its halves need so much less."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -158,7 +162,7 @@ class _Builder:
 
     def build(self) -> Model:
         graph = self.graph
-        places = stages.join(graph, stages.cuts(graph), lambda a, b: self._stretch(a, b)[0])
+        places = self._finer(stages.join(graph, stages.cuts(graph), lambda a, b: self._stretch(a, b)[0]))
         length = len(places) - 1
         carried = self._carried(places)
         spans: dict[tuple[int, int], Span] = {}
@@ -209,6 +213,27 @@ class _Builder:
         return Model(
             graph, tuple(places), chain, choices, times, forwards, seconds, len(self.analyses) + len(self.scans)
         )
+
+    def _finer(self, places: list[int]) -> list[int]:
+        """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what the step can do with."""
+        while len(places) - 1 < stages.MOST:
+            needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
+            dearest = needs.index(max(needs))
+            start, stop = places[dearest : dearest + 2]
+            halves = {
+                place: max(self._least_work(start, place), self._least_work(place, stop))
+                for place in stages.within(self.graph, start, stop)
+            }
+            place = min(halves, key=lambda place: halves[place], default=None)
+            if place is None or halves[place] > (1 - FINER) * needs[dearest]:
+                break
+            places = sorted([*places, place])
+        return places
+
+    def _least_work(self, start: int, stop: int) -> int:
+        """Returns the bytes that a stage needs at once if it keeps as little as can be."""
+        found, _ = self._analyse(start, stop)
+        return max(found.forward_work, min((choice.bytes + choice.work for choice in found.choices), default=0))
 
     def _regions_to_look_at(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Returns the stages, and as many wider stretches of them as `EFFORT` allows, equal ones counted once."""

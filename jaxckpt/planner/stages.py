@@ -2,7 +2,8 @@
 
 A cut lies between two dear operations, where the least bytes cross, if no more cross there than between the neighbouring ones: in a
 transformer between the halves of a block, where only the residual stream is live, not between attention's scores and its context. A scan is
-a stage of its own. What crosses several cuts (U-Net's skips, a mask that all blocks share) is carried; see `jaxckpt.planner.chain`.
+a stage of its own. The stage that needs most at once is cut again where that makes it need less, whatever crosses there (`planner/model.py`).
+What crosses several cuts (U-Net's skips, a mask that all blocks share) is carried; see `jaxckpt.planner.chain`.
 
 Equal stretches have equal digests, so that 48 equal blocks are analysed once.
 """
@@ -84,8 +85,7 @@ def crossing(graph: Graph) -> list[int]:
 def cuts(graph: Graph) -> list[int]:
     """Returns where the stages begin and end: 0, ..., len(graph.ops)."""
     live = crossing(graph)
-    dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
-    gaps = [min(range(a + 1, b + 1), key=lambda p: (live[p], p)) for a, b in itertools.pairwise(dear)]
+    gaps = _gaps(graph, live)
     narrow = []
     for i, place in enumerate(gaps):
         around = [live[gaps[j]] for j in (i - 1, i + 1) if 0 <= j < len(gaps)]
@@ -93,6 +93,17 @@ def cuts(graph: Graph) -> list[int]:
             narrow.append(place)
     loops = [p for place, op in enumerate(graph.ops) if is_scan(op) for p in (place, place + 1)]
     return sorted({0, *narrow, *loops, len(graph.ops)})
+
+
+def within(graph: Graph, start: int, stop: int) -> list[int]:
+    """Returns where a stage start..stop can be cut: between each two dear operations in it, where least crosses."""
+    return [place for place in _gaps(graph, crossing(graph)) if start < place < stop]
+
+
+def _gaps(graph: Graph, live: Sequence[int]) -> list[int]:
+    """Returns for each two dear operations in a row the place between them where least crosses."""
+    dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
+    return [min(range(a + 1, b + 1), key=lambda p: (live[p], p)) for a, b in itertools.pairwise(dear)]
 
 
 def is_scan(op: Op) -> bool:

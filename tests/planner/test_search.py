@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ import jaxckpt
 from benchmarks.models import gpt, lstm, moe, resnet, unet
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
 from jaxckpt.core.graph import count_flops
+from jaxckpt.planner import model
 from jaxckpt.planner.search import COMPILES, analyse
 
 MIB = 2**20
@@ -75,6 +77,33 @@ def test_an_infeasible_budget_says_which_stretch_is_the_dearest(problem):
     line = uneven.__code__.co_firstlineno + 2
     with pytest.raises(InfeasibleBudgetError, match=rf"The dearest stretch needs .* at once: .*test_search.py:{line} "):
         jaxckpt.plan(uneven, jnp.ones((64, 64)), jnp.ones((2048, 64)), budget="2MiB", target="cpu")
+
+
+def test_the_stage_that_needs_most_is_cut_again_where_no_neck_is(monkeypatch):
+    """Layers that widen one after the other: more crosses at each cut than at the one before, so none is narrow by itself."""
+
+    def widening(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.tanh(x) @ w)
+        return jnp.sum(x)
+
+    args = [jnp.ones((64 + 8 * i, 72 + 8 * i)) / 64 for i in range(12)], jnp.ones((8192, 64))
+    finer = analyse(widening, *args, target="cpu")
+    monkeypatch.setattr(model, "FINER", 1.0)
+    coarse = analyse(widening, *args, target="cpu")
+    assert coarse.model.chain.length < finer.model.chain.length
+    assert finer.table.least < 0.8 * coarse.table.least
+    budget = int(0.8 * least_that_fits(coarse))
+    found = finer.plan(budget)
+    assert found.measured_bytes <= budget
+    gradients = [jax.grad(fun)(*args) for fun in (widening, found.apply(widening))]
+    chex.assert_trees_all_close(*gradients, rtol=1e-5)
+
+
+def least_that_fits(problem):
+    with pytest.raises(InfeasibleBudgetError) as error:
+        problem.plan(problem.argument_bytes + MIB)
+    return int(str(error.value).split("least budget found to fit is ")[1].split()[0])
 
 
 def test_an_infeasible_shard_map_says_what_can_be_done():
