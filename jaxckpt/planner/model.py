@@ -24,7 +24,7 @@ from jaxckpt.planner.shards import WHOLE, Shards
 WIDEST = 4
 """So many stages at most are offered as one region."""
 
-EFFORT = 3000
+EFFORT = 5000
 """So many operations at most are differentiated for the analysis, if that is enough for the single stages."""
 
 FINER = 0.1
