@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -449,7 +450,8 @@ class _Search:
         model = self.problem.model
         start, stop, needed = model.dearest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
-        text = f"The dearest stretch needs {format_bytes(needed)} at once: operations {start}–{stop}, {largest.primitive} at {largest.source}."
+        where = f"operations {start}–{stop}, {largest.primitive} at {pathlib.PurePath(largest.source).name}"
+        text = f"The dearest stretch needs {format_bytes(needed)} at once: {where}."
         return f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 
 
