@@ -215,15 +215,20 @@ class _Builder:
         )
 
     def _finer(self, places: list[int]) -> list[int]:
-        """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what the step can do with."""
+        """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what the step can do with.
+
+        Ends also when `EFFORT` operations have been differentiated for it, or would be: a stage of many operations has many places to cut.
+        """
+        effort = 0
         while len(places) - 1 < stages.MOST:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             dearest = needs.index(max(needs))
             start, stop = places[dearest : dearest + 2]
-            halves = {
-                place: max(self._least_work(start, place), self._least_work(place, stop))
-                for place in stages.within(self.graph, start, stop)
-            }
+            between = stages.within(self.graph, start, stop)
+            effort += len(between) * (stop - start)
+            if effort > EFFORT:
+                break
+            halves = {p: max(self._least_work(start, p), self._least_work(p, stop)) for p in between}
             place = min(halves, key=lambda place: halves[place], default=None)
             if place is None or halves[place] > (1 - FINER) * needs[dearest]:
                 break

@@ -100,6 +100,28 @@ def test_the_stage_that_needs_most_is_cut_again_where_no_neck_is(monkeypatch):
     chex.assert_trees_all_close(*gradients, rtol=1e-5)
 
 
+def test_a_stage_of_many_operations_is_not_tried_at_every_place(monkeypatch):
+    """Every layer reads all before it, so there is no neck and the function is one stage; to try all its cuts takes the square of its size."""
+
+    def dense(ws, x):
+        seen = [x]
+        for w in ws:
+            seen.append(jnp.tanh(sum(seen) @ w))
+        return jnp.sum(sum(seen))
+
+    differentiated, analyse_ = [], model.analyse
+
+    def counted(named, start, stop, *rest):
+        differentiated.append(stop - start)
+        return analyse_(named, start, stop, *rest)
+
+    monkeypatch.setattr(model, "EFFORT", 600)
+    monkeypatch.setattr(model, "analyse", counted)
+    found = analyse(dense, [jnp.ones((8, 8))] * 24, jnp.ones((64, 8)), target="cpu")
+    size = len(found.graph.ops)
+    assert size > 300 and sum(differentiated) <= 600 + 2 * size
+
+
 def least_that_fits(problem):
     with pytest.raises(InfeasibleBudgetError) as error:
         problem.plan(problem.argument_bytes + MIB)
