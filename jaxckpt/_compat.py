@@ -6,7 +6,11 @@ Supported: jax 0.10.2 (the newest for Python 3.11) and later; developed against 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
+import json
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -302,7 +306,7 @@ def tpu_topology(name: str, **options: Any) -> tuple[Any, ...]:
     """
     from jax.experimental import topologies
 
-    from jaxckpt._quiet import accelerator_visible
+    from jaxckpt._quiet import tpu_visible
 
     variables = {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -310,7 +314,7 @@ def tpu_topology(name: str, **options: Any) -> tuple[Any, ...]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
     }
-    if not accelerator_visible():
+    if not tpu_visible():
         variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     with _environment(variables):
         return tuple(topologies.get_topology_desc(name, platform="tpu", **options).devices)
@@ -358,6 +362,95 @@ class _NoPersistentCache(contextlib.ContextDecorator):
 
 
 no_persistent_cache = _NoPersistentCache()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """What JAX hands to XLA to compile, which can be written to a folder and compiled in another process of the same JAX.
+
+    `jax.stages.Lowered` cannot be told to compile elsewhere, and exporting it (jax.export) makes another program of it.
+
+    Attributes:
+      name: of the program.
+      module: the program as MLIR's bytecode.
+      options: XLA's options, as a serialised message.
+      devices: the ids of the devices it is for, in their order.
+    """
+
+    name: str
+    module: bytes
+    options: bytes
+    devices: tuple[int, ...]
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes it to a folder."""
+        (folder / "module").write_bytes(self.module)
+        (folder / "options").write_bytes(self.options)
+        (folder / "request.json").write_text(json.dumps({"name": self.name, "devices": self.devices}))
+
+    @staticmethod
+    def read(folder: pathlib.Path) -> CompileRequest:
+        """Reads it from a folder."""
+        rest = json.loads((folder / "request.json").read_text())
+        module, options = (folder / "module").read_bytes(), (folder / "options").read_bytes()
+        return CompileRequest(rest["name"], module, options, tuple(rest["devices"]))
+
+    def compile(self, devices: Sequence[Any]) -> None:
+        """Compiles it for the devices of these ids among `devices`; they are compile-only ones."""
+        from jax._src import compiler
+        from jax._src.interpreters import mlir
+        from jax._src.lib import xla_client
+        from jax._src.lib.mlir import ir
+
+        known = {device.id: device for device in devices}
+        chosen = xla_client.DeviceList(tuple(known[identity] for identity in self.devices))
+        options = xla_client.CompileOptions.ParseFromString(self.options)
+        with mlir.make_ir_context():
+            module = ir.Module.parse(self.module)
+            compiler.backend_compile_and_load(devices[0].client, module, chosen, options, ())
+
+
+CompileError = jax.errors.JaxRuntimeError
+
+
+class _RequestMade(Exception):
+    pass
+
+
+_making = threading.local()
+_making_lock = threading.Lock()
+
+
+def compile_request(lowered: Any, options: dict[str, Any]) -> CompileRequest | None:
+    """Returns what `lowered.compile(compiler_options=options)` would hand to XLA; None where the program calls back into this process.
+
+    JAX makes XLA's options (device assignment, partitioner, layouts) on the way to its one call of the compiler; so that call is
+    replaced, for this thread and for this one time, by one that notes what it is given.
+    """
+    from jax._src import compiler
+
+    def note(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, *rest: Any, **named: Any) -> Any:
+        if not getattr(_making, "now", False):
+            return compile_(backend, module, devices, options, callbacks, *rest, **named)
+        if not callbacks:
+            code = io.BytesIO()
+            module.operation.write_bytecode(code)
+            name = str(module.operation.attributes["sym_name"]).strip('"')
+            identities = tuple(device.id for device in devices)
+            made.append(CompileRequest(name, code.getvalue(), options.SerializeAsString(), identities))
+        raise _RequestMade
+
+    made: list[CompileRequest] = []
+    with _making_lock, no_persistent_cache:
+        compile_ = compiler.backend_compile_and_load
+        compiler.backend_compile_and_load, _making.now = note, True
+        try:
+            lowered.compile(compiler_options=options)
+        except _RequestMade:
+            pass
+        finally:
+            compiler.backend_compile_and_load, _making.now = compile_, False
+    return made[0] if made else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- scans

@@ -21,7 +21,8 @@ from typing import IO
 logger = logging.getLogger("jaxckpt")
 
 # NVIDIA (also in containers, also in WSL), Google, AMD: what jax._src.hardware_utils looks for.
-_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/accel0", "/dev/vfio/0", "/dev/kfd")
+_TPUS = ("/dev/accel0", "/dev/vfio/0")
+_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", *_TPUS, "/dev/kfd")
 
 # XLA reads this when a plugin is loaded and leaves out what is less than fatal, also later, when it compiles: without it a program that is
 # larger than the device brings lines of scheduler warnings. JAX sets it to "1" when it is imported; a user who sets "0" wants to see all.
@@ -31,6 +32,11 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 def accelerator_visible() -> bool:
     """Whether this machine has a GPU or a TPU, working or not."""
     return any(os.path.exists(device) for device in _DEVICES)
+
+
+def tpu_visible() -> bool:
+    """Whether this machine has a TPU, or a device that may be one."""
+    return any(os.path.exists(device) for device in _TPUS)
 
 
 class _Diversion(logging.Filter):

@@ -114,6 +114,8 @@ class Assignment:
       on_chip: temporaries in a TPU's vector memory (v4: common memory).
       labels: the operation at each position of the schedule.
       host_bytes: bytes of all allocations in host memory.
+      argument_bytes, output_bytes: of the device memory that arguments and results are in.
+      alias_bytes: of that of arguments that results are written to, counted in both.
     """
 
     standing: tuple[Buffer, ...]
@@ -121,6 +123,9 @@ class Assignment:
     on_chip: tuple[Lifetime, ...]
     labels: tuple[str, ...]
     host_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -234,7 +239,7 @@ def read(hlo: bytes, platform: str) -> Assignment:
 
     standing: list[Buffer] = []
     spaces: dict[int, list[Lifetime]] = {_MAIN: []}
-    host = 0
+    host = argument = output = alias = 0
     for allocation in assignment.messages(_Assignment.allocations):
         size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
         members = [values[m.number(_Allocation.member_value)] for m in allocation.messages(_Allocation.members)]
@@ -243,7 +248,10 @@ def read(hlo: bytes, platform: str) -> Assignment:
         kind = _kind(allocation)
         if colour == _HOST:
             host += size
-        elif kind != "temporary":
+            continue
+        given, result = bool(allocation.number(_Allocation.argument)), bool(allocation.number(_Allocation.output))
+        argument, output, alias = argument + size * given, output + size * result, alias + size * (given and result)
+        if kind != "temporary":
             # Temporaries may have been put into an output's place; the output itself is the value defined last.
             last = members[0] if kind == "argument" else max(members, key=program.position_of)
             standing.append(program.buffer(last, kind, size))
@@ -260,7 +268,7 @@ def read(hlo: bytes, platform: str) -> Assignment:
                 lifetimes.append(Lifetime(0, len(program.labels) - 1, program.buffer(widest, kind, size)))
     main = spaces.pop(_MAIN)
     on_chip = max(spaces.values(), key=lambda space: sum(life.buffer.bytes for life in space), default=[])
-    return Assignment(tuple(standing), tuple(main), tuple(on_chip), program.labels, host)
+    return Assignment(tuple(standing), tuple(main), tuple(on_chip), program.labels, host, argument, output, alias)
 
 
 def _kind(allocation: Message) -> str:

@@ -205,7 +205,7 @@ def compare(
         graph = trace(fun, *args)
         estimate = None if sharded else graph_peak(graph, resolved.platform)
         try:
-            measured.append((name, measure(fun, *args, target=resolved), estimate, graph.flops))
+            measured.append((name, measure(fun, *args, target=resolved, generate_code=False), estimate, graph.flops))
         except DoesNotFitError as error:
             left_out.append((name, _why(error)))
             unfit = error

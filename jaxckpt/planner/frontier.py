@@ -256,7 +256,7 @@ def way(
     made = step(fun)
     if peak is None:
         try:
-            peak = measure(made, *args, target=target).peak_bytes
+            peak = measure(made, *args, target=target, generate_code=False).peak_bytes
         except DoesNotFitError as error:
             peak = error.needed_bytes
     flops, seconds = cost_of(made, args, target)

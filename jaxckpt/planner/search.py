@@ -246,7 +246,7 @@ class Problem:
         """
         with self._lock:
             if self._unplanned is None:
-                self._unplanned = measure(self.step(self.fun), *self.args, target=self.target)
+                self._unplanned = measure(self.step(self.fun), *self.args, target=self.target, generate_code=False)
             return self._unplanned
 
     def budget_bytes(self, budget: int | str) -> int:
@@ -394,7 +394,7 @@ class _Search:
             made = problem.model.plan(schedule)
             try:
                 report: MemoryReport | None = measure(
-                    problem.step(made.apply(problem.fun)), *problem.args, target=problem.target
+                    problem.step(made.apply(problem.fun)), *problem.args, target=problem.target, generate_code=False
                 )
                 compiled = report.peak_bytes if report is not None else 0
             except DoesNotFitError as error:

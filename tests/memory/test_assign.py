@@ -1,0 +1,258 @@
+"""The compiler that is stopped once buffers are assigned must say of memory what it says when it goes on to the end."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import _compat
+from jaxckpt.memory import assign, cache
+from jaxckpt.memory import report as module
+from jaxckpt.memory.report import measure
+from jaxckpt.memory.targets import Target
+
+TPU = "tpu:v5e:2x2"
+X = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+pytestmark = pytest.mark.tpu
+
+
+def loss(x):
+    for _ in range(6):
+        x = jnp.sin(x @ x)
+    return jnp.sum(x)
+
+
+def _chain():
+    return jax.value_and_grad(jax.checkpoint(loss)), X
+
+
+def _donated():
+    return jax.jit(lambda x, y: (x + jax.grad(loss)(y), y), donate_argnums=0), X, X
+
+
+def _scan():
+    def body(carry, x):
+        return jnp.tanh(carry @ x), carry.sum()
+
+    return lambda x, xs: jax.lax.scan(jax.checkpoint(body), x, xs), X, jax.ShapeDtypeStruct((7, *X.shape), X.dtype)
+
+
+def _on_chip():
+    return lambda x: jnp.sin(x) @ x, jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+
+def _sharded():
+    sharding = NamedSharding(Target(TPU).mesh((2, 2), ("data", "model")), P("data", "model"))
+    return jax.value_and_grad(loss), jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+
+
+def _in_host_memory():
+    sharding = SingleDeviceSharding(Target(TPU).devices[0], memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+    return lambda x, y: jnp.sin(jax.device_put(x, jax.memory.Space.Device) @ y) @ y, x, X
+
+
+def _offloaded():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def body(x, w):
+        return jnp.sin(jax.ad_checkpoint.checkpoint_name(x, "x") @ w), None
+
+    def loss(x, ws):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(body, policy=policy), x, ws)[0])
+
+    return jax.value_and_grad(loss), X, jax.ShapeDtypeStruct((5, *X.shape), X.dtype)
+
+
+@pytest.fixture
+def no_size_is_small(monkeypatch):
+    monkeypatch.setattr(assign, "SMALL", 0)
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Counts compilations in this process."""
+    count = []
+    compile_ = module._compile
+    monkeypatch.setattr(module, "_compile", lambda *args: (count.append(args), compile_(*args))[1])
+    return count
+
+
+def _wide():
+    """A program that is not small."""
+
+    def loss(xs):
+        return sum(jnp.sum(jnp.sin(x @ x) * i) for i, x in enumerate(xs))
+
+    return jax.value_and_grad(loss), [X] * 60
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+
+
+@pytest.mark.parametrize("make", [_chain, _donated, _scan, _on_chip, _sharded, _in_host_memory, _offloaded])
+def test_all_figures_of_memory_are_those_of_the_whole_compilation(make, no_size_is_small, compiles):
+    fun, *args = make()
+    stopped = measure(fun, *args, target=TPU, generate_code=False)
+    assert not compiles, "compiled in this process"
+    assert stopped.code_bytes is None
+    assert stopped.flops is None
+    whole = measure(fun, *args, target=TPU)
+    assert len(compiles) == 1
+    assert whole.code_bytes > 0
+    left_out = {"code_bytes", "flops", "compile_seconds"}
+    ours, theirs = ({k: v for k, v in report.to_json().items() if k not in left_out} for report in (stopped, whole))
+    assert ours == theirs
+    assert stopped.timeline() == whole.timeline()
+    assert stopped.largest(5) == whole.largest(5)
+    assert "program" not in str(stopped)
+
+
+def test_checkpoints_are_in_the_program_that_is_compiled_there(no_size_is_small):
+    def peak(wrap):
+        def loss(x, w):
+            for _ in range(8):
+                x = wrap(lambda x: jnp.sin(jnp.sin(x @ w) @ w))(x)
+            return jnp.sum(x)
+
+        x = jax.ShapeDtypeStruct((32768, 1024), jnp.float32)
+        return measure(jax.value_and_grad(loss), x, X, target=TPU, generate_code=False).peak_bytes
+
+    assert peak(jax.checkpoint) < 0.75 * peak(lambda fun: fun)
+
+
+def test_a_program_that_does_not_fit_is_refused_as_by_the_whole_compilation(no_size_is_small, compiles):
+    x = jax.ShapeDtypeStruct((2**18, 2**18), jnp.float32)
+    with pytest.raises(jaxckpt.DoesNotFitError) as stopped:
+        measure(lambda x: x + 1, x, target=TPU, generate_code=False)
+    assert not compiles
+    with pytest.raises(jaxckpt.DoesNotFitError) as whole:
+        measure(lambda x: x + 1, x, target=TPU)
+    assert str(stopped.value) == str(whole.value)
+    assert stopped.value.needed_bytes == whole.value.needed_bytes >= 256 * 2**30
+
+
+# -------------------------------------------------------------------------------------------------- when it is stopped
+
+
+def test_a_large_program_is_stopped_and_a_small_one_is_not(compiles):
+    fun, xs = _wide()
+    assert measure(fun, xs, target=TPU, generate_code=False).code_bytes is None
+    assert not compiles
+    assert measure(*_on_chip(), target=TPU, generate_code=False).code_bytes > 0
+    assert len(compiles) == 1
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_other_compilers_go_to_the_end(target, compiles):
+    assert measure(jnp.sin, X, target=target, generate_code=False).code_bytes == 0
+    assert len(compiles) == 1
+
+
+def test_a_tpu_that_is_here_belongs_to_one_process(monkeypatch, no_size_is_small, compiles):
+    monkeypatch.setattr(assign, "tpu_visible", lambda: True)
+    assert measure(*_on_chip(), target=TPU, generate_code=False).code_bytes > 0
+    assert len(compiles) == 1
+
+
+def test_what_calls_back_into_this_process_is_compiled_in_it():
+    def fun(x):
+        jax.debug.callback(lambda x: None, jnp.sum(x))
+        return jnp.sin(x)
+
+    lowered = jax.jit(fun).lower(X)
+    assert _compat.compile_request(lowered, {}) is None
+
+
+# --------------------------------------------------------------------------------------------------------- the process
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/nowhere/python"])
+def test_where_no_process_can_be_had_the_program_is_compiled_in_this_one_and_the_log_says_so(
+    executable, monkeypatch, no_size_is_small, compiles, caplog
+):
+    monkeypatch.setattr(sys, "executable", executable)
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        report = measure(*_on_chip(), target=TPU, generate_code=False)
+    assert report.code_bytes > 0
+    assert len(compiles) == 1
+    assert "process" in caplog.text
+
+
+def test_it_leaves_no_process_and_no_folder(no_size_is_small, tmp_path, monkeypatch):
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **named: (started.append(popen(*args, **named)), started[-1])[1]
+    )
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    measure(*_chain(), target=TPU, generate_code=False)
+    assert [process.returncode is not None for process in started] == [True]
+    assert not os.listdir(tmp_path)
+
+
+def test_it_is_gone_when_the_wait_is_interrupted(no_size_is_small, monkeypatch):
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **named: (started.append(popen(*args, **named)), started[-1])[1]
+    )
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assign.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(*_chain(), target=TPU, generate_code=False)
+    assert [process.returncode is not None for process in started] == [True]
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path):
+    lowered = module._lower(jax.grad(loss), (X,), Target(TPU))
+    with jax.default_device(Target(TPU).devices[0]):
+        _compat.compile_request(lowered, {}).write(tmp_path)
+    command = [sys.executable, "-m", "jaxckpt.memory.assign", str(tmp_path), TPU]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 1
+
+
+def test_compilations_of_other_threads_go_on_while_a_request_is_made():
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    values = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            thread = threading.Thread(target=lambda: values.append(jax.jit(lambda x: jnp.cos(x) + 41.0)(0.0)))
+            thread.start()
+            thread.join()
+            return lowered.compile(compiler_options=compiler_options)
+
+    request = _compat.compile_request(Lowered(), {})
+    assert request.name == "jit_sin"
+    assert values == [42.0]
+    assert lowered.compile()(0.0) == 0.0, "the compiler is JAX's own again"
+
+
+# ----------------------------------------------------------------------------------------------------------- the cache
+
+
+def test_an_answer_without_code_serves_only_those_who_want_none(no_size_is_small, compiles, monkeypatch, tmp_path):
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path))
+    stopped = measure(*_on_chip(), target=TPU, generate_code=False)
+    assert measure(*_on_chip(), target=TPU, generate_code=False) == stopped
+    assert not compiles
+    whole = measure(*_on_chip(), target=TPU)
+    assert len(compiles) == 1
+    assert whole.code_bytes > 0
+    assert measure(*_on_chip(), target=TPU, generate_code=False) == measure(*_on_chip(), target=TPU) == whole
+    assert len(compiles) == 1
