@@ -187,6 +187,12 @@ def _measure_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--largest", type=int, default=10, metavar="N", help="how many of the largest buffers at the peak to list (10)"
     )
+    parser.add_argument(
+        "--no-code",
+        action="store_true",
+        help="for a TPU that is not here: stop the compiler once it has assigned buffers, seconds in place of minutes for a large model; all "
+        "figures but the size of the program and the compiler's FLOPs",
+    )
     _file_options(parser, "live bytes over the schedule and the largest buffers", "figures, timeline, largest buffers")
 
 
@@ -198,7 +204,7 @@ def _measure(options: argparse.Namespace) -> None:
     check_differentiable(name, fun, args)
     with _progress() as progress:
         progress(0, 1, f"compiling {name}")
-        report = measure(jax.value_and_grad(fun), *args, target=options.target)
+        report = measure(jax.value_and_grad(fun), *args, target=options.target, generate_code=not options.no_code)
         progress(1, 1, "")
     _print(table.report_view(report, f"{options.factory}, {name}"), table.buffers_view(report, options.largest))
     _write(

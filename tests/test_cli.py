@@ -193,6 +193,16 @@ def test_measure_on_a_gpu_that_is_not_here(factory, capsys):
     assert code == 0 and "cuda:h100" in out
 
 
+@pytest.mark.tpu
+def test_measure_without_code_on_a_tpu_that_is_not_here(factory, capsys):
+    command = ("measure", f"{factory}:model", "--target", "tpu:v5e:2x2", "--set", "layers=40")
+    code, out, _ = run(capsys, *command, "--no-code")
+    assert code == 0 and "buffers assigned in" in out and "program" not in out
+    peak = next(line for line in out.splitlines() if line.lstrip().startswith("peak"))
+    code, out, _ = run(capsys, *command)
+    assert code == 0 and "compiled in" in out and "program" in out and peak in out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

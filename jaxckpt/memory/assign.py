@@ -103,9 +103,10 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
 
 def _run(folder: pathlib.Path, target: Target, name: str) -> bool:
     """Runs the compiler until it has assigned buffers; returns whether it ended before, and failed."""
-    paths = os.pathsep.join(filter(None, sys.path))
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "jaxckpt.memory.assign", str(folder), target.name]
+    # -P: no file that happens to lie in the working directory takes the place of a module.
+    command = [sys.executable, "-P", "-m", "jaxckpt.memory.assign", str(folder), target.name]
     with (
         open(folder / "log", "wb") as log,
         subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log) as process,

@@ -28,6 +28,9 @@ from jaxckpt.memory.targets import compiler_options as options_for
 
 logger = logging.getLogger("jaxckpt")
 
+NEARLY_FULL = 0.8
+"""Share of a TPU's memory above which a program is compiled to the end: its code lies in that memory too, and may be what does not fit."""
+
 SMALL_SHARE = 0.2
 """Where temporaries are less than this share of the peak, `MemoryReport.advice` says that checkpointing can do little."""
 
@@ -120,7 +123,7 @@ class MemoryReport:
             ("temporaries", format_bytes(self.temp_bytes)),
             *((name, format_bytes(size)) for name, size in optional.items() if size),
             *([("FLOPs", f"{self.flops:.3g}")] if self.flops is not None else []),
-            ("compiled in", f"{self.compile_seconds:.1f} s"),
+            ("buffers assigned in" if self.code_bytes is None else "compiled in", f"{self.compile_seconds:.1f} s"),
         ]
 
     def __str__(self) -> str:
@@ -164,7 +167,8 @@ def measure(
         `{}` for none, as a bare `jax.jit` compiles.
       generate_code: whether the compiler goes on to the end. False asks for memory alone: the compiler of a TPU that is not here is then
         stopped, in a process of its own, once it has assigned buffers, which for a large program takes seconds in place of minutes. All
-        figures are the same, but that `code_bytes` and `flops` are None. Other targets' compilers, and small programs, go to the end.
+        figures are the same, but that `code_bytes` and `flops` are None. Other targets' compilers go to the end, and so do programs that
+        are small, or whose peak is over 80% of the TPU's memory, where the code may be what does not fit.
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.
@@ -309,6 +313,8 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     if assigned is None or (assignment := _read(assigned.dump, target.platform)) is None:
         return None, None
     peak = assignment.timeline.peak_bytes
+    if peak > NEARLY_FULL * target.memory_bytes:
+        return None, None
     argument, output, alias = assignment.argument_bytes, assignment.output_bytes, assignment.alias_bytes
     report = MemoryReport(
         target=target.name,

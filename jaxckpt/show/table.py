@@ -107,7 +107,8 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
     ]
     if report.flops is not None:
         cells.append(("compiler's FLOPs", f"{report.flops:.3g}"))
-    return [*cells, ("compiled in", format_seconds(report.compile_seconds))]
+    until = "buffers assigned in" if report.code_bytes is None else "compiled in"
+    return [*cells, (until, format_seconds(report.compile_seconds))]
 
 
 def report_view(report: MemoryReport, title: str) -> Group:

@@ -115,7 +115,8 @@ def test_all_figures_of_memory_are_those_of_the_whole_compilation(make, no_size_
     assert ours == theirs
     assert stopped.timeline() == whole.timeline()
     assert stopped.largest(5) == whole.largest(5)
-    assert "program" not in str(stopped)
+    assert "program" not in str(stopped) and "buffers assigned in" in str(stopped)
+    assert "program" in str(whole) and "compiled in" in str(whole)
 
 
 def test_checkpoints_are_in_the_program_that_is_compiled_there(no_size_is_small):
@@ -151,6 +152,15 @@ def test_a_large_program_is_stopped_and_a_small_one_is_not(compiles):
     assert not compiles
     assert measure(*_on_chip(), target=TPU, generate_code=False).code_bytes > 0
     assert len(compiles) == 1
+
+
+def test_a_program_that_nearly_fills_the_tpu_goes_to_the_end_because_of_its_code(no_size_is_small, compiles):
+    room = Target(TPU).memory_bytes
+    for share, whole in ((0.7, False), (0.85, True)):
+        x = jax.ShapeDtypeStruct((int(share * room / 2 / 4 / 1024), 1024), jnp.float32)
+        report = measure(lambda x: x + 1, x, target=TPU, generate_code=False)
+        assert report.peak_bytes == pytest.approx(share * room, rel=0.01)
+        assert (report.code_bytes is not None) == bool(compiles) == whole
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
