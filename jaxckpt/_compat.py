@@ -145,6 +145,30 @@ def name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
     return template.replace(invars=[operand], outvars=[result], params=params, source_info=maker.source_info)
 
 
+def kept_equations(operand: Any, result: Any, name: str, maker: Any) -> list[Any]:
+    """Returns equations that name a value for a policy that keeps it: `result = name[name] operand`, or so for both parts of a complex one.
+
+    jax.checkpoint rounds what it keeps to its own type with `reduce_precision`, which takes no complex types: up to jax 0.12.0.1 a complex
+    value that a policy keeps is a TypeError.
+    """
+    if not jax.dtypes.issubdtype(operand.aval.dtype, jax.numpy.complexfloating):
+        return [name_equation(operand, result, name, maker)]
+    real, imaginary, join = _complex_templates(operand.aval)
+    equations, kept = [], []
+    for template in (real, imaginary):
+        part, named = (fresh_var(template.outvars[0].aval) for _ in range(2))
+        equations.append(template.replace(invars=[operand], outvars=[part], source_info=maker.source_info))
+        equations.append(name_equation(part, named, name, maker))
+        kept.append(named)
+    return [*equations, join.replace(invars=kept, outvars=[result], source_info=maker.source_info)]
+
+
+@_cache_in_context()
+def _complex_templates(aval: Any) -> list[Any]:
+    made = jax.make_jaxpr(lambda x: jax.lax.complex(jax.lax.real(x), jax.lax.imag(x)))(aval)
+    return list(open_jaxpr(made).eqns)
+
+
 @_cache_in_context()
 def _name_template(aval: Any) -> Any:
     return open_jaxpr(jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"))(aval)).eqns[-1]
@@ -239,6 +263,15 @@ def ask_policy(policy: Callable[..., Any], primitive: str, params: Any, value: A
     if isinstance(answer, pe.Offloadable):
         return "offload"
     return "save" if answer is True or answer is pe.Saveable or isinstance(answer, pe.SaveableType) else "recompute"
+
+
+def everything_saveable(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """JAX's policy of this name, but for complex values, which jax.checkpoint cannot keep (see `kept_equations`): they are recomputed."""
+    made = params.get("new_dtype", params.get("dtype"))
+    dtypes = [getattr(aval, "dtype", None) for aval in avals] + [made]
+    if primitive.name in ("complex", "fft", "eig"):
+        return False
+    return not any(d is not None and jax.dtypes.issubdtype(d, jax.numpy.complexfloating) for d in dtypes)
 
 
 def _primitives() -> dict[str, Any]:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, UnmatchedTagError, did_you_mean
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from
@@ -198,11 +196,12 @@ class Policy:
         """Returns (True, policy of JAX's own) where one decides the same whatever the program: nothing kept, or everything; else (False, None).
 
         So those two are jax.checkpoint's own programs, to the letter. JAX keeps what derivatives need (`cos x`) where names could only keep
-        what the function computes (`x`, `sin x`); with everything kept that is less.
+        what the function computes (`x`, `sin x`); with everything kept that is less. (Complex values, which jax.checkpoint cannot keep
+        itself, are recomputed even then.)
         """
         if self.rules or self.default not in (RECOMPUTE, SAVE):
             return False, None
-        return True, None if self.default == RECOMPUTE else jax.checkpoint_policies.everything_saveable
+        return True, None if self.default == RECOMPUTE else _compat.everything_saveable
 
     def _check_globs(self, graph: Graph) -> None:
         globs = {glob for sel, _ in self.rules for glob in sel.globs}

@@ -72,7 +72,7 @@ class Named:
     def __init__(self, graph: Graph, body: Body) -> None:
         self.graph, self.body = graph, body
         values = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
-        self.names = _Names(graph)
+        self.names = _Names(graph, whole=True)
         self.groups = _rewrite(body, self.names, values)
 
     def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:
@@ -94,9 +94,13 @@ class Named:
 
 
 class _Names:
-    """The name that the emitter gives to a value: none that the program has already, or an outer region would keep an inner one's values."""
+    """The name that the emitter gives to a value: none that the program has already, or an outer region would keep an inner one's values.
 
-    def __init__(self, graph: Graph) -> None:
+    With `whole` a complex value has one name, as to look at; without, one at each of its parts, as jax.checkpoint can keep it.
+    """
+
+    def __init__(self, graph: Graph, whole: bool = False) -> None:
+        self.whole = whole
         taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
         level = 0
         while any(name.startswith(f"{INTERNAL}{level}:") for name in taken):
@@ -106,6 +110,12 @@ class _Names:
 
     def __call__(self, index: int) -> str:
         return f"{self.prefix}{index}:{self.graph.values[index].label}"
+
+    def equations(self, operand: Any, result: Any, index: int, maker: Any) -> list[Any]:
+        """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line of `maker`."""
+        if self.whole:
+            return [_compat.name_equation(operand, result, self(index), maker)]
+        return _compat.kept_equations(operand, result, self(index), maker)
 
 
 def _bodies(body: Body) -> Sequence[Body]:
@@ -143,8 +153,9 @@ def _rewrite(
             index = body.values[eqn.invars[0]]
             if index in actions and index not in named and names.graph.values[index].kind != "intermediate":
                 named.add(index)
-                eqn = _compat.name_equation(eqn.invars[0], eqn.outvars[0], names(index), eqn)
-            (groups[-1] if groups else pending).append(eqn)
+                (groups[-1] if groups else pending).extend(names.equations(eqn.invars[0], eqn.outvars[0], index, eqn))
+            else:
+                (groups[-1] if groups else pending).append(eqn)
             continue
         place, op = next(ops)
         group = _rewrite_op(eqn, op, names, actions, loops.get(place))
@@ -180,7 +191,7 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
     for i, (var, index) in enumerate(zip(eqn.outvars, op.outputs)):
         if index in actions and not isinstance(var, _compat.DropVar):
             outvars[i] = _compat.fresh_var(var.aval)
-            extra.append(_compat.name_equation(outvars[i], var, names(index), eqn))
+            extra.extend(names.equations(outvars[i], var, index, eqn))
     if extra:
         eqn = eqn.replace(outvars=outvars)
     return [*([eqn] if loop is None else rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names))), *extra]

@@ -193,6 +193,20 @@ def test_a_scanned_stack_is_planned_as_a_loop():
     assert "iterations" in plan.describe(analyse(scanned, *scan_args, target="cpu").graph)
 
 
+def test_complex_values_are_planned_for():
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.abs(jnp.fft.ifft(jnp.fft.fft(x) * jnp.exp(1j * w[:1]))) @ w
+        return jnp.mean(x**2)
+
+    args = [jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i in range(6)], ARGS[1]
+    for budget in ("85%", "70%"):
+        plan = jaxckpt.plan(loss, *args, budget=budget, target="cpu")
+        assert plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+        planned = jax.jit(jax.value_and_grad(plan.apply(loss)), compiler_options=jaxckpt.compiler_options("cpu"))
+        chex.assert_trees_all_close(planned(*args), jax.jit(jax.value_and_grad(loss))(*args), rtol=1e-5, atol=1e-7)
+
+
 def test_measured_costs_are_seconds_of_this_machine():
     found, rates = (analyse(loss, *ARGS, target="cpu", costs=costs) for costs in ("measured", "roofline"))
     run = jax.jit(jax.value_and_grad(loss))

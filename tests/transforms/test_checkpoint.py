@@ -42,6 +42,43 @@ def test_values_and_gradients_stay(policy):
     assert_trees_close(both(jaxckpt.checkpoint(layer, policy=policy))(X, W), both(layer)(X, W))
 
 
+def spectral(x, w):
+    """A layer of complex values, which JAX's own policies cannot keep."""
+    z = tag(jnp.fft.fft(x @ w), "spectrum")
+    return jnp.abs(jnp.sin(z) * jnp.exp(0.1j * z) @ (w + 1j))
+
+
+@pytest.mark.parametrize("inside", ["plain", "scan", "vmap"])
+@pytest.mark.parametrize(
+    "policy", [*POLICIES[:6], Policy(default=SAVE, rules={"spectrum": SAVE}), Policy({"spectrum": OFFLOAD})], ids=str
+)
+def test_values_and_gradients_of_complex_layers_stay(policy, inside):
+    def fun(wrap):
+        def call(x, w):
+            if inside == "plain":
+                return wrap(spectral)(x, w)
+            if inside == "vmap":
+                return jax.vmap(lambda row: wrap(spectral)(row[None], w))(x)
+            return lax.scan(lambda x, _: (jnp.tanh(wrap(spectral)(x, w)), None), x, None, length=3)[0]
+
+        return both(call)
+
+    assert_trees_close(
+        fun(functools.partial(jaxckpt.checkpoint, policy=policy))(X, W), fun(lambda f: f)(X, W), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_complex_value_is_kept_as_its_two_parts():
+    runs = lambda policy: gradient_executions(
+        lambda x, w: jnp.sum(jaxckpt.checkpoint(spectral, policy=policy)(x, w)), X, W
+    )["fft"]
+    assert runs("nothing") == 3, "forward, again, and transposed"
+    assert runs(Policy({"spectrum": SAVE})) == 2
+    kept = kept_shapes(jaxckpt.checkpoint(spectral, policy=Policy({"spectrum": SAVE})), X, W)
+    assert kept == {X.shape: 2}
+    assert kept_bytes(jaxckpt.checkpoint(spectral, policy=Policy({"spectrum": SAVE})), X, W) == 2 * 4 * X.size
+
+
 @pytest.mark.parametrize("preset", ["nothing", "everything"])
 def test_a_policy_that_keeps_nothing_or_everything_is_jaxs_own(preset):
     own = {"nothing": None, "everything": jax.checkpoint_policies.everything_saveable}[preset]

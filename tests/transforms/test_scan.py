@@ -19,7 +19,7 @@ from jaxckpt._errors import ArgumentError, ForwardModeError, InfeasibleBudgetErr
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
-from jaxckpt.policies import Policy
+from jaxckpt.policies import Policy, op
 from jaxckpt.transforms import pullback
 from jaxckpt.transforms.checkpoint import tag
 from jaxckpt.transforms.scan import fit, scan
@@ -351,6 +351,27 @@ def test_offloaded_carries_give_the_same_gradients(schedule: Any) -> None:
         for i, shape in enumerate([(4, 4), (2, 4), (11, 4)])
     ]
     assert_trees_close(jax.jit(_small(schedule, carry=OFFLOAD))(*args), jax.jit(_small(schedule))(*args))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"carry": OFFLOAD}, {"policy": "everything"}, {"policy": Policy({op("sin"): SAVE})}], ids=str
+)
+@pytest.mark.parametrize("schedule", ["every", "sqrt", (3, 4), Slots(4)])
+def test_complex_carries_have_the_same_gradients(schedule: Any, options: dict) -> None:
+    def step(c: Any, w: Any) -> Any:
+        c = jnp.sin(c * w)
+        return c / (1 + jnp.abs(c)), jnp.abs(c).sum()
+
+    def loss(run: Any, x: Any, ws: Any) -> Any:
+        c, ys = run(step, x * (0.3 + 0.2j), ws)
+        return jnp.abs(c).sum() + ys.sum()
+
+    args = jnp.linspace(0.1, 1.0, 8), jnp.linspace(0.1, 1.0, 11)
+    grads = [
+        jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1)))(*args)
+        for run in (functools.partial(scan, schedule=schedule, **options), jax.lax.scan)
+    ]
+    assert_trees_close(*grads)
 
 
 @pytest.mark.parametrize("schedule", [4, Slots(4)])
