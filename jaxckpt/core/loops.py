@@ -1,4 +1,4 @@
-"""A `lax.scan` run as a plan's `Loop` says: in runs of iterations, in nested segments, each iteration checkpointed and keeping what it is told.
+"""A `lax.scan` run as a plan's `Loop` says: in runs of iterations, in nested segments, iterations checkpointed and keeping what they are told.
 
 The scan's equation becomes the equations of that program, in the same place.
 """
@@ -56,7 +56,8 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
             start, stop = (length - done - run.count, length - done) if reverse else (done, done + run.count)
             rows = xs if run.count == length else [lax.slice_in_dim(x, start, stop) for x in xs]
             jaxpr, policy = body_for(run.actions)
-            state, ys = _run(run, _iteration(jaxpr, fixed, carries, policy), state, rows, reverse)
+            body = _iteration(jaxpr, fixed, carries, policy, run.checkpoint)
+            state, ys = _run(run, body, state, rows, reverse)
             stacked.append(ys)
             done += run.count
         if len(stacked) == 1:
@@ -68,12 +69,12 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
     return _splice(closed, eqn)
 
 
-def _iteration(jaxpr: Any, fixed: Sequence[Any], carries: int, policy: Any) -> Callable[[bool], Body]:
+def _iteration(jaxpr: Any, fixed: Sequence[Any], carries: int, policy: Any, checkpoint: bool) -> Callable[[bool], Body]:
     def body(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = _compat.eval_jaxpr(jaxpr, [], *fixed, *state, *x)
         return out[:carries], out[carries:]
 
-    return lambda alone: jax.checkpoint(body, policy=policy, prevent_cse=alone)
+    return lambda alone: jax.checkpoint(body, policy=policy, prevent_cse=alone) if checkpoint else body
 
 
 def _run(

@@ -57,11 +57,13 @@ class Run:
       segments: nested segment lengths, outermost first: the iterations go in segments of so many, of which only the carry that they start
         from is kept, those in segments again, and so on. () keeps the carry of each iteration.
       actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
+      checkpoint: False leaves each such iteration to JAX, which keeps what derivatives need, also of loops inside.
     """
 
     count: int
     segments: tuple[int, ...] = ()
     actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
+    checkpoint: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", tuple(self.segments))
@@ -70,12 +72,12 @@ class Run:
             raise PlanMismatchError(f"a run has at least one iteration, and so have its segments; got {self}")
 
     def __hash__(self) -> int:
-        return hash((self.count, self.segments, tuple(sorted(self.actions))))
+        return hash((self.count, self.segments, tuple(sorted(self.actions)), self.checkpoint))
 
 
 @dataclass(frozen=True)
 class Loop:
-    """How one `lax.scan` of the function is run: each iteration checkpointed, in the runs' ways.
+    """How one `lax.scan` of the function is run: in the runs' ways.
 
     Attributes:
       op: its place in `Graph.ops`.
@@ -246,7 +248,10 @@ class Plan:
             kept = f"keeps {len(region.actions)} values " if region.checkpoint else ""
             lines.append(f"  ops {region.start}..{region.stop}: {kept}{note}".rstrip())
         for loop in self.loops:
-            runs = (f"{run.count} iterations{''.join(f' in {n}s' for n in run.segments)}" for run in loop.runs)
+            runs = (
+                f"{run.count} iterations{''.join(f' in {n}s' for n in run.segments)}{'' if run.checkpoint else ' as they stand'}"
+                for run in loop.runs
+            )
             lines.append(f"  scan at {loop.op}: {', then '.join(runs)}")
         return "\n".join(lines)
 
@@ -275,13 +280,13 @@ def _run_to_json(run: Run) -> dict[str, Any]:
         "count": run.count,
         "segments": list(run.segments),
         "actions": {str(index): action.to_json() for index, action in sorted(run.actions.items())},
+        "checkpoint": run.checkpoint,
     }
 
 
 def _run_from_json(raw: dict[str, Any]) -> Run:
-    return Run(
-        raw["count"], tuple(raw["segments"]), {int(index): action_from(a) for index, a in raw["actions"].items()}
-    )
+    actions = {int(index): action_from(a) for index, a in raw["actions"].items()}
+    return Run(raw["count"], tuple(raw["segments"]), actions, bool(raw.get("checkpoint", True)))
 
 
 def _region_to_json(region: Region) -> dict[str, Any]:
@@ -320,6 +325,9 @@ def _describe_loops(loops: tuple[Loop, ...], graph: Graph) -> Iterator[str]:
         yield f"├─ scan of {op.params['length']} iterations (operation {loop.op})  {op.source}"
         for run in loop.runs:
             segments = "".join(f", in segments of {length}" for length in run.segments)
+            if not run.checkpoint:
+                yield f"│  ├─ {run.count} iterations{segments}: as they stand"
+                continue
             kept = [graph.values[index] for index in run.actions]
             each = format_bytes(sum(value.bytes for value in kept))
             yield f"│  ├─ {run.count} iterations{segments}: keeps its carry and {len(kept)} values of each, {each}"

@@ -30,13 +30,13 @@ class Kept:
     """One choice.
 
     Attributes:
-      values: what is kept, besides what goes in (indices of values).
+      values: what is kept, besides what goes in (indices of values); None where nothing is said and plain differentiation keeps its own.
       bytes: of them, those that later stretches use not counted.
       time: of recomputation.
       work: bytes that recomputation and backward pass need at once, what is kept and goes in not counted, gradients counted.
     """
 
-    values: tuple[int, ...]
+    values: tuple[int, ...] | None
     bytes: int
     time: Time
     work: int

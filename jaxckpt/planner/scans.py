@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxckpt import _compat
 from jaxckpt.core.actions import SAVE
@@ -27,6 +28,8 @@ MOST = 400
 """So many choices at most; those that save the fewest bytes over another go first."""
 _SPLITS = 24
 _LENGTHS = 40
+_DEAR = 0.15
+"""Iterations may be left as they stand where names cannot spare this share of their forward time: that of a loop inside, say."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,15 @@ def _as_it_stands(found: Analysis, sizes: _Sizes, length: int) -> ScanChoice:
 
 
 def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
+    choices = [*found.choices]
+    if choices[-1].time.seconds > _DEAR * found.forward.seconds and found.residual_bytes > choices[-1].bytes:
+        choices.append(Kept(None, found.residual_bytes, Time(), found.plain_work))
     loop = sizes.gradients + sizes.arriving
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
-    for choice in found.choices:
+    for choice in choices:
         kept = length * (choice.bytes + sizes.carry)
         yield ScanChoice((_run(length, (), choice),), kept, length * choice.time, choice.work + loop)
-    for less, more in zip(found.choices, found.choices[1:]):
+    for less, more in pairwise(choices):
         for n in _spaced(1, length - 1, _SPLITS):
             kept = length * sizes.carry + n * more.bytes + (length - n) * less.bytes
             time = n * more.time + (length - n) * less.time
@@ -142,7 +148,7 @@ def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
     forward = length * found.forward
     for size in _lengths(length):
         rest = copies if length % size else 0
-        for choice in found.choices:
+        for choice in choices:
             inner = size * (sizes.carry + choice.bytes)
             yield ScanChoice(
                 (_run(length, (size,), choice),),
@@ -153,7 +159,7 @@ def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
         deeper = round(math.sqrt(size))
         if deeper < 2 or size < 4:
             continue
-        for choice in found.choices[:2]:
+        for choice in choices[:2]:
             inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.bytes)
             again = rest + (copies * size // length if size % deeper else 0)
             yield ScanChoice(
@@ -165,7 +171,7 @@ def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
 
 
 def _run(count: int, segments: tuple[int, ...], choice: Kept) -> Run:
-    return Run(count, segments, dict.fromkeys(choice.values, SAVE))
+    return Run(count, segments, dict.fromkeys(choice.values or (), SAVE), choice.values is not None)
 
 
 def _lengths(length: int) -> list[int]:

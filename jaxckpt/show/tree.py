@@ -98,6 +98,9 @@ def _groups(stretches: Sequence[_Stretch], graph: Graph) -> Iterator[tuple[Seque
         at += best * times
 
 
+_PLAIN = "left to JAX, which keeps what derivatives need"
+
+
 def _kind(piece: _Stretch, graph: Graph) -> Any:
     """Returns what two stretches have in common that are told as one: operations, shapes, and what is kept, by its place."""
     ops = graph.ops[piece.start : piece.stop]
@@ -109,7 +112,8 @@ def _treatment(piece: _Stretch, graph: Graph, origin: int) -> Any:
     if piece.loop is not None:
         first = min((i for run in piece.loop.runs for i in run.actions), default=0)
         return tuple(
-            (run.count, run.segments, tuple(sorted(i - first for i in run.actions))) for run in piece.loop.runs
+            (run.count, run.segments, tuple(sorted(i - first for i in run.actions)), run.checkpoint)
+            for run in piece.loop.runs
         )
     if piece.region is None:
         return None
@@ -138,7 +142,7 @@ def _piece(piece: _Stretch, graph: Graph, first: str, rest: str, count: int) -> 
         yield f"{first}{where}"
         yield from _loop_lines(piece.loop, graph, rest)
     elif piece.region is None:
-        yield f"{first}{where}: left to JAX, which keeps what derivatives need"
+        yield f"{first}{where}: {_PLAIN}"
     else:
         yield f"{first}{where}: {_keeps(piece.region.actions, graph)}{' each' if count > 1 and piece.region.actions else ''}"
         yield from _value_lines(piece.region.actions, graph, rest)
@@ -152,7 +156,8 @@ def _loop_lines(loop: Loop, graph: Graph, indent: str) -> Iterator[str]:
         last = place == len(loop.runs) - 1
         branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
         segments = "".join(f", in segments of {length}" for length in run.segments)
-        yield f"{indent}{branch}{run.count} iterations{segments}: {_keeps(run.actions, graph, each=True)}"
+        keeps = _keeps(run.actions, graph, each=True) if run.checkpoint else _PLAIN
+        yield f"{indent}{branch}{run.count} iterations{segments}: {keeps}"
         yield from _value_lines(run.actions, graph, indent + under, each=True)
 
 

@@ -48,6 +48,8 @@ def body_value(graph, place, primitive):
         (Run(12, (6, 2)),),
         (Run(11, (4, 3)), Run(1)),
         (Run(3), Run(5, (2,)), Run(4, (4,))),
+        (Run(5), Run(7, checkpoint=False)),
+        (Run(8, (3,), checkpoint=False), Run(4, (), checkpoint=False)),
     ],
 )
 def test_a_loop_has_the_scan_s_values_and_gradients(runs, reverse):
@@ -81,6 +83,20 @@ def test_segments_run_the_body_once_more_and_kept_matmuls_do_not_run_again():
     assert flops(nested) - flops(bare) >= 11 * matmul
 
 
+def test_iterations_that_are_left_as_they_stand_do_not_run_again():
+    matmul = 2 * 64 * WIDTH * WIDTH
+    plain = count_flops(jax.grad(loss), *arguments())
+    stands, *_ = looped(False, Run(12, checkpoint=False))
+    assert flops(stands) - plain < matmul
+    half, *_ = looped(False, Run(5), Run(7, checkpoint=False))
+    assert 5 * matmul <= flops(half) - plain < 6 * matmul
+    segments, *_ = looped(False, Run(12, (4,), checkpoint=False))
+    once, *_ = looped(False, Run(12))
+    assert flops(segments) == pytest.approx(flops(once), abs=matmul), (
+        "a segment that stands as it is runs once more, not twice"
+    )
+
+
 def test_segments_keep_their_carries_and_no_others():
     segmented, *_ = looped(False, Run(12, (4,)))
     each, *_ = looped(False, Run(12))
@@ -102,6 +118,14 @@ def test_a_loop_goes_through_json_and_prints():
     text = plan.describe(graph)
     assert "8 iterations, in segments of 4" in text and "dot_general" in text
     assert "8 iterations in 4s, then 4 iterations" in str(plan)
+    stands = Plan((), graph.fingerprint, loops=(Loop(place, (Run(9), Run(3, checkpoint=False))),))
+    assert (
+        Plan.from_json(stands.to_json())
+        == stands
+        != Plan((), graph.fingerprint, loops=(Loop(place, (Run(9), Run(3))),))
+    )
+    assert "3 iterations: as they stand" in stands.describe(graph)
+    assert "9 iterations, then 3 iterations as they stand" in str(stands)
 
 
 @pytest.mark.parametrize("change", [lambda p: (p, Run(11)), lambda p: (p - 1, Run(12)), lambda p: (p, Run(13))])

@@ -193,6 +193,28 @@ def test_a_scanned_stack_is_planned_as_a_loop():
     assert "iterations" in plan.describe(analyse(scanned, *scan_args, target="cpu").graph)
 
 
+def test_a_loop_inside_a_scan_s_body_runs_again_in_as_many_iterations_as_the_budget_asks_for():
+    def loss(ws, xs):
+        def outer(c, x):
+            y, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), c + x, ws)
+            return y, jnp.mean(y)
+
+        return jnp.mean(jax.lax.scan(outer, xs[0], xs)[1])
+
+    args = jax.random.normal(jax.random.key(0), (8, 64, 64)) / 8, jax.random.normal(jax.random.key(1), (32, 64, 64))
+    scanned = analyse(loss, *args, target="cpu")
+    unplanned = count_flops(jax.grad(loss), *args)
+    more = []
+    for budget in ("85%", "60%", "35%"):
+        plan = scanned.plan(budget)
+        assert plan.measured_bytes <= plan.budget
+        assert plan.predicted.peak_bytes == pytest.approx(plan.measured_bytes, rel=0.1)
+        more.append(count_flops(jax.grad(plan.apply(loss)), *args) / unplanned - 1)
+        planned = jax.jit(jax.value_and_grad(plan.apply(loss)), compiler_options=jaxckpt.compiler_options("cpu"))
+        chex.assert_trees_all_close(planned(*args), jax.jit(jax.value_and_grad(loss))(*args), rtol=1e-5, atol=1e-8)
+    assert 0 < more[0] < 0.12 < more[1] < more[2] < 1 / 3
+
+
 def test_complex_values_are_planned_for():
     def loss(ws, x):
         for w in ws:

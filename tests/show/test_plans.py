@@ -89,6 +89,8 @@ def test_a_loop_is_told_by_its_runs():
     assert "4 iterations: keeps 1 value, 128.0 KiB of each, and its carry" in shown
     assert "6 iterations, in segments of 3: keeps the carry" in shown
     assert "scan of" in shown
+    shown = text([], [Loop(place, (Run(4), Run(6, checkpoint=False)))], graph)
+    assert "6 iterations: left to JAX, which keeps what derivatives need" in shown
 
 
 def test_an_empty_plan_says_so():
