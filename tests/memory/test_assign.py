@@ -79,15 +79,6 @@ def no_size_is_small(monkeypatch):
     monkeypatch.setattr(assign, "SMALL", 0)
 
 
-@pytest.fixture
-def compiles(monkeypatch):
-    """Counts compilations in this process."""
-    count = []
-    compile_ = module._compile
-    monkeypatch.setattr(module, "_compile", lambda *args: (count.append(args), compile_(*args))[1])
-    return count
-
-
 def _wide():
     """A program that is not small."""
 

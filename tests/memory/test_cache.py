@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt.memory import cache
-from jaxckpt.memory import report as module
 from jaxckpt.memory.report import measure
 
 X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
@@ -29,15 +28,6 @@ def loss(x):
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "answers"))
     return tmp_path / "answers"
-
-
-@pytest.fixture
-def compiles(monkeypatch):
-    """Counts compilations."""
-    count = []
-    compile_ = module._compile
-    monkeypatch.setattr(module, "_compile", lambda *args: (count.append(args), compile_(*args))[1])
-    return count
 
 
 @pytest.mark.parametrize("target", TARGETS)
