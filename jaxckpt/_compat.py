@@ -19,9 +19,12 @@ import jax
 import jax.ad_checkpoint  # jax does not import it by itself in every version
 from jax._src import core as _core
 from jax._src.effects import remat_allowed_effects as _remat_allowed_effects
-from jax._src.util import cache as _cache_in_context  # JAX's flags are part of the key, which functools cannot do
+from jax._src.util import cache as _cache  # JAX's flags are part of the key, which functools cannot do
 from jax._src.util import weakref_lru_cache as weakref_lru_cache  # the same, held as long as its first argument lives
 from jax.extend import core as _extend_core
+
+cache_in_context = _cache()
+"""Remembers a function's results, for each configuration of JAX by itself; arguments are hashable."""
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version_info__)
 
@@ -90,6 +93,34 @@ def fresh_var(aval: Any) -> Any:
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluates an open jaxpr; source lines and name stacks of its equations are kept (jaxpr_as_fun keeps them too)."""
     return list(_extend_core.jaxpr_as_fun(close_jaxpr(jaxpr, consts))(*args))
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Returns an open jaxpr with other equations and results: they compute the same from the same inputs, with the same effects."""
+    return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
+
+
+def jaxpr_title(jaxpr: Any) -> str:
+    """Returns the name of the function that a jaxpr was traced from."""
+    return str(open_jaxpr(jaxpr).debug_info.func_src_info).split(" ")[0]
+
+
+def jvp_jaxpr(closed: Any, moving: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Differentiates a closed jaxpr forward: (inputs, tangents of those that move) -> (results, tangents of those that move), and which do.
+
+    `jax.jvp` makes zeros of what does not move. jax 0.12 has one class for open and closed jaxprs.
+    """
+    from jax._src.interpreters import ad
+
+    both, out_moving = ad.jvp_jaxpr(closed, list(moving), False)
+    return both, list(out_moving)
+
+
+def allowed_in_custom_rules(jaxpr: Any) -> bool:
+    """Whether JAX lets a function with a derivative of its own (jax.custom_jvp) have the effects of a jaxpr: the list of them is private."""
+    from jax._src.effects import custom_derivatives_allowed_effects
+
+    return not custom_derivatives_allowed_effects.filter_not_in(jaxpr.effects)
 
 
 def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
@@ -163,13 +194,13 @@ def kept_equations(operand: Any, result: Any, name: str, maker: Any) -> list[Any
     return [*equations, join.replace(invars=kept, outvars=[result], source_info=maker.source_info)]
 
 
-@_cache_in_context()
+@cache_in_context
 def _complex_templates(aval: Any) -> list[Any]:
     made = jax.make_jaxpr(lambda x: jax.lax.complex(jax.lax.real(x), jax.lax.imag(x)))(aval)
     return list(open_jaxpr(made).eqns)
 
 
-@_cache_in_context()
+@cache_in_context
 def _name_template(aval: Any) -> Any:
     return open_jaxpr(jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"))(aval)).eqns[-1]
 
@@ -244,6 +275,11 @@ def prepend_name_stack(outer: Any, inner: Any) -> Any:
 def is_tracer(value: Any) -> bool:
     """Whether a value is being traced."""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_linearized(value: Any) -> bool:
+    """Whether a value is being differentiated in reverse (the tracer's class is private)."""
+    return type(value).__name__ == "LinearizeTracer"
 
 
 # ------------------------------------------------------------------------------------------------------------- policies

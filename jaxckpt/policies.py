@@ -10,6 +10,7 @@ traced, so `jax.vmap` around a checkpointed function changes none of them.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,23 +30,32 @@ from jaxckpt.core.units import format_bytes, parse_bytes
 class Selector:
     """Picks values of a graph. Made by `tagged`, `op`, `larger_than`, `intensity_above`, `where`, and by `&`, `|`, `~` of those.
 
+    Selectors are values: equal where kind and operands are.
+
     Attributes:
-      picks: whether it picks a value.
-      text: how it prints.
-      globs: the tag globs in it, for `Policy(strict=True)`.
+      kind: a key of the table `PICKS`.
+      operands: what the kind takes: a glob, a number, a function, or selectors.
     """
 
-    picks: Callable[[Value], bool]
-    text: str
-    globs: tuple[str, ...] = ()
+    kind: str
+    operands: tuple[Any, ...]
+
+    def picks(self, value: Value) -> bool:
+        """Whether it picks a value."""
+        return PICKS[self.kind](value, *self.operands)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The tag globs in it, for `Policy(strict=True)`."""
+        if self.kind == "tagged":
+            return self.operands
+        return tuple(glob for each in self.operands if isinstance(each, Selector) for glob in each.globs)
 
     def __and__(self, other: Selector | str) -> Selector:
-        right = selector(other)
-        return Selector(lambda v: self.picks(v) and right.picks(v), f"({self} & {right})", self.globs + right.globs)
+        return Selector("&", (self, selector(other)))
 
     def __or__(self, other: Selector | str) -> Selector:
-        right = selector(other)
-        return Selector(lambda v: self.picks(v) or right.picks(v), f"({self} | {right})", self.globs + right.globs)
+        return Selector("|", (self, selector(other)))
 
     def __rand__(self, other: str) -> Selector:
         return selector(other) & self
@@ -54,12 +64,41 @@ class Selector:
         return selector(other) | self
 
     def __invert__(self) -> Selector:
-        return Selector(lambda v: not self.picks(v), f"~{self}", self.globs)
+        return Selector("~", (self,))
 
     def __str__(self) -> str:
-        return self.text
+        return _TEXTS.get(self.kind, _call_text)(self.kind, *self.operands)
 
     __repr__ = __str__
+
+
+PICKS: dict[str, Callable[..., bool]] = {
+    "tagged": lambda v, glob: any(fnmatch.fnmatchcase(tag, glob) for tag in v.tags),
+    "op": lambda v, glob: bool(v.primitive) and fnmatch.fnmatchcase(v.primitive, glob),
+    "larger_than": lambda v, size: v.kept_bytes > size,
+    "intensity_above": lambda v, flops_per_byte: v.flops > flops_per_byte * max(v.bytes, 1),
+    "where": lambda v, predicate: bool(predicate(v)),
+    "&": lambda v, left, right: left.picks(v) and right.picks(v),
+    "|": lambda v, left, right: left.picks(v) or right.picks(v),
+    "~": lambda v, inner: not inner.picks(v),
+    "jax": lambda v, policy, action: _as_jax(v, policy, action),
+}
+"""What each kind of selector picks: (value, operands...) -> bool."""
+
+
+def _call_text(kind: str, operand: Any) -> str:
+    return f"{kind}({operand!r})"
+
+
+_TEXTS: dict[str, Callable[..., str]] = {
+    "tagged": lambda kind, glob: repr(glob),
+    "larger_than": lambda kind, size: f"{kind}({format_bytes(size)!r})",
+    "intensity_above": lambda kind, number: f"{kind}({number:g})",
+    "where": lambda kind, predicate: f"{kind}({getattr(predicate, '__name__', 'function')})",
+    "&": lambda kind, left, right: f"({left} & {right})",
+    "|": lambda kind, left, right: f"({left} | {right})",
+    "~": lambda kind, inner: f"~{inner}",
+}
 
 
 def tagged(glob: str) -> Selector:
@@ -67,8 +106,11 @@ def tagged(glob: str) -> Selector:
 
     Args:
       glob: as of `fnmatch`: `*`, `?`, `[abc]`; case counts.
+
+    Raises:
+      ArgumentError: it is no string, or empty.
     """
-    return Selector(lambda v: any(fnmatch.fnmatchcase(tag, glob) for tag in v.tags), repr(glob), (glob,))
+    return Selector("tagged", (_glob("tagged's glob", glob),))
 
 
 def op(glob: str) -> Selector:
@@ -76,8 +118,17 @@ def op(glob: str) -> Selector:
 
     Args:
       glob: as of `fnmatch`.
+
+    Raises:
+      ArgumentError: it is no string, or empty.
     """
-    return Selector(lambda v: bool(v.primitive) and fnmatch.fnmatchcase(v.primitive, glob), f"op({glob!r})")
+    return Selector("op", (_glob("op's glob", glob),))
+
+
+def _glob(argument: str, glob: Any) -> str:
+    if not isinstance(glob, str) or not glob:
+        raise ArgumentError(argument, "a string that is not empty, such as 'dot_general' or 'mlp_*'", glob)
+    return glob
 
 
 def larger_than(size: int | str) -> Selector:
@@ -89,8 +140,7 @@ def larger_than(size: int | str) -> Selector:
     Raises:
       ArgumentError: the size does not parse.
     """
-    limit = parse_bytes(size, "larger_than's size")
-    return Selector(lambda v: v.kept_bytes > limit, f"larger_than({format_bytes(limit)!r})")
+    return Selector("larger_than", (parse_bytes(size, "larger_than's size"),))
 
 
 def intensity_above(flops_per_byte: float) -> Selector:
@@ -103,18 +153,27 @@ def intensity_above(flops_per_byte: float) -> Selector:
       flops_per_byte: the threshold.
 
     Raises:
-      ArgumentError: it is negative or no number.
+      ArgumentError: it is negative, not a number, or a bool.
     """
-    if not isinstance(flops_per_byte, (int, float)) or flops_per_byte < 0:
+    number = isinstance(flops_per_byte, (int, float)) and not isinstance(flops_per_byte, bool)
+    if not number or not flops_per_byte >= 0:
         raise ArgumentError("flops_per_byte", "a number of at least 0", flops_per_byte)
-    return Selector(lambda v: v.flops > flops_per_byte * max(v.bytes, 1), f"intensity_above({flops_per_byte:g})")
+    return Selector("intensity_above", (flops_per_byte,))
 
 
 def where(predicate: Callable[[Value], bool]) -> Selector:
-    """Picks the values for which a function of `jaxckpt.core.graph.Value` (shape, dtype, bytes, tags, primitive, params, ...) is true."""
+    """Picks the values for which a function of `jaxckpt.core.graph.Value` (shape, dtype, bytes, tags, primitive, params, ...) is true.
+
+    Two such selectors are equal where they have the same function. One that is written anew at each use (`where(lambda v: ...)` in a layer's
+    call) is another each time, and has the layer traced anew.
+    """
     if not callable(predicate):
         raise ArgumentError("predicate", "a function of a Value", predicate)
-    return Selector(lambda v: bool(predicate(v)), f"where({getattr(predicate, '__name__', 'function')})")
+    try:
+        hash(predicate)
+    except TypeError:  # an object that defines what is equal to it; as a function it equals itself alone
+        return Selector("where", (functools.wraps(predicate, updated=())(lambda value: predicate(value)),))
+    return Selector("where", (predicate,))
 
 
 def selector(value: Selector | str) -> Selector:
@@ -301,15 +360,14 @@ def from_jax(policy: Callable[..., Any]) -> Policy:
       policy: one of `jax.checkpoint_policies`, or a function with their signature.
     """
 
-    def action(value: Value) -> Action:
-        names = value.tags or (None,)
-        answers = [_compat.ask_policy(policy, value.primitive, value.params, value, name) for name in names]
-        answers.append(_compat.ask_policy(policy, value.primitive, value.params, value, None))
-        return OFFLOAD if "offload" in answers else SAVE if "save" in answers else RECOMPUTE
+    rules = [(Selector("jax", (policy, action)), action) for action in (SAVE, OFFLOAD)]
+    return Policy(rules, strict=False)
 
-    return Policy(
-        [(where(lambda v: action(v) == SAVE), SAVE), (where(lambda v: action(v) == OFFLOAD), OFFLOAD)], strict=False
-    )
+
+def _as_jax(value: Value, policy: Callable[..., Any], wanted: Action) -> bool:
+    """Whether a policy of JAX's own has an action for a value, asked about its names and its operation."""
+    answers = {_compat.ask_policy(policy, value.primitive, value.params, value, name) for name in (*value.tags, None)}
+    return wanted == (OFFLOAD if "offload" in answers else SAVE if "save" in answers else RECOMPUTE)
 
 
 # ------------------------------------------------------------------------------------------------------------------- text

@@ -271,3 +271,16 @@ def test_tags_in_branches_and_nested_checkpoints_and_calls():
         kept = kept_shapes(jaxckpt.checkpoint(fun, policy=Policy({name: SAVE})), x)
         assert kept[(7,)] == 1, name
     assert not kept_shapes(jaxckpt.checkpoint(fun), x)[(7,)]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: op(None), lambda: op(""), lambda: policies.tagged(3), lambda: intensity_above(float("nan"))]
+)
+def test_a_selector_of_nothing_is_refused_at_once(make):
+    with pytest.raises(ArgumentError, match="must be a"):
+        make()
+
+
+def test_an_action_of_another_kind_is_refused_at_once():
+    with pytest.raises(ArgumentError, match=r"kind must be one of recompute, save, offload; got 'foo'"):
+        jaxckpt.Action("foo")

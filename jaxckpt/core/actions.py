@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from jaxckpt._errors import ArgumentError, did_you_mean
 
+KINDS = ("recompute", "save", "offload")
+
 
 @dataclass(frozen=True)
 class Action:
@@ -16,6 +18,10 @@ class Action:
     """
 
     kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ArgumentError("kind", f"one of {', '.join(KINDS)}", self.kind, did_you_mean(str(self.kind), KINDS))
 
     def __repr__(self) -> str:
         return self.kind.upper()

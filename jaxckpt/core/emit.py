@@ -7,7 +7,7 @@ all". A value that is kept is named where it is computed; in a loop's body too, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,21 +16,24 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
+from jaxckpt.core import reads
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
-from jaxckpt.core.graph import INTERNAL, Body, Graph, Op, trace
+from jaxckpt.core.graph import Body, Graph, Op, trace
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.core.reads import INTERNAL, Flat
 
-Flat = Callable[..., list[Any]]
 
-
-def emit(graph: Graph, regions: tuple[Region, ...], prevent_cse: bool = True, loops: tuple[Loop, ...] = ()) -> Flat:
+def emit(
+    graph: Graph, regions: tuple[Region, ...], prevent_cse: bool | tuple[bool, ...] = True, loops: tuple[Loop, ...] = ()
+) -> Flat:
     """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and recomputes the rest.
 
     Args:
       graph: the traced function.
       regions: disjoint, in order; those of a plan that was made for this graph.
-      prevent_cse, loops: as of `Plan`.
+      prevent_cse: as of `Plan`; or, with one region around everything, for each constant and argument.
+      loops: as of `Plan`.
 
     Raises:
       PlanMismatchError: a loop is no scan of the graph, or of another length.
@@ -101,6 +104,9 @@ class _Names:
 
     def __init__(self, graph: Graph, whole: bool = False) -> None:
         self.whole = whole
+        self.read: set[int] = set()  # values that the derivative of their own operation reads
+        self.shared: dict[Any, tuple[Any, Any, list[int]]] = {}  # calls that have been given names, see `_call`
+        self.same: dict[int, int] = {}  # value -> the one whose name it has, where two calls are one program
         taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
         level = 0
         while any(name.startswith(f"{INTERNAL}{level}:") for name in taken):
@@ -109,6 +115,7 @@ class _Names:
         self.graph = graph
 
     def __call__(self, index: int) -> str:
+        index = self.same.get(index, index)
         return f"{self.prefix}{index}:{self.graph.values[index].label}"
 
     def equations(self, operand: Any, result: Any, index: int, maker: Any) -> list[Any]:
@@ -118,8 +125,12 @@ class _Names:
         return _compat.kept_equations(operand, result, self(index), maker)
 
 
-def _bodies(body: Body) -> Sequence[Body]:
-    return [body, *(deeper for op in body.ops for inner in op.bodies for deeper in _bodies(inner))]
+def _bodies(body: Body) -> list[Body]:
+    """Returns a body and all that are inside it."""
+    found = [body]
+    for each in found:  # grows while it is gone through
+        found.extend(inner for op in each.ops for inner in op.bodies)
+    return found
 
 
 def _internal_names(body: Body) -> list[str]:
@@ -148,6 +159,7 @@ def _rewrite(
     named: set[int] = set()
     ops = iter(enumerate(body.ops))
     pending: list[Any] = []  # names given to inputs before the first operation
+    actions = _used_for_results(body, actions)
     for eqn in body.jaxpr.eqns:
         if _is_alias(eqn):
             index = body.values[eqn.invars[0]]
@@ -170,6 +182,21 @@ def _is_alias(eqn: Any) -> bool:
     return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
 
 
+def _used_for_results(body: Body, actions: Mapping[int, Action]) -> Mapping[int, Action]:
+    """Returns the actions without those of values that a body uses for its side effects alone, such as a debugging print.
+
+    No derivative needs them, and jax.checkpoint fails on a kept value that only its effects read (a KeyError, up to jax 0.12.0.1).
+    """
+    if not any(op.equation.effects for op in body.ops):
+        return actions
+    used = {index for index in body.outputs if index is not None}
+    for op in reversed(body.ops):
+        if not used.isdisjoint(op.outputs):
+            used.update(op.inputs)
+    outside = {index for op in body.ops for index in op.outputs} - used
+    return {index: action for index, action in actions.items() if index not in outside}
+
+
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:
     changes: dict[str, Any] = {}
     for body in op.bodies:
@@ -177,8 +204,7 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
             continue
         parameter, place = body.param
         original = op.params[parameter] if place is None else op.params[parameter][place]
-        eqns = [e for group in _rewrite(body, names, actions) for e in group]
-        new = _compat.like(original, _with_eqns(body.jaxpr, eqns), _compat.jaxpr_consts(original))
+        new = _rewrite_body(original, body, names, actions)
         if place is None:
             changes[parameter] = new
         else:
@@ -186,23 +212,52 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
             branches[place] = new
             changes[parameter] = tuple(branches)
     if changes:
-        eqn = _compat.replace_params(eqn, **changes)
+        call = reads.is_call(eqn)
+        eqn = reads.with_program(eqn, changes["call_jaxpr"]) if call else _compat.replace_params(eqn, **changes)
     outvars, extra = list(eqn.outvars), []
+    inside = {
+        index for body in op.bodies for index in body.outputs
+    }  # a call's results are named where they are computed
     for i, (var, index) in enumerate(zip(eqn.outvars, op.outputs)):
-        if index in actions and not isinstance(var, _compat.DropVar):
+        if index in actions and index not in inside and not isinstance(var, _compat.DropVar):
             outvars[i] = _compat.fresh_var(var.aval)
             extra.extend(names.equations(outvars[i], var, index, eqn))
     if extra:
+        kept = [i for i, index in enumerate(op.outputs) if index in actions]
+        if reads.needs_redirection(eqn, kept):
+            names.read.update(op.outputs[i] for i in kept)
         eqn = eqn.replace(outvars=outvars)
     return [*([eqn] if loop is None else rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names))), *extra]
 
 
-def _loop_body(op: Op, names: _Names, actions: Mapping[int, Action]) -> tuple[Any, Any]:
+def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:
+    """Returns the jaxpr of a body with names: one for all bodies of a jaxpr of which the same is kept, since JAX caches by identity."""
+    own = sorted({index for op in _walk(body) for index in op.outputs} - set(body.inputs))
+    given = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
+    key = (id(original), tuple((i, actions[index]) for i, index in enumerate(own) if index in actions))
+    if not given and key in names.shared:
+        _, new, first = names.shared[key]
+        names.same.update(zip(own, first))
+        names.read.update(index for index, other in zip(own, first) if other in names.read)
+        return new
+    eqns = [e for group in _rewrite(body, names, actions) for e in group]
+    new = _compat.like(original, _with_eqns(body.jaxpr, eqns), _compat.jaxpr_consts(original))
+    if not given:
+        names.shared[key] = original, new, own
+    return new
+
+
+def _walk(body: Body) -> Iterator[Op]:
+    return (op for inner in _bodies(body) for op in inner.ops)
+
+
+def _loop_body(op: Op, names: _Names, actions: Mapping[int, Action]) -> tuple[Flat, Any]:
     body = op.bodies[0]
     jaxpr = body.jaxpr
     if actions:
         jaxpr = _with_eqns(jaxpr, [eqn for group in _rewrite(body, names, actions) for eqn in group])
-    return jaxpr, _policy(actions, names)
+    fun: Flat = functools.partial(_evaluate, jaxpr)
+    return fun if names.read.isdisjoint(actions) else reads.reads_names(fun), _policy(actions, names)
 
 
 def _own_values(body: Body) -> set[int]:
@@ -216,19 +271,23 @@ def _with_eqns(jaxpr: Any, eqns: list[Any]) -> Any:
 # --------------------------------------------------------------------------------------------------- regions into functions
 
 
-def _region(region: Region, graph: Graph, groups: list[list[Any]], names: _Names, prevent_cse: bool) -> Flat:
+def _region(
+    region: Region, graph: Graph, groups: list[list[Any]], names: _Names, prevent_cse: bool | tuple[bool, ...]
+) -> Flat:
     """Returns the whole function as one checkpoint."""
     jaxpr = _compat.open_jaxpr(graph.jaxpr)
     if not region.regions:
-        body = _with_eqns(jaxpr, [eqn for group in groups for eqn in group])
+        body = _with_eqns(jaxpr, graph.calls.folded([eqn for group in groups for eqn in group]))
         inner: Flat = functools.partial(_evaluate, body)
     else:
         inner = _stretch(region.start, region.stop, region.regions, graph, groups, names, prevent_cse)
     return _checkpointed(inner, region, names, prevent_cse)
 
 
-def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool) -> Flat:
+def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool | tuple[bool, ...]) -> Flat:
     if region.checkpoint:
+        if not names.read.isdisjoint(region.actions):
+            fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
     return _tied(fun) if region.tied else fun
 
@@ -282,7 +341,7 @@ def _stretch(
     graph: Graph,
     groups: list[list[Any]],
     names: _Names,
-    prevent_cse: bool,
+    prevent_cse: bool | tuple[bool, ...],
 ) -> Flat:
     """Returns the whole function with `regions` as checkpoints and what lies between them as it is."""
     jaxpr = _compat.open_jaxpr(graph.jaxpr)
@@ -297,7 +356,7 @@ def _piece(
     graph: Graph,
     groups: list[list[Any]],
     names: _Names,
-    prevent_cse: bool,
+    prevent_cse: bool | tuple[bool, ...],
     inputs: list[Any],
     outputs: list[Any],
 ) -> Flat:
@@ -354,7 +413,7 @@ def _used(eqns: list[Any], made: set[Any]) -> list[Any]:
 
 
 def _slice(ins: list[Any], outs: list[Any], eqns: list[Any], graph: Graph) -> Any:
-    return _compat.build_jaxpr([], ins, outs, eqns, _compat.open_jaxpr(graph.jaxpr).debug_info)
+    return _compat.build_jaxpr([], ins, outs, graph.calls.folded(eqns), _compat.open_jaxpr(graph.jaxpr).debug_info)
 
 
 def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:

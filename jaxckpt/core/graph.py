@@ -2,7 +2,8 @@
 
 Calls are written out (a plan cuts across them), so a graph is a flat list of operations, in program order; what stays nested is what runs
 another number of times, or under rules of its own: loops, branches, nested checkpoints, functions with custom derivatives, shard_map.
-`Graph.walk` goes through all of them.
+`Graph.walk` goes through all of them. Where nothing is cut (a `Policy` decides on single values) calls may stay calls: their results
+are then the values that are computed inside.
 
 `checkpoint_name` (`jaxckpt.tag`) makes no operation: it labels the value that it is given.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,12 +22,11 @@ import jax
 import numpy as np
 
 from jaxckpt import _compat
+from jaxckpt.core import reads
 from jaxckpt.core.flops import flops as _primitive_flops
 from jaxckpt.core.flops import size as _size
-from jaxckpt.core.inline import inline
-
-INTERNAL = "jaxckpt:"
-"""Names that begin so are the emitter's, and no tags."""
+from jaxckpt.core.inline import Calls, called, inline
+from jaxckpt.core.reads import INTERNAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,7 @@ class Value:
       repeats: how often it is computed in one run of the program (the product of the lengths of the loops around it).
       addressable: whether an action can be given to it. Values inside functions with custom derivatives, and inside while loops, are not.
       equation: the equation of the jaxpr that makes it, or None.
+      within: the scopes of the calls that the equation stands in, where calls are not written out.
     """
 
     index: int
@@ -61,6 +62,7 @@ class Value:
     repeats: int = 1
     addressable: bool = True
     equation: Any = field(default=None, repr=False)
+    within: str = field(default="", repr=False)
 
     @functools.cached_property
     def source(self) -> str:
@@ -70,7 +72,7 @@ class Value:
     @property
     def scope(self) -> str:
         """The scopes that it was traced in, joined by "/": flax modules and `jax.named_scope`."""
-        return "" if self.equation is None else _compat.name_stack(self.equation)
+        return "" if self.equation is None else "/".join(filter(None, [self.within, _compat.name_stack(self.equation)]))
 
     @property
     def kept_bytes(self) -> int:
@@ -145,6 +147,7 @@ class Graph:
       body: the operations of the function itself.
       jaxpr: the closed jaxpr that this is a view of.
       in_tree, out_tree: the structure of `(args, kwargs)` and of the result.
+      calls: the function's own calls, which are written out in it.
     """
 
     values: tuple[Value, ...]
@@ -152,6 +155,7 @@ class Graph:
     jaxpr: Any = field(repr=False)
     in_tree: Any = field(repr=False)
     out_tree: Any = field(repr=False)
+    calls: Calls = field(default_factory=Calls, repr=False)
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -186,7 +190,7 @@ class Graph:
 
 
 def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
-    """Returns the graph of `fun(*args, **kwargs)`.
+    """Returns the graph of `fun(*args, **kwargs)`, calls written out.
 
     Args:
       fun: a function of pytrees of arrays; it may close over arrays, also over ones that are being traced.
@@ -197,6 +201,20 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     >>> [op.primitive for op in graph.ops], graph.flops
     (['sin', 'dot_general'], 63)
     """
+    closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
+    return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths)
+
+
+def trace_with_calls(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+    """Returns the graph of `fun(*args, **kwargs)` in which calls stay calls: see `Graph`."""
+    closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
+    return _Builder(keep_calls=True).build(closed, in_tree, out_tree, paths)
+
+
+def _traced(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any, list[str]]:
+    """Returns the closed jaxpr of a call, the structures of arguments and result, and the arguments' paths."""
     flat, in_tree = jax.tree.flatten((args, kwargs))
     paths = [_argument_path(path) for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
     out_tree: list[Any] = []
@@ -208,12 +226,13 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
         return out
 
     closed = jax.make_jaxpr(flat_fun)(*flat)
-    return graph_of(closed, in_tree=in_tree, out_tree=out_tree[-1], paths=paths)
+    return closed, in_tree, out_tree[-1], paths
 
 
 def graph_of(closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None) -> Graph:
     """Returns the graph of a closed jaxpr, calls written out."""
-    return _Builder().build(inline(closed), in_tree, out_tree, paths)
+    calls = Calls()
+    return replace(_Builder().build(inline(closed, calls), in_tree, out_tree, paths), calls=calls)
 
 
 def count_flops(fun: Callable[..., Any], *args: Any) -> int:
@@ -235,7 +254,7 @@ def count_flops(fun: Callable[..., Any], *args: Any) -> int:
 
 # ------------------------------------------------------------------------------------------------------------- the builder
 
-_CALLS = {
+_SAME_OPERANDS = {
     "jit",
     "pjit",
     "closed_call",
@@ -243,7 +262,6 @@ _CALLS = {
     "checkpoint",
     "remat",
     "remat2",
-    "shard_map",
     "eval_jaxpr",
     "run_state",
     "xla_call",
@@ -260,9 +278,13 @@ _OPAQUE = {
 
 
 class _Builder:
-    """Numbers values and operations while it goes through a jaxpr once."""
+    """Numbers values and operations while it goes through a jaxpr once.
 
-    def __init__(self) -> None:
+    `keep_calls`: the results of calls are the values that are computed in them.
+    """
+
+    def __init__(self, keep_calls: bool = False) -> None:
+        self.keep_calls = keep_calls
         self.values: list[dict[str, Any]] = []
         self.op_count = 0
 
@@ -273,7 +295,7 @@ class _Builder:
             values[var] = self._value(var.aval, kind="constant", label="closed-over constant")
         for i, var in enumerate(jaxpr.invars):
             values[var] = self._value(var.aval, kind="argument", label=paths[i] if paths else f"argument {i}")
-        body = self._body(jaxpr, values, repeats=1, addressable=True, param=("", None))
+        body = self._body(jaxpr, values, _Place(), ("", None))
         frozen = tuple(self._freeze(i, raw) for i, raw in enumerate(self.values))
         return Graph(frozen, body, closed, in_tree, out_tree)
 
@@ -296,9 +318,7 @@ class _Builder:
         self.values.append(raw)
         return len(self.values) - 1
 
-    def _body(
-        self, jaxpr: Any, values: dict[Any, int], *, repeats: int, addressable: bool, param: tuple[str, int | None]
-    ) -> Body:
+    def _body(self, jaxpr: Any, values: dict[Any, int], place: _Place, param: tuple[str, int | None]) -> Body:
         inputs = tuple(values[var] for var in jaxpr.invars)
         ops = []
         for eqn in jaxpr.eqns:
@@ -309,25 +329,29 @@ class _Builder:
                 if name not in tags and not name.startswith(INTERNAL):
                     tags.append(name)
                 continue
-            ops.append(self._op(eqn, values, repeats, addressable))
+            ops.append(self._op(eqn, values, place))
         outputs = tuple(None if isinstance(var, _compat.Literal) else values[var] for var in jaxpr.outvars)
         return Body(tuple(ops), inputs, outputs, jaxpr, MappingProxyType(values), param)
 
-    def _op(self, eqn: Any, values: dict[Any, int], repeats: int, addressable: bool) -> Op:
+    def _op(self, eqn: Any, values: dict[Any, int], place: _Place) -> Op:
         index = self.op_count
         self.op_count += 1
         primitive, params = _compat.primitive_name(eqn), _compat.equation_params(eqn)
         operands = [None if isinstance(var, _compat.Literal) else values[var] for var in eqn.invars]
         inputs = tuple(operand for operand in operands if operand is not None)
+        call = reads.is_call(eqn) or (self.keep_calls and called(eqn) is not None)
+        inside = place.inside(eqn, params, primitive, call)
         bodies = tuple(
-            self._inner(primitive, params, where, jaxpr, operands, repeats, addressable)
+            self._inner(eqn, where, jaxpr, operands, inside, call or primitive in _SAME_OPERANDS)
             for where, jaxpr in inner_jaxprs(primitive, params)
         )
         flops = _op_flops(primitive, params, eqn, bodies)
-        facts = {"repeats": repeats, "equation": eqn}
+        facts = {"repeats": place.repeats, "equation": eqn}
+        made = {**facts, "primitive": primitive, "params": params, "flops": flops, "within": place.scope}
+        results: Sequence[int | None] = bodies[0].outputs if call else [None] * len(eqn.outvars)
         outputs = tuple(
-            self._value(var.aval, primitive=primitive, params=params, flops=flops, addressable=addressable, **facts)
-            for var in eqn.outvars
+            self._value(var.aval, addressable=place.addressable, **made) if result is None else result
+            for var, result in zip(eqn.outvars, results)
         )
         values.update(zip(eqn.outvars, outputs))
         moved = sum(self.values[i]["bytes"] for i in inputs + outputs)
@@ -335,26 +359,38 @@ class _Builder:
 
     def _inner(
         self,
-        primitive: str,
-        params: dict[str, Any],
+        eqn: Any,
         where: tuple[str, int | None],
         jaxpr: Any,
         operands: list[int | None],
-        repeats: int,
-        addressable: bool,
+        inside: _Place,
+        same: bool,
     ) -> Body:
-        times = repeats * (params["length"] if primitive == "scan" else 1)
-        inside = addressable and primitive not in _OPAQUE
         opened = _compat.open_jaxpr(jaxpr)
-        facts = {"repeats": times, "addressable": inside}
+        facts = {"repeats": inside.repeats, "addressable": inside.addressable}
         values: dict[Any, int] = {
             var: self._value(var.aval, kind="constant", label="constant of a body", **facts) for var in opened.constvars
         }
-        same = primitive in _CALLS and primitive != "shard_map" and len(operands) == len(opened.invars)
+        same = same and len(operands) == len(opened.invars)
         for i, var in enumerate(opened.invars):
             operand = operands[i] if same else None
             values[var] = self._value(var.aval, kind="input", **facts) if operand is None else operand
-        return self._body(opened, values, repeats=times, addressable=inside, param=where)
+        return self._body(opened, values, inside, where)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where operations stand: how often they run, whether actions can be given to their results, the scopes of the calls around them."""
+
+    repeats: int = 1
+    addressable: bool = True
+    scope: str = ""
+
+    def inside(self, eqn: Any, params: Mapping[str, Any], primitive: str, call: bool) -> _Place:
+        """Returns the place of the operations inside an equation."""
+        scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
+        times = self.repeats * (params["length"] if primitive == "scan" else 1)
+        return _Place(times, self.addressable and (call or primitive not in _OPAQUE), scope)
 
 
 def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int | None], Any]]:

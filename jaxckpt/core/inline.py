@@ -1,22 +1,67 @@
 """Calls written out: a jaxpr whose `jit` equations are replaced by what they call, in loops and branches too.
 
 A plan cuts a program at any operation, so the program must be one list. A call that says something about placement (shardings, donation,
-compiler options) stays a call.
+compiler options) stays a call. Where a plan leaves a call whole, `Calls.folded` makes it a call again, so that JAX differentiates and lowers
+a function that is called often once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt.core import reads
 
 _CLOSED = {"scan", "while", "cond"}
 _BODIES = _CLOSED | {"checkpoint", "remat", "remat2", "shard_map"}
 
 
-def inline(closed: Any) -> Any:
-    """Returns the closed jaxpr with its calls written out; itself where it has none."""
-    return _Inliner().closed(closed)
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that was written out: its equation, and the equations that took its place."""
+
+    equation: Any
+    written: tuple[Any, ...]
+
+
+class Calls:
+    """The calls of one program that were written out."""
+
+    def __init__(self) -> None:
+        self._by_first: dict[int, list[_Call]] = {}
+
+    def add(self, equation: Any, written: Sequence[Any]) -> None:
+        """Notes a call; one that it was written out inside of is noted after it."""
+        if len(written) > 1:
+            self._by_first.setdefault(id(written[0]), []).append(_Call(equation, tuple(written)))
+
+    def folded(self, eqns: Sequence[Any]) -> list[Any]:
+        """Returns the equations with whole calls among them, of which nothing was changed, as calls."""
+        found: list[Any] = []
+        at = 0
+        while at < len(eqns):
+            for call in reversed(self._by_first.get(id(eqns[at]), ())):  # the outermost first
+                stop = at + len(call.written)
+                if stop <= len(eqns) and all(a is b for a, b in zip(eqns[at:stop], call.written)):
+                    found.append(call.equation)
+                    at = stop
+                    break
+            else:
+                found.append(eqns[at])
+                at += 1
+        return found
+
+
+def inline(closed: Any, calls: Calls | None = None) -> Any:
+    """Returns the closed jaxpr with its calls written out; itself where it has none.
+
+    Args:
+      closed: the jaxpr.
+      calls: where to note the calls of the program itself, those in its loops and branches not.
+    """
+    return _Inliner().closed(closed, calls=calls)
 
 
 class _Inliner:
@@ -25,7 +70,7 @@ class _Inliner:
     def __init__(self) -> None:
         self.done: dict[int, tuple[Any, Any]] = {}
 
-    def closed(self, original: Any, *, constants: bool = True) -> Any:
+    def closed(self, original: Any, *, constants: bool = True, calls: Calls | None = None) -> Any:
         """Returns the jaxpr with its calls written out. `constants`: whether it may be given constants of its own."""
         if id(original) in self.done:
             return self.done[id(original)][1]
@@ -33,7 +78,7 @@ class _Inliner:
         constvars = list(jaxpr.constvars)
         consts = _compat.jaxpr_consts(original) if constants else None
         eqns: list[Any] = []
-        changed, renamed = self._equations(jaxpr.eqns, {}, eqns, constvars, consts, None)
+        changed, renamed = self._equations(jaxpr.eqns, {}, eqns, constvars, consts, None, calls)
         result = original
         if changed:
             outvars = [_read(renamed, var) for var in jaxpr.outvars]
@@ -50,13 +95,14 @@ class _Inliner:
         constvars: list[Any],
         consts: list[Any] | None,
         call: Any,
+        calls: Calls | None,
     ) -> tuple[bool, dict[Any, Any]]:
         """Appends the equations of `source` to `eqns`; inside a call (`call` is its equation) with variables of their own."""
         changed = False
         for eqn in source:
             if call is not None:
                 eqn = _compat.prepend_name_stack(call, eqn)
-            inner = _called(eqn)
+            inner = called(eqn)
             if inner is not None and (consts is not None or not _compat.open_jaxpr(inner).constvars):
                 changed = True
                 body = _compat.open_jaxpr(inner)
@@ -65,8 +111,12 @@ class _Inliner:
                     mapping[var] = _compat.fresh_var(var.aval)
                     constvars.append(mapping[var])
                     consts.append(const)  # type: ignore[union-attr]
-                self._equations(body.eqns, mapping, eqns, constvars, consts, eqn)
-                renamed.update((out, _read(mapping, result)) for out, result in zip(eqn.outvars, body.outvars))
+                invars, start = [_read(renamed, var) for var in eqn.invars], len(eqns)
+                self._equations(body.eqns, mapping, eqns, constvars, consts, eqn, calls)
+                results = [_read(mapping, result) for result in body.outvars]
+                renamed.update(zip(eqn.outvars, results))
+                if calls is not None:
+                    calls.add(eqn.replace(invars=invars, outvars=_made(results, eqns[start:])), eqns[start:])
                 continue
             new, here = self._descend(eqn)
             changed |= here
@@ -84,6 +134,10 @@ class _Inliner:
 
     def _descend(self, eqn: Any) -> tuple[Any, bool]:
         primitive = _compat.primitive_name(eqn)
+        if reads.is_call(eqn):
+            program = self.closed(eqn.params["call_jaxpr"])
+            changed = program is not eqn.params["call_jaxpr"]
+            return (reads.with_program(eqn, program), True) if changed else (eqn, False)
         if primitive not in _BODIES:
             return eqn, False
         constants = primitive in _CLOSED
@@ -106,8 +160,19 @@ def _read(renamed: dict[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
 
 
-def _called(eqn: Any) -> Any:
-    """Returns the jaxpr that the equation merely calls, or None."""
+def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+    """Returns the results as an equation can make them: once each, and none that is a literal or made by another equation."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    outvars = []
+    for var in results:
+        own = not isinstance(var, _compat.Literal) and var in made
+        outvars.append(var if own else _compat.fresh_var(var.aval))
+        made.discard(outvars[-1])
+    return outvars
+
+
+def called(eqn: Any) -> Any:
+    """Returns the jaxpr that the equation merely calls, or None: it says nothing about placement."""
     name = eqn.primitive.name
     if name in ("closed_call", "core_call", "eval_jaxpr"):
         return eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))

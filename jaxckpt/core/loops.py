@@ -18,10 +18,11 @@ from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core.actions import Action
 from jaxckpt.core.graph import Op
 from jaxckpt.core.plan import Loop, Run
+from jaxckpt.core.reads import Flat
 
 Body = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
-BodyFor = Callable[[Mapping[int, Action]], tuple[Any, Any]]
-"""Actions -> the body's jaxpr with the names of what is kept, and the policy that keeps them."""
+BodyFor = Callable[[Mapping[int, Action]], tuple[Flat, Any]]
+"""Actions -> the body as a function that names what is kept, and the policy that keeps them."""
 
 
 def can_be_rewritten(op: Op) -> bool:
@@ -55,8 +56,8 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
         for run in loop.runs:
             start, stop = (length - done - run.count, length - done) if reverse else (done, done + run.count)
             rows = xs if run.count == length else [lax.slice_in_dim(x, start, stop) for x in xs]
-            jaxpr, policy = body_for(run.actions)
-            body = _iteration(jaxpr, fixed, carries, policy, run.checkpoint)
+            iteration, policy = body_for(run.actions)
+            body = _iteration(iteration, fixed, carries, policy, run.checkpoint)
             state, ys = _run(run, body, state, rows, reverse)
             stacked.append(ys)
             done += run.count
@@ -69,9 +70,9 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
     return _splice(closed, eqn)
 
 
-def _iteration(jaxpr: Any, fixed: Sequence[Any], carries: int, policy: Any, checkpoint: bool) -> Callable[[bool], Body]:
+def _iteration(fun: Flat, fixed: Sequence[Any], carries: int, policy: Any, checkpoint: bool) -> Callable[[bool], Body]:
     def body(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = _compat.eval_jaxpr(jaxpr, [], *fixed, *state, *x)
+        out = fun(*fixed, *state, *x)
         return out[:carries], out[carries:]
 
     return lambda alone: jax.checkpoint(body, policy=policy, prevent_cse=alone) if checkpoint else body

@@ -16,6 +16,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Op, graph_of
+from jaxckpt.core.reads import redirect
 from jaxckpt.memory.liveness import passed_on, stretch_peak
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
@@ -175,9 +176,9 @@ class _Joint:
 def _with_copies(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
     """Returns the program with copies for names, and fills `origins`: result of a copy -> the value that was named.
 
-    A value and its name are two things: a derivative that reads its operation's own result (that of `tanh`) reads it before it is named, and
-    what is kept is the name's.
+    A derivative that reads its operation's own result (that of `tanh`) reads it behind the name, as in what is emitted.
     """
+    closed = redirect(closed)
     jaxpr = _compat.open_jaxpr(closed)
     eqns = []
     for eqn in jaxpr.eqns:

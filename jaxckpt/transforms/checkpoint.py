@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ import jax.ad_checkpoint
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
-from jaxckpt.core.emit import emit, run
-from jaxckpt.core.graph import Graph, trace
+from jaxckpt.core.emit import emit
+from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.policies import Policy, resolve
+from jaxckpt.transforms import statics
 
 
 def tag(x: Any, name: str) -> Any:
@@ -41,8 +43,9 @@ def checkpoint(
     /,
     *,
     policy: Any = None,
-    prevent_cse: bool = True,
+    prevent_cse: bool | Sequence[Any] = True,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Returns `fun` with its intermediate values recomputed in the backward pass, but for those that the policy keeps.
 
@@ -55,13 +58,17 @@ def checkpoint(
         own, or a policy that keeps nothing or everything, the result is `jax.checkpoint(fun)`.
         Another `Policy` is decided when `fun` is traced, at each call with new shapes.
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass. False is right only inside `lax.scan`,
-        where nothing can be merged, and is faster there.
-      static_argnums: positional arguments that are no arrays and select the program; they must be hashable.
+        where nothing can be merged, and is faster there. A sequence says it for each argument of `fun` that is not static: a bool, or a
+        pytree of bools that is a prefix of the argument.
+      static_argnums: positional arguments that are no arrays and select the program. Hashable ones are traced once for each type and value,
+        others at each call.
+      static_argnames: names of such arguments.
 
     Raises:
-      ArgumentError: the policy is none, or an argument number is out of range.
+      ArgumentError: the policy is invalid, or an argument number is out of range.
       UnmatchedTagError: at the call: a strict policy's glob matches no tag.
-      EffectsError: at the call, with a `Policy`: the function has side effects that the recomputation would repeat.
+      EffectsError: where it is differentiated, with a `Policy`: the function has side effects that the recomputation would repeat. Within
+        `jax.jit`, and without a `Policy`, it is JAX's own NotImplementedError.
 
     >>> import jax, jax.numpy as jnp
     >>> @checkpoint(policy="dots")
@@ -71,130 +78,111 @@ def checkpoint(
     (2, 2)
     """
     if fun is None:
-        return functools.partial(checkpoint, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums)
+        return functools.partial(
+            checkpoint,
+            policy=policy,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+        )
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
-    numbers = _static_argnums(static_argnums)
+    static = statics.static(fun, static_argnums, static_argnames)
+    barriers = _barriers(prevent_cse)
     resolved = resolve(policy)
     is_jaxs, own = resolved.as_jax() if isinstance(resolved, Policy) else (True, resolved)
     if is_jaxs:
-        inner = jax.checkpoint(fun, policy=own, prevent_cse=prevent_cse, static_argnums=numbers)
-        return _checked(fun, inner, numbers, resolved) if numbers or isinstance(resolved, Policy) else inner
+        plain = lambda dynamic: jax.checkpoint(dynamic, policy=own, prevent_cse=barriers)
+        if static is None and not isinstance(resolved, Policy):
+            return plain(fun)
+        return _calling(fun, static, plain, old=isinstance(resolved, Policy))
     assert isinstance(resolved, Policy)
-    decided = resolved
+    return _calling(fun, static, functools.partial(_by_policy, policy=resolved, prevent_cse=barriers), old=True)
 
-    @functools.wraps(fun)
+
+def _barriers(prevent_cse: Any) -> bool | tuple[Any, ...]:
+    """Returns `prevent_cse` as jax.checkpoint takes it."""
+    if isinstance(prevent_cse, bool):
+        return prevent_cse
+    if isinstance(prevent_cse, Sequence) and all(isinstance(leaf, bool) for leaf in jax.tree.leaves(list(prevent_cse))):
+        return tuple(prevent_cse)
+    raise ArgumentError("prevent_cse", "a bool, or a sequence with a pytree of bools for each argument", prevent_cse)
+
+
+def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns the function under a policy that is decided on the traced program.
+
+    Equal calls of one function (a layer used at every depth) are analysed once.
+    """
+    barriers = tuple(jax.tree.flatten(prevent_cse))
+    settings = policy, tuple(barriers[0]), barriers[1]
+
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        dynamic, statics = _split(args, numbers)
-        leaves, in_tree = jax.tree.flatten((dynamic, kwargs))
-        avals = tuple(_aval(leaf) for leaf in leaves)
-        with _compat.working_checkpoints():
-            graph, emitted = _decided(fun, decided, prevent_cse, statics, len(args), in_tree, avals, dynamic, kwargs)
-            return run(graph, emitted, dynamic, kwargs)
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        holder = _emitted(fun)
+        key = settings, in_tree, tuple(map(jax.typeof, leaves))
+        found = holder.get(key)
+        if found is None:
+            found = _emit(fun, policy, prevent_cse, args, kwargs)
+            if not any(map(_compat.is_tracer, found.consts)):
+                holder[key] = found
+        if found.effects and any(map(_compat.is_linearized, leaves)):
+            raise EffectsError(
+                f"fun ({getattr(fun, '__name__', fun)}) must be free of side effects to be checkpointed and differentiated, for the "
+                f"recomputation would repeat them; it has {found.effects}. Move io_callback, pure effects and the like out of it, or "
+                "checkpoint less."
+            )
+        return jax.tree.unflatten(found.out_tree, found.run(*found.consts, *leaves))
 
     return checkpointed
 
 
-def _decided(
-    fun: Callable[..., Any],
-    policy: Policy,
-    prevent_cse: bool,
-    statics: tuple[tuple[int, Any], ...],
-    count: int,
-    in_tree: Any,
-    avals: tuple[Any, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Graph, Any]:
-    """Traces, decides and emits; or finds it done: equal calls of one function (a layer used at every depth) are analysed once."""
-    holder = _cache(fun)
-    key = (policy, prevent_cse, statics, count, in_tree, avals)
-    try:
-        found = holder.get(key)
-    except TypeError as error:
-        unhashable = [i for i, value in statics if not _hashable(value)]
-        raise ArgumentError("static_argnums", "of hashable arguments", unhashable) from error
-    if found is not None:
-        return found
-    graph = trace(_with_statics(fun, statics, count), *args, **kwargs)
-    disallowed = _compat.remat_disallowed_effects(graph.jaxpr)
-    if disallowed:
-        name = getattr(fun, "__name__", fun)
-        raise EffectsError(
-            f"fun ({name}) must be free of side effects to be checkpointed, for the recomputation would repeat them; it has "
-            f"{', '.join(map(str, disallowed))}. Move io_callback, pure effects and the like out of it, or checkpoint less."
-        )
-    made = graph, emit(graph, policy.regions(graph), prevent_cse)
-    if not any(_compat.is_tracer(const) for const in _compat.jaxpr_consts(graph.jaxpr)):
-        holder[key] = made
-    return made
+@dataclass(frozen=True)
+class _Emitted:
+    """A function under a policy: `run` of `consts` and the arguments' leaves. `effects` names those that no recomputation may repeat."""
+
+    run: Callable[..., list[Any]]
+    consts: list[Any]
+    out_tree: Any
+    effects: str
+
+
+def _emit(
+    fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...], args: tuple[Any, ...], kwargs: Any
+) -> _Emitted:
+    graph = trace_with_calls(fun, args, kwargs)
+    consts = _compat.jaxpr_consts(graph.jaxpr)
+    if not isinstance(prevent_cse, bool):
+        given = jax.tree.broadcast(prevent_cse, (args, kwargs) if kwargs else args)
+        prevent_cse = (*[False] * len(consts), *jax.tree.leaves(given))
+    run = emit(graph, policy.regions(graph), prevent_cse)
+    effects = ", ".join(map(str, _compat.remat_disallowed_effects(graph.jaxpr)))
+    return _Emitted(run, consts, graph.out_tree, effects)
 
 
 @_compat.weakref_lru_cache
-def _cache(fun: Callable[..., Any]) -> dict[Any, Any]:
+def _emitted(fun: Callable[..., Any]) -> dict[Any, _Emitted]:
     """Returns what has been emitted for a function, in the present configuration of JAX; dropped with the function."""
     return {}
 
 
-def _aval(leaf: Any) -> Any:
-    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    return aval, getattr(aval, "weak_type", False)
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _static_argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    listed = (numbers,) if isinstance(numbers, int) and not isinstance(numbers, bool) else numbers
-    if not isinstance(listed, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in listed):
-        raise ArgumentError("static_argnums", "an int or a sequence of ints", numbers)
-    return tuple(listed)
-
-
-def _check_range(numbers: tuple[int, ...], count: int) -> None:
-    for number in numbers:
-        if not -count <= number < count:
-            raise ArgumentError(
-                "static_argnums",
-                f"within the {count} positional arguments of the call",
-                number,
-                "Pass that argument by position.",
-            )
-
-
-def _checked(
-    fun: Callable[..., Any], inner: Callable[..., Any], numbers: tuple[int, ...], policy: Any
+def _calling(
+    fun: Callable[..., Any], static: statics.Static | None, engine: Callable[[Any], Callable[..., Any]], *, old: bool
 ) -> Callable[..., Any]:
-    """Returns `inner` with argument numbers checked, and with a policy of ours where checkpoints work."""
+    """Returns the function that closes over its static arguments and hands the others to what `engine` makes of it.
+
+    Args:
+      engine: makes the checkpointed function of one without static arguments.
+      old: whether checkpoints are to be the old ones where JAX's new ones are not finished: see `_compat.working_checkpoints`.
+    """
+    whole = engine(fun)
 
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        _check_range(numbers, len(args))
-        with _compat.working_checkpoints() if isinstance(policy, Policy) else contextlib.nullcontext():
-            return inner(*args, **kwargs)
+        with _compat.working_checkpoints() if old else contextlib.nullcontext():
+            if static is None:
+                return whole(*args, **kwargs)
+            dynamic, args, kwargs = static.closed(args, kwargs)
+            return engine(dynamic)(*args, **kwargs)
 
     return checkpointed
-
-
-def _split(args: tuple[Any, ...], numbers: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[tuple[int, Any], ...]]:
-    _check_range(numbers, len(args))
-    places = {number % len(args) for number in numbers}
-    dynamic = tuple(arg for i, arg in enumerate(args) if i not in places)
-    return dynamic, tuple((i, args[i]) for i in sorted(places))
-
-
-def _with_statics(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...], count: int) -> Callable[..., Any]:
-    if not statics:
-        return fun
-    fixed = dict(statics)
-
-    def call(*dynamic: Any, **kwargs: Any) -> Any:
-        rest = iter(dynamic)
-        return fun(*(fixed[i] if i in fixed else next(rest) for i in range(count)), **kwargs)
-
-    return call

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxckpt
-from jaxckpt import OFFLOAD, SAVE, ArgumentError, EffectsError, Policy, policies, tag
+from jaxckpt import OFFLOAD, SAVE, ArgumentError, EffectsError, Policy, op, policies, tag
 from tests import strategies
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes, kept_shapes
 
@@ -186,9 +186,123 @@ def test_static_argument_numbers_that_are_none(policy, numbers, message):
     assert message in str(caught.value)
 
 
-def test_a_static_argument_that_cannot_be_hashed_is_named():
-    with pytest.raises(ArgumentError, match=r"static_argnums must be of hashable arguments; got \[1\]"):
-        jaxckpt.checkpoint(lambda x, opts: x, policy="dots", static_argnums=1)(X, {})
+@pytest.mark.parametrize("policy", [None, "nothing", "everything", "dots"])
+def test_static_arguments_that_cannot_be_hashed_select_the_program_at_each_call(policy):
+    wrapped = jaxckpt.checkpoint(lambda x, opts: x * opts["by"], policy=policy, static_argnums=1)
+    assert [float(jax.grad(wrapped)(1.0, {"by": by})) for by in (2.0, 3.0, 2.0)] == [2.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "everything", "dots"])
+@pytest.mark.parametrize(
+    "values",
+    [(1, True, 1.0, 1 + 0j), (0.0, -0.0), ((1, 2), (True, 2)), ("1", 1)],
+    ids=["ones", "zeros", "tuples", "text"],
+)
+def test_static_arguments_of_equal_values_and_other_types_are_other_programs(policy, values):
+    wrapped = jaxckpt.checkpoint(lambda mode, x: (x, seen.append(repr(mode)))[0], policy=policy, static_argnums=0)
+    seen: list[str] = []
+    for value in values * 2:
+        wrapped(value, X)
+    assert seen == [repr(value) for value in values]  # each traced once
+    nan: list[float] = []
+    once = jaxckpt.checkpoint(lambda mode, x: (x, nan.append(mode))[0], policy=policy, static_argnums=0)
+    for _ in range(3):
+        once(float("nan"), X)
+    assert len(nan) == 1
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "dots"])
+def test_static_arguments_by_name(policy):
+    calls = []
+
+    def fun(x, mode, *, scale=1.0):
+        calls.append((mode, scale))
+        return jnp.sin(x @ W) * scale if mode == "sin" else x
+
+    wrapped = jaxckpt.checkpoint(fun, policy=policy, static_argnames=("mode", "scale"))
+    for _ in range(2):
+        assert_trees_close(wrapped(X, "sin", scale=2.0), jnp.sin(X @ W) * 2.0)
+        assert_trees_close(wrapped(X, mode="id"), X)
+    assert calls == [("sin", 2.0), ("id", 1.0)]  # each traced once, whichever way it is passed
+    with pytest.raises(ArgumentError, match="static_argnames must be a string or a sequence of strings; got 3"):
+        jaxckpt.checkpoint(fun, policy=policy, static_argnames=3)
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "everything", "dots", Policy({op("tanh"): SAVE})], ids=str)
+def test_prevent_cse_by_argument_is_jaxs(policy):
+    fun = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"]
+    lowered = lambda f, **how: jax.jit(jax.grad(lambda p, x: jnp.sum(f(fun, **how)(p, x)))).lower({"w": W}, X).as_text()
+    barrier = "optimization_barrier"
+    for prevent_cse in ((True, False), (False, False), ({"w": True}, False), [False, True]):
+        ours = lowered(jaxckpt.checkpoint, policy=policy, prevent_cse=prevent_cse)
+        theirs = lowered(jax.checkpoint, prevent_cse=prevent_cse)
+        assert (barrier in ours) == (
+            barrier in theirs or policy in ("everything", "dots") or isinstance(policy, Policy)
+        )
+    for wrong in ("yes", 1, (1, 0), None):
+        with pytest.raises(ArgumentError, match="prevent_cse must be a bool, or a sequence"):
+            jaxckpt.checkpoint(fun, policy=policy, prevent_cse=wrong)
+
+
+def test_a_function_with_side_effects_runs_forward_and_is_refused_where_it_is_differentiated():
+    seen = []
+
+    def fun(x):
+        jax.experimental.io_callback(lambda v: seen.append(float(v)), None, x[0, 0], ordered=True)
+        return jnp.tanh(x @ W)
+
+    wrapped = jaxckpt.checkpoint(fun, policy=Policy([(op("tanh"), SAVE)]))
+    for forward in (wrapped, jax.jit(wrapped)):
+        assert_trees_close(forward(X), jnp.tanh(X @ W))
+    jax.effects_barrier()
+    assert len(seen) == 2
+    with pytest.raises(EffectsError, match="must be free of side effects to be checkpointed and differentiated"):
+        jax.grad(lambda x: jnp.sum(wrapped(x)))(X)
+
+
+@pytest.mark.parametrize("policy", [Policy({"*": SAVE}), Policy([(op("*"), SAVE)]), "dots"], ids=str)
+@pytest.mark.parametrize("place", ["alone", "scan", "jit", "used"])
+def test_a_kept_value_may_feed_a_print_alone(place, policy):
+    def body(x):
+        shown = tag(jnp.sin(x), "shown")
+        jax.debug.callback(lambda v: None, shown)
+        return jnp.cos(x) * 2 + (shown if place == "used" else 0)
+
+    fun = {
+        "alone": body,
+        "used": body,
+        "scan": lambda x: jax.lax.scan(lambda c, _: (body(c), None), x, length=3)[0],
+        "jit": jax.jit(lambda x: jax.jit(body)(jax.jit(body)(x))),
+    }[place]
+    wrapped = jaxckpt.checkpoint(fun, policy=policy)
+    for compiled in (False, True):
+        gradient = jax.grad(lambda x: jnp.sum(wrapped(x)))
+        assert_trees_close((jax.jit(gradient) if compiled else gradient)(X), jax.grad(lambda x: jnp.sum(fun(x)))(X))
+
+
+def test_equal_policies_are_one_policy():
+    make = [
+        lambda: Policy({"a": SAVE}),
+        lambda: Policy(
+            [(op("dot*") & jaxckpt.larger_than("1KiB") | ~jaxckpt.intensity_above(3), "offload")], strict=False
+        ),
+        lambda: Policy([(jaxckpt.where(len), SAVE)], default=SAVE),
+    ]
+    for each in make:
+        assert each() == each()
+        assert hash(each()) == hash(each())
+    assert len({each() for each in make * 2}) == 3
+    assert Policy({"a": SAVE}) != Policy({"b": SAVE})
+    traced = []
+
+    def one(x):
+        traced.append(1)
+        return tag(jnp.sin(x @ W), "a") @ W
+
+    x = X
+    for _ in range(6):
+        x = jaxckpt.checkpoint(one, policy=Policy({"a": SAVE}))(x)
+    assert len(traced) == 1
 
 
 def test_what_is_no_function_is_said_to_be_none():
@@ -331,7 +445,7 @@ def test_side_effects_are_an_error_that_says_what_to_do():
         return jnp.sin(x)
 
     with pytest.raises(EffectsError, match="must be free of side effects") as caught:
-        jaxckpt.checkpoint(noisy, policy="dots")(X)
+        jax.grad(lambda x: jaxckpt.checkpoint(noisy, policy="dots")(x).sum())(X)
     assert "noisy" in str(caught.value)
     assert "Move io_callback" in str(caught.value)
 

@@ -1,0 +1,249 @@
+"""A derivative that reads the result of its own operation reads it from where it is kept.
+
+`jax.checkpoint` keeps what is named: `n = name(tanh(x))`. The derivative of `tanh` reads `tanh(x)` itself, from before it was named, so a policy
+that keeps `n` spends the memory and runs `tanh`, and all that leads to `x`, again. A name is an identity. So after differentiation every read of
+`tanh(x)` can be a read of `n`, in loops and branches too: then what is kept is what is read.
+
+`reads_names` puts that into a function: its derivative is JAX's own, with the reads redirected. Functions whose kept values no derivative reads
+in that way do not need it: `needs_redirection` tells.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxckpt import _compat
+
+INTERNAL = "jaxckpt:"
+"""Names that begin so are the emitter's, and no tags."""
+
+CALL = "jaxckpt_reads_names"
+"""What the call is named in a jaxpr by which `reads_names` brings its derivative."""
+
+Flat = Callable[..., list[Any]]
+
+
+def redirect(closed: Any) -> Any:
+    """Returns the jaxpr with the reads of a value that the emitter names, those behind the name, as reads of the name's result."""
+    return _Redirect().jaxpr(closed)
+
+
+class _Redirect:
+    """Does each inner jaxpr once, so that what was shared stays shared."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, tuple[Any, Any]] = {}
+
+    def jaxpr(self, original: Any) -> Any:
+        if id(original) not in self.done:
+            self.done[id(original)] = (original, self._redirected(original))  # holds it, so that its id stays its own
+        return self.done[id(original)][1]
+
+    def _redirected(self, original: Any) -> Any:
+        opened = _compat.open_jaxpr(original)
+        names = _names(opened.eqns)
+        inside = {id(eqn): self._inside(eqn) for eqn in opened.eqns}
+        if not names and all(new is eqn for eqn, new in zip(opened.eqns, inside.values())):
+            return original
+        named: dict[Any, Any] = {}
+        eqns: list[Any] = []
+        early = {id(eqn) for naming, _ in names.values() for eqn in naming}
+
+        def name(values: Sequence[Any]) -> None:
+            """Names values as soon as they are there, for JAX puts the derivative of an operation right behind it."""
+            waiting = list(values)
+            while waiting:
+                if (value := waiting.pop()) in names:
+                    naming, result = names[value]
+                    eqns.extend(naming)
+                    named[value] = result
+                    waiting += [var for eqn in naming for var in eqn.outvars]
+
+        name([*opened.constvars, *opened.invars])
+        for eqn in opened.eqns:
+            if id(eqn) not in early:
+                new = inside[id(eqn)]
+                eqns.append(new.replace(invars=[_read(named, var) for var in new.invars]))
+                name(eqn.outvars)
+        outvars = [_read(named, var) for var in opened.outvars]
+        rebuilt = _compat.with_equations(opened, eqns, outvars)
+        return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
+
+    def _inside(self, eqn: Any) -> Any:
+        changes = {}
+        for name, param in _compat.equation_params(eqn).items():
+            if _compat.is_jaxpr(param):
+                new: Any = self.jaxpr(param)
+                same = new is param
+            elif isinstance(param, tuple) and any(map(_compat.is_jaxpr, param)):
+                new = tuple(self.jaxpr(item) if _compat.is_jaxpr(item) else item for item in param)
+                same = all(a is b for a, b in zip(new, param))
+            else:
+                continue
+            if not same:
+                changes[name] = new
+        return _compat.replace_params(eqn, **changes) if changes else eqn
+
+
+def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
+    """Returns for each value that the emitter names (equations that do it, result): one, or those for both parts of a complex value."""
+    found: dict[Any, tuple[list[Any], Any]] = {}
+    makers: dict[Any, Any] = {}
+    for eqn in eqns:
+        makers.update(dict.fromkeys(eqn.outvars, eqn))
+        name = _compat.equation_name(eqn)
+        if name is not None and name.startswith(INTERNAL) and not isinstance(eqn.invars[0], _compat.Literal):
+            found[eqn.invars[0]] = [eqn], eqn.outvars[0]
+        elif eqn.primitive.name == "complex":
+            named = [makers.get(var) for var in eqn.invars if not isinstance(var, _compat.Literal)]
+            parts = [each.invars[0] for each in named if each is not None and _is_key(each.invars[:1], found)]
+            taken = [makers[part] for part in parts if part in makers]
+            if [each.primitive.name for each in taken] != ["real", "imag"] or taken[0].invars[0] is not taken[1].invars[
+                0
+            ]:
+                continue
+            naming = [each for part, maker in zip(parts, taken) for each in (maker, *found.pop(part)[0])]
+            found[taken[0].invars[0]] = [*naming, eqn], eqn.outvars[0]
+    return found
+
+
+def _is_key(atoms: Sequence[Any], mapping: Mapping[Any, Any]) -> bool:
+    return any(isinstance(atom, _compat.Var) and atom in mapping for atom in atoms)
+
+
+def _read(named: dict[Any, Any], atom: Any) -> Any:
+    while (
+        not isinstance(atom, _compat.Literal) and atom in named
+    ):  # a name may be named again, by a checkpoint around this one
+        atom = named[atom]
+    return atom
+
+
+# ------------------------------------------------------------------------------------------------------------ the function
+
+
+def reads_names(fun: Flat) -> Flat:
+    """Returns the function with a derivative that reads values behind the names that the emitter gave to them.
+
+    Args:
+      fun: flat lists of arrays in and out; it closes over nothing that is being traced.
+    """
+
+    def call(*args: Any) -> list[Any]:
+        closed = jax.make_jaxpr(fun)(*args)
+        if not _compat.allowed_in_custom_rules(closed):
+            return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
+        return call_reading_names(closed)(*args)
+
+    return call
+
+
+def call_reading_names(closed: Any) -> Flat:
+    """Returns the function of a closed jaxpr, with the derivative that `reads_names` says."""
+
+    def primal(*args: Any) -> list[Any]:
+        return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
+
+    primal.__name__ = primal.__qualname__ = CALL
+    made = jax.custom_jvp(primal)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        zero = jax.custom_derivatives.SymbolicZero
+        moving = tuple(not isinstance(tangent, zero) for tangent in tangents)
+        both, out_moving = differentiated(moving)
+        given = [tangent for tangent in tangents if not isinstance(tangent, zero)]
+        flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
+        results, out = flat[: len(out_moving)], iter(flat[len(out_moving) :])
+        return results, [
+            next(out) if flag else zero(_tangent_aval(result)) for result, flag in zip(results, out_moving)
+        ]
+
+    @functools.cache
+    def differentiated(moving: tuple[bool, ...]) -> tuple[Any, list[bool]]:
+        both, out_moving = _compat.jvp_jaxpr(closed, moving)
+        return redirect(both), out_moving
+
+    made.defjvp(derivative, symbolic_zeros=True)
+    return made
+
+
+def _tangent_aval(value: Any) -> Any:
+    return jax.typeof(value).to_tangent_aval()
+
+
+def is_call(eqn: Any) -> bool:
+    """Whether an equation is the call that `reads_names` makes."""
+    return eqn.primitive.name == "custom_jvp_call" and _compat.jaxpr_title(eqn.params["call_jaxpr"]) == CALL
+
+
+def with_program(eqn: Any, closed: Any) -> Any:
+    """Returns a call that `reads_names` has made with another program, and that one's derivative."""
+    made = jax.make_jaxpr(call_reading_names(closed))(*(var.aval for var in eqn.invars))
+    call = _compat.open_jaxpr(made).eqns[-1]
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+# -------------------------------------------------------------------------------------------------------- which need it
+
+_NEVER = frozenset(
+    """
+    add add_any sub neg mul dot_general conv_general_dilated convert_element_type broadcast_in_dim reshape
+    transpose squeeze expand_dims concatenate pad slice dynamic_slice dynamic_update_slice gather scatter
+    scatter-add reduce_sum cumsum select_n copy copy_p rev iota sin cos log log1p integer_pow square abs
+    stop_gradient while scan cond jit pjit checkpoint remat remat2 closed_call shard_map name
+    optimization_barrier sharding_constraint device_put real imag complex conj clamp split reduce_precision eq
+    ne lt le gt ge and or not xor sign floor ceil round is_finite random_bits random_wrap random_unwrap
+    random_seed random_fold_in threefry2x32
+    """.split()  # noqa: SIM905
+)
+"""Operations whose derivatives do not read their results; those with programs inside are judged by what is in them."""
+
+
+def needs_redirection(eqn: Any, results: Collection[int]) -> bool:
+    """Whether the derivative of an equation reads one of its own results, of those at the given places.
+
+    Found by differentiating it, once for each kind; what cannot be differentiated alone needs nothing.
+    """
+    primitive = _compat.primitive_name(eqn)
+    if primitive in ("custom_jvp_call", "custom_vjp_call"):
+        return True  # a rule of the user's: most compute the result and use it
+    if primitive in _NEVER:
+        return False
+    avals = tuple(var.aval for var in eqn.invars)
+    try:
+        read = _own_reads(eqn.primitive, avals, tuple(sorted(eqn.params.items())))
+    except TypeError:  # parameters that cannot be hashed
+        read = _find_own_reads(eqn.primitive, avals, eqn.params)
+    return not read.isdisjoint(results)
+
+
+@_compat.cache_in_context
+def _own_reads(primitive: Any, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> frozenset[int]:
+    return _find_own_reads(primitive, avals, dict(params))
+
+
+def _find_own_reads(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> frozenset[int]:
+    moving = tuple(hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+    if not any(moving):
+        return frozenset()
+
+    def run(*operands: Any) -> list[Any]:
+        out = primitive.bind(*operands, **params)
+        return list(out) if primitive.multiple_results else [out]
+
+    try:
+        closed = jax.make_jaxpr(run)(*avals)
+        both, _ = _compat.jvp_jaxpr(closed, moving)
+    except (
+        Exception
+    ):  # no derivative, or none outside of its place (a collective's axis): JAX says so where it is differentiated
+        return frozenset()
+    opened = _compat.open_jaxpr(both)
+    read = {var for eqn in opened.eqns for var in eqn.invars if not isinstance(var, _compat.Literal)}
+    count = len(_compat.open_jaxpr(closed).outvars)
+    return frozenset(place for place, var in enumerate(opened.outvars[:count]) if var in read)

@@ -1,0 +1,126 @@
+"""Static arguments: what is no array and selects the program. A function is closed over them, once for each type and value."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Static:
+    """Which arguments of a function are static.
+
+    Attributes:
+      fun: the function.
+      numbers: of positional arguments; negative ones count from the last argument of the call.
+      names: of keyword arguments.
+      positions: of positional arguments that bear one of the names.
+    """
+
+    fun: Callable[..., Any]
+    numbers: tuple[int, ...]
+    names: frozenset[str]
+    positions: tuple[int, ...]
+
+    def closed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Returns a function of the other arguments, and those. It is the same one for static arguments of equal types and values.
+
+        Raises:
+          ArgumentError: a number is out of the range of the call's positional arguments.
+        """
+        count = len(args)
+        for number in self.numbers:
+            if not -count <= number < count:
+                rule = f"within the {count} positional arguments of the call"
+                raise ArgumentError("static_argnums", rule, number, "Pass that argument by position.")
+        places = {number % count for number in self.numbers} | {place for place in self.positions if place < count}
+        positional = tuple((i, _Fixed(args[i])) for i in sorted(places))
+        named = tuple((name, _Fixed(kwargs[name])) for name in sorted(self.names & kwargs.keys()))
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in places)
+        rest = {name: arg for name, arg in kwargs.items() if name not in self.names}
+        try:
+            return _closure(self.fun, count, positional, named), dynamic, rest
+        except TypeError:
+            if all(fixed.hashable for _, fixed in (*positional, *named)):
+                raise
+        return _make_closure(self.fun, count, positional, named), dynamic, rest
+
+
+def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
+    """Returns which arguments of a function are static; None where none are.
+
+    Raises:
+      ArgumentError: `numbers` holds something else than ints, or `names` something else than strings.
+    """
+    listed = (numbers,) if isinstance(numbers, int) and not isinstance(numbers, bool) else numbers
+    if not isinstance(listed, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in listed):
+        raise ArgumentError("static_argnums", "an int or a sequence of ints", numbers)
+    called = frozenset([names] if isinstance(names, str) else names if isinstance(names, Iterable) else [None])
+    if not all(isinstance(name, str) for name in called):
+        raise ArgumentError("static_argnames", "a string or a sequence of strings", names)
+    if not listed and not called:
+        return None
+    parameters: list[inspect.Parameter] = []
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        parameters = list(inspect.signature(fun).parameters.values())
+    positions = tuple(
+        i for i, p in enumerate(parameters) if p.name in called and p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
+    return Static(fun, tuple(listed), called, positions)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A static argument; equal where type and value are: 1, 1.0 and True are three, and a NaN is one."""
+
+    value: Any = field(compare=False)
+    key: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", _typed(self.value))
+
+    @property
+    def hashable(self) -> bool:
+        try:
+            hash(self.key)
+        except TypeError:
+            return False
+        return True
+
+
+def _typed(value: Any) -> Any:
+    kind = type(value)
+    if kind in (float, complex):
+        return kind, repr(value)  # zeros of two signs are equal, and NaN to nothing
+    if kind in (tuple, frozenset):
+        return kind, kind(map(_typed, value))
+    return kind, value
+
+
+def _make_closure(
+    fun: Callable[..., Any],
+    count: int,
+    positional: tuple[tuple[int, _Fixed], ...],
+    named: tuple[tuple[str, _Fixed], ...],
+) -> Callable[..., Any]:
+    fixed = {i: each.value for i, each in positional}
+    by_name = {name: each.value for name, each in named}
+
+    def dynamic(*args: Any, **kwargs: Any) -> Any:
+        rest = iter(args)
+        return fun(*(fixed[i] if i in fixed else next(rest) for i in range(count)), **by_name, **kwargs)
+
+    dynamic.__name__ = getattr(fun, "__name__", "fun")
+    dynamic.__qualname__ = getattr(fun, "__qualname__", dynamic.__name__)
+    return dynamic
+
+
+_closure = _compat.weakref_lru_cache(_make_closure)

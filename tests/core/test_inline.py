@@ -1,0 +1,138 @@
+"""Calls that no policy and no plan cuts stay calls, and those that are alike stay one program."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from jaxckpt import SAVE, Policy, op, tag
+from jaxckpt.core.graph import trace, trace_with_calls
+from jaxckpt.core.inline import Calls
+from tests.helpers import assert_trees_close, kept_shapes
+
+X = jnp.linspace(0.1, 0.6, 64).reshape(8, 8)
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    Policy([(op("sinh"), SAVE)]): None,
+}
+
+
+@jax.jit
+def block(x):
+    for _ in range(20):
+        x = jnp.sin(x) + 1.0
+    return x @ x
+
+
+def thrice(x):
+    return block(block(block(x)))
+
+
+def four(wrap):
+    def loss(x):
+        for _ in range(4):
+            x = wrap(thrice)(x)
+        return jnp.sum(x)
+
+    return loss
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_jitted_function_that_is_called_often_is_lowered_as_often_as_by_jax(policy):
+    ours, theirs = (
+        four(lambda f: jaxckpt.checkpoint(f, policy=policy)),
+        four(lambda f: jax.checkpoint(f, policy=POLICIES[policy])),
+    )
+    for make in (lambda f: f, jax.grad):
+        text, expected = (jax.jit(make(f)).lower(X).as_text() for f in (ours, theirs))
+        assert text.count("func.func") == expected.count("func.func")
+        assert len(text) <= 1.02 * len(expected)
+    assert_trees_close(jax.grad(ours)(X), jax.grad(four(lambda f: f))(X), rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["dots", Policy([(op("sin"), SAVE)]), Policy([(op("sinh"), SAVE)])], ids=str)
+def test_a_jitted_function_under_a_policy_runs_op_by_op_in_the_time_of_jaxs_checkpoint(policy):
+    @jax.jit
+    def long(x):
+        for _ in range(200):
+            x = jnp.sin(x) + 1.0
+        return x
+
+    def seconds(fun, calls=30):
+        fun(X)
+        start = time.perf_counter()
+        for _ in range(calls):
+            fun(X)
+        return (time.perf_counter() - start) / calls
+
+    ours, theirs = jaxckpt.checkpoint(long, policy=policy), jax.checkpoint(long)
+    ratios = sorted(seconds(ours) / seconds(theirs) for _ in range(9))
+    assert ratios[0] <= 2.0, ratios  # written out it was a hundred
+
+
+def test_values_in_calls_are_decided_on_where_they_are_computed():
+    inner = jax.jit(lambda x: jnp.tanh(tag(x @ x, "product")) @ x)
+    layer = lambda x: jnp.sin(jax.jit(inner)(x))
+    for rule in ("product", op("tanh")):
+        wrapped = jaxckpt.checkpoint(layer, policy=Policy([(rule, SAVE)]))
+        assert kept_shapes(lambda x: jnp.sum(wrapped(x)), X) == {(8, 8): 1}
+    outside = jaxckpt.checkpoint(
+        lambda x: jnp.sin(tag(jax.jit(lambda y: y @ y)(x), "made inside")), policy=Policy({"made*": SAVE})
+    )
+    assert kept_shapes(lambda x: jnp.sum(outside(x)), X) == {(8, 8): 1}
+
+
+def test_two_calls_of_one_function_may_keep_different_values():
+    layer = lambda x: jax.jit(jnp.sinh)(tag(jax.jit(jnp.sinh)(jnp.cos(x)), "first"))
+    wrapped = jaxckpt.checkpoint(layer, policy=Policy({"first": SAVE}))
+    assert kept_shapes(lambda x: jnp.sum(wrapped(x)), X) == {(8, 8): 1}
+    assert_trees_close(jax.grad(lambda x: jnp.sum(wrapped(x)))(X), jax.grad(lambda x: jnp.sum(layer(x)))(X))
+
+
+def test_scopes_of_calls_are_scopes_of_what_they_compute():
+    def layer(x):
+        with jax.named_scope("outer"):
+            return jax.jit(jax.named_scope("inner")(jnp.sin))(x)
+
+    graphs = trace(layer, X), trace_with_calls(layer, (X,), {})
+    scopes = [[v.scope for v in graph.values if v.primitive == "sin"] for graph in graphs]
+    assert scopes[0] == scopes[1] == ["outer/inner"]
+
+
+def test_a_plan_leaves_calls_whole_that_it_does_not_cut():
+    def loss(ws, x):
+        for w in ws:
+            x = jax.jit(lambda x, w: jnp.tanh(x @ w) + x)(x, w)
+        return jnp.sum(x)
+
+    args = [jnp.eye(64)] * 8, jnp.ones((2048, 64))
+    plan = jaxckpt.plan(loss, *args, budget="60%", target="cpu")
+    planned = plan.apply(loss)
+    assert plan.regions
+    assert "pjit" in str(jax.make_jaxpr(planned)(*args)) or "jit" in str(jax.make_jaxpr(planned)(*args))
+    assert_trees_close(jax.grad(planned)(*args), jax.grad(loss)(*args), rtol=1e-4)
+
+
+def test_folding_gives_back_calls_and_calls_in_calls():
+    inner = jax.jit(lambda x: jnp.sin(x) * jnp.cos(x))
+    outer = jax.jit(lambda x, y: (inner(x) + inner(y), y, 3.0, inner(x)))
+    graph = trace(lambda x: outer(x, x * 2.0)[0] + inner(x), X)
+    eqns = list(graph.jaxpr.eqns)
+    assert [eqn.primitive.name for eqn in graph.calls.folded(eqns)] == ["mul", "jit", "jit", "add"]
+    cut = graph.calls.folded(eqns[: len(eqns) // 2])
+    assert sum(eqn.primitive.name == "jit" for eqn in cut) >= 1  # the outer call is cut, one inside of it is whole
+    assert Calls().folded(eqns) == eqns
+
+
+def test_calls_in_calls_need_no_more_recursion_than_jaxs():
+    fun = jnp.sin
+    for _ in range(45):
+        fun = jax.jit(lambda x, fun=fun: fun(x) * 1.0001)
+    assert float(jax.grad(jaxckpt.checkpoint(fun, policy=Policy([(op("sin"), SAVE)])))(1.0)) == pytest.approx(
+        float(jax.grad(jax.checkpoint(fun))(1.0))
+    )
+    assert jaxckpt.plan(fun, 1.0, budget=10**6, target="cpu", verify=False).fingerprint
