@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from jaxckpt import SAVE, Policy, op, tag
+from jaxckpt import SAVE, Plan, Policy, Region, op, tag
 from jaxckpt.core.graph import trace, trace_with_calls
 from jaxckpt.core.inline import Calls
-from tests.helpers import assert_trees_close, kept_shapes
+from tests.helpers import assert_trees_close, executions, kept_shapes
 
-X = jnp.linspace(0.1, 0.6, 64).reshape(8, 8)
+X, W = jnp.linspace(0.1, 0.6, 64).reshape(8, 8), jnp.eye(8) + 0.01
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     Policy([(op("sinh"), SAVE)]): None,
@@ -109,12 +111,20 @@ def test_a_plan_leaves_calls_whole_that_it_does_not_cut():
             x = jax.jit(lambda x, w: jnp.tanh(x @ w) + x)(x, w)
         return jnp.sum(x)
 
-    args = [jnp.eye(64)] * 8, jnp.ones((2048, 64))
-    plan = jaxckpt.plan(loss, *args, budget="60%", target="cpu")
-    planned = plan.apply(loss)
-    assert plan.regions
-    assert "pjit" in str(jax.make_jaxpr(planned)(*args)) or "jit" in str(jax.make_jaxpr(planned)(*args))
-    assert_trees_close(jax.grad(planned)(*args), jax.grad(loss)(*args), rtol=1e-4)
+    args = [W] * 4, X
+    graph = trace(loss, *args)
+    assert len(graph.ops) == 4 * 3 + 1
+    for stops, calls in (((6, 12), 4), ((5, 12), 3), ((3, 4, 9, 12), 3)):
+        regions = tuple(Region(start, stop) for start, stop in pairwise((0, *stops)))
+        planned = Plan(regions, graph.fingerprint).apply(loss)
+        assert executions(planned, *args)["dot_general"] == 4
+        text = str(jax.make_jaxpr(planned)(*args))
+        assert len(re.findall(r"\bp?jit\[", text)) == calls
+        assert_trees_close(jax.grad(planned)(*args), jax.grad(loss)(*args), rtol=1e-4)
+    tanh = next(op for op in graph.ops if op.primitive == "tanh").outputs[0]
+    kept = Plan((Region(0, 6, {tanh: SAVE}), Region(6, 12)), graph.fingerprint).apply(loss)
+    assert len(re.findall(r"\bp?jit\[", str(jax.make_jaxpr(kept)(*args)))) == 3
+    assert kept_shapes(kept, *args)[8, 8] == 2  # what the first region keeps, and the input of the second
 
 
 def test_folding_gives_back_calls_and_calls_in_calls():

@@ -451,3 +451,8 @@ def test_without_flax_the_error_says_what_to_install(monkeypatch):
     spec = importlib.util.spec_from_file_location("jaxckpt_flax_again", jaxckpt.flax.__file__)
     with pytest.raises(MissingPackageError, match=r"pip install 'jaxckpt\[flax\]'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_equal_policies_make_one_class():
+    made = {jaxckpt.flax.checkpoint(Block, policy=Policy({"up": SAVE})) for _ in range(3)}
+    assert len(made) == 1

@@ -53,7 +53,7 @@ def test_a_function_is_traced_as_often(ours, theirs):
     counts = []
     for wrap, policy in ((jaxckpt.checkpoint, ours), (jax.checkpoint, theirs)):
         traced = []
-        wrapped = wrap(lambda x, w: (traced.append(1), layer(x, w))[1], policy=policy)  # noqa: B023
+        wrapped = wrap(lambda x, w: (traced.append(1), layer(x, w))[1], policy=policy)
         seen = []
         for call in (
             lambda: wrapped(X, W),
@@ -119,7 +119,9 @@ def test_a_print_is_seen_as_often(ours, theirs, capfd):
             jax.effects_barrier()
             seen.append(capfd.readouterr().out.count("seen"))
         counts.append(seen)
-    if ours == PAIRS["a rule that picks all"][0]:  # names keep what results need, and the recomputation prints as JAX's own does
+    if (
+        ours == PAIRS["a rule that picks all"][0]
+    ):  # names keep what results need, and the recomputation prints as JAX's own does
         counts[1] = [1, 1, 2, 2]
     assert counts[0] == counts[1]
 
@@ -129,11 +131,11 @@ def test_static_arguments_are_traced_as_often(ours, theirs):
     counts = []
     for wrap, policy in ((jaxckpt.checkpoint, ours), (jax.checkpoint, theirs)):
         traced = []
-        fun = lambda x, mode: (traced.append(mode), getattr(jnp, mode)(x))[1]  # noqa: B023
+        fun = lambda x, mode: (traced.append(mode), getattr(jnp, mode)(x))[1]
         wrapped = wrap(fun, policy=policy, static_argnums=(1,))
         for mode in ("sin", "cos", "sin", "cos"):
             wrapped(X, mode)
-            jax.grad(lambda x, mode=mode: jnp.sum(wrapped(x, mode)))(X)  # noqa: B023
+            jax.grad(lambda x, mode=mode: jnp.sum(wrapped(x, mode)))(X)
         counts.append(list(traced))
     assert counts[0] == counts[1] == ["sin", "cos"]
 
