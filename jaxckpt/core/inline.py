@@ -31,14 +31,19 @@ class Calls:
 
     def __init__(self) -> None:
         self._by_first: dict[int, list[_Call]] = {}
+        self._bodies: dict[int, _Call] = {}
 
     def add(self, equation: Any, written: Sequence[Any]) -> None:
         """Notes a call; one that it was written out inside of is noted after it."""
         if len(written) > 1:
             self._by_first.setdefault(id(written[0]), []).append(_Call(equation, tuple(written)))
 
+    def add_body(self, equation: Any, written: Any) -> None:
+        """Notes a loop, branch or checkpoint in which calls were written out."""
+        self._bodies[id(written)] = _Call(equation, (written,))
+
     def folded(self, eqns: Sequence[Any]) -> list[Any]:
-        """Returns the equations with whole calls among them, of which nothing was changed, as calls."""
+        """Returns the equations with calls, and loops with calls in them, as they were where nothing of them was cut or changed."""
         found: list[Any] = []
         at = 0
         while at < len(eqns):
@@ -49,7 +54,8 @@ class Calls:
                     at = stop
                     break
             else:
-                found.append(eqns[at])
+                body = self._bodies.get(id(eqns[at]))
+                found.append(eqns[at] if body is None else body.equation)
                 at += 1
         return found
 
@@ -59,7 +65,7 @@ def inline(closed: Any, calls: Calls | None = None) -> Any:
 
     Args:
       closed: the jaxpr.
-      calls: where to note the calls of the program itself, those in its loops and branches not.
+      calls: where to note what was written out.
     """
     return _Inliner().closed(closed, calls=calls)
 
@@ -130,6 +136,8 @@ class _Inliner:
             elif invars != new.invars:
                 new = new.replace(invars=invars)
             eqns.append(new)
+            if here and calls is not None:
+                calls.add_body(eqn.replace(invars=new.invars, outvars=new.outvars), new)
         return changed, renamed
 
     def _descend(self, eqn: Any) -> tuple[Any, bool]:

@@ -133,6 +133,9 @@ def test_folding_gives_back_calls_and_calls_in_calls():
     graph = trace(lambda x: outer(x, x * 2.0)[0] + inner(x), X)
     eqns = list(graph.jaxpr.eqns)
     assert [eqn.primitive.name for eqn in graph.calls.folded(eqns)] == ["mul", "jit", "jit", "add"]
+    looped = trace(lambda x: jax.lax.scan(lambda c, _: (outer(c, c)[0], None), jnp.cos(x), length=3)[0], X)
+    scans = looped.jaxpr.eqns[-1], looped.calls.folded(looped.jaxpr.eqns)[-1]
+    assert ["jit[" in str(eqn.params["jaxpr"]) for eqn in scans] == [False, True]
     cut = graph.calls.folded(eqns[: len(eqns) // 2])
     assert sum(eqn.primitive.name == "jit" for eqn in cut) >= 1  # the outer call is cut, one inside of it is whole
     assert Calls().folded(eqns) == eqns
