@@ -83,7 +83,7 @@ def figures(
     if verify and progress is not None:
         progress(0, 1, "compiling the step as it is")
     peak = unplanned_bytes(problem) if verify else found.plan.unplanned_bytes
-    flops, seconds = cost_of(problem.step(problem.fun), problem.args, problem.target)
+    flops, seconds = cost_of(problem.step(problem.fun), problem.args, problem.target, problem.model.shards)
     return PlanFigures(found, Way("as it is", peak, flops, seconds))
 
 

@@ -17,6 +17,7 @@ from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import search
+from jaxckpt.planner.shards import WHOLE, Shards
 
 FORMAT = 1
 """Version of the JSON form."""
@@ -33,8 +34,8 @@ class Way:
     Attributes:
       name: what to call it.
       peak_bytes: compiled; what the compiler says that it needs where that does not fit the device, None where it says nothing.
-      flops: of the step as traced, recomputation counted.
-      seconds: of the step by the target's rates (a roofline), recomputation counted.
+      flops: of the step as traced, recomputation counted; where arguments are sharded, of all devices.
+      seconds: of the step by the target's rates (a roofline), recomputation counted; of one device.
     """
 
     name: str
@@ -204,7 +205,16 @@ def sweep(
     total = 1 + len(budgets) + len(others)
     report = progress or (lambda done, total, what: None)
     report(0, total, "compiling the step as it is")
-    unplanned = way("as it is", problem.fun, problem.args, problem.step, problem.target, peak=unplanned_bytes(problem))
+    shards = problem.model.shards
+    unplanned = way(
+        "as it is",
+        problem.fun,
+        problem.args,
+        problem.step,
+        problem.target,
+        peak=unplanned_bytes(problem),
+        shards=shards,
+    )
     points = []
     for done, budget in enumerate(budgets, start=1):
         report(done, total, f"planning for {budget}")
@@ -212,7 +222,7 @@ def sweep(
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         report(done, total, f"compiling {name}")
-        ways.append(way(name, other, problem.args, problem.step, problem.target))
+        ways.append(way(name, other, problem.args, problem.step, problem.target, shards=shards))
     report(total, total, "")
     return Frontier(problem.target.name, unplanned, tuple(points), tuple(ways))
 
@@ -231,7 +241,7 @@ def point(
         plan = problem.plan(bytes_, verify=verify, solver=solver, progress=progress)
     except InfeasibleBudgetError as error:
         return Point(budget, bytes_, None, str(error))
-    flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target)
+    flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target, problem.model.shards)
     return Point(budget, bytes_, plan, "", flops, seconds)
 
 
@@ -251,22 +261,32 @@ def way(
     target: Target | str,
     *,
     peak: int | None = None,
+    shards: Shards = WHOLE,
 ) -> Way:
-    """Returns what a way to run the step needs and costs: compiles it, unless its peak is given."""
+    """Returns what a way to run the step needs and costs: compiles it, unless its peak is given; `shards` as of `cost_of`."""
     made = step(fun)
     if peak is None:
         try:
             peak = measure(made, *args, target=target, generate_code=False).peak_bytes
         except DoesNotFitError as error:
             peak = error.needed_bytes
-    flops, seconds = cost_of(made, args, target)
+    flops, seconds = cost_of(made, args, target, shards)
     return Way(name, peak, flops, seconds)
 
 
-def cost_of(step: Callable[..., Any], args: tuple[Any, ...], target: Target | str) -> tuple[int, float]:
-    """Returns (FLOPs of a step as traced, its seconds by the target's rates); what it recomputes is in both."""
-    graph = trace(step, *args)
-    seconds = rates.roofline(graph, resolve(target))
+def cost_of(
+    step: Callable[..., Any], args: tuple[Any, ...], target: Target | str, shards: Shards = WHOLE
+) -> tuple[int, float]:
+    """Returns (FLOPs of a step as traced, its seconds by the target's rates); what it recomputes is in both.
+
+    Args:
+      step: a function.
+      args: its arguments.
+      target: what it would run on.
+      shards: how arrays lie over the target's devices: `Problem.model.shards`. FLOPs are those of all devices, seconds those of one.
+    """
+    graph = shards.applied(trace(step, *args))
+    seconds = rates.roofline(graph, resolve(target), shards.devices)
     return graph.flops, float(sum(map(seconds, graph.ops)))
 
 

@@ -46,6 +46,7 @@ class Model:
       forward: seconds of each stage's forward run.
       step_seconds: forward and backward pass, nothing recomputed.
       distinct: how many stretches were analysed.
+      shards: how arrays lie over the target's devices; bytes and seconds are those of one.
     """
 
     graph: Graph
@@ -56,6 +57,7 @@ class Model:
     forward: tuple[float, ...]
     step_seconds: float
     distinct: int
+    shards: Shards = WHOLE
 
     def plan(self, schedule: Schedule) -> Plan:
         """Returns a solver's schedule as a plan."""
@@ -211,7 +213,15 @@ class _Builder:
         forwards = tuple(single[0].seconds for single in singles)
         seconds = sum(forwards) + sum(single[1].seconds for single in singles)
         return Model(
-            graph, tuple(places), chain, choices, times, forwards, seconds, len(self.analyses) + len(self.scans)
+            graph,
+            tuple(places),
+            chain,
+            choices,
+            times,
+            forwards,
+            seconds,
+            len(self.analyses) + len(self.scans),
+            self.shards,
         )
 
     def _finer(self, places: list[int]) -> list[int]:

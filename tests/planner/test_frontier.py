@@ -7,10 +7,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.graph import count_flops
 from jaxckpt.memory.report import measure
+from jaxckpt.memory.targets import Target
 from jaxckpt.planner import frontier as module
 from jaxckpt.planner.frontier import frontier
 
@@ -71,3 +73,23 @@ def test_what_is_no_budget_is_an_error():
         frontier(loss, *ARGS, budgets=(), target="cpu")
     with pytest.raises(ArgumentError, match="budget must be"):
         frontier(loss, *ARGS, budgets=("half",), target="cpu")
+
+
+@pytest.mark.cuda
+def test_seconds_of_a_sharded_step_are_those_of_one_device():
+    """Rows over four devices: each takes what one device takes for a quarter of the rows, in the step as it is, by hand, and planned."""
+    mesh = Target("cuda:h100x4").mesh((4,), ("data",))
+    ws = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
+    quarter, whole = (jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (8192, 4 * 8192))
+    sharded = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    others = {"layers": lambda ws, x: loss(ws, x, jax.checkpoint)}
+    four, one, all_on_one = (
+        frontier(loss, ws, x, budgets=("90%",), target=target, others=others, verify=False)
+        for x, target in ((sharded, "cuda:h100x4"), (quarter, "cuda:h100"), (whole, "cuda:h100"))
+    )
+    assert four.unplanned.seconds == pytest.approx(one.unplanned.seconds, rel=0.01)
+    assert four.others[0].seconds == pytest.approx(one.others[0].seconds, rel=0.01)
+    assert one.others[0].seconds > 1.1 * one.unplanned.seconds
+    assert 0.8 * four.unplanned.seconds < four.points[0].seconds < 2 * four.unplanned.seconds
+    assert four.unplanned.seconds < 0.5 * all_on_one.unplanned.seconds
+    assert four.unplanned.flops == all_on_one.unplanned.flops
