@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import operator
 import os
-import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from jaxckpt._errors import PlanMismatchError
+from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.core.actions import Action, action_from
-from jaxckpt.core.files import write_whole
-from jaxckpt.core.graph import Graph, Value
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.files import read_whole, write_whole
+from jaxckpt.core.graph import Body, Graph, Op, Value
+from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON form."""
 
 
@@ -41,11 +42,17 @@ class Region:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "actions", MappingProxyType(dict(self.actions)))
+        _set(self, start=_whole(self.start, "start"), stop=_whole(self.stop, "stop"))
+        _set(self, actions=_actions(self.actions), regions=_all(self.regions, Region, "regions"))
+        _flag(self.checkpoint, "checkpoint")
+        _flag(self.tied, "tied")
         _check_order(self.regions, self.start, self.stop)
 
     def __hash__(self) -> int:
-        return hash((self.start, self.stop, tuple(sorted(self.actions)), self.regions))
+        return hash((self.start, self.stop, tuple(sorted(self.actions)), self.regions, self.checkpoint, self.tied))
+
+    def __reduce__(self) -> tuple[type[Region], tuple[Any, ...]]:  # a mapping proxy can be neither pickled nor copied
+        return Region, (self.start, self.stop, dict(self.actions), self.regions, self.checkpoint, self.tied)
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,17 @@ class Run:
     checkpoint: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", tuple(self.segments))
-        object.__setattr__(self, "actions", MappingProxyType(dict(self.actions)))
+        _set(self, count=_whole(self.count, "count"), actions=_actions(self.actions))
+        _set(self, segments=tuple(_whole(length, "segments") for length in self.segments))
+        _flag(self.checkpoint, "checkpoint")
         if self.count < 1 or any(length < 1 for length in self.segments):
             raise PlanMismatchError(f"a run has at least one iteration, and so have its segments; got {self}")
 
     def __hash__(self) -> int:
         return hash((self.count, self.segments, tuple(sorted(self.actions)), self.checkpoint))
+
+    def __reduce__(self) -> tuple[type[Run], tuple[Any, ...]]:
+        return Run, (self.count, self.segments, dict(self.actions), self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,9 @@ class Loop:
 
     op: int
     runs: tuple[Run, ...]
+
+    def __post_init__(self) -> None:
+        _set(self, op=_whole(self.op, "op"), runs=_all(self.runs, Run, "runs"))
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,9 @@ class Plan:
     overhead: float | None = None
 
     def __post_init__(self) -> None:
+        _set(self, regions=_all(self.regions, Region, "regions"), loops=_all(self.loops, Loop, "loops"))
+        _set(self, notes=_all(self.notes, str, "notes"))
+        _flag(self.prevent_cse, "prevent_cse")
         _check_order(self.regions, 0, None)
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +167,11 @@ class Plan:
         return apply_plan(self, fun)
 
     def check(self, graph: Graph) -> None:
-        """Raises `PlanMismatchError` where the plan was not made for this graph."""
+        """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.
+
+        Regions must lie within the graph, the values that they keep be made by their operations and be such as can be kept; loops must be scans
+        whose runs add up to their lengths.
+        """
         if graph.fingerprint != self.fingerprint:
             stop = max((region.stop for region in self.regions), default=0)
             size = (
@@ -163,59 +184,78 @@ class Plan:
                 f"The plan was made for another function, or other shapes: it fits the program {self.fingerprint}, this one is "
                 f"{graph.fingerprint}{size}. Arguments that came: {arguments[:400]}. Make a plan for this function."
             )
+        _check_regions(self.regions, graph)
+        _check_loops(self.loops, graph)
 
     def to_json(self) -> str:
         """Returns the plan as JSON text; `Plan.from_json` reads it back."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "fingerprint": self.fingerprint,
-                "prevent_cse": self.prevent_cse,
-                "notes": list(self.notes),
-                "regions": [_region_to_json(region) for region in self.regions],
-                "loops": [{"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs]} for loop in self.loops],
-                **{name: getattr(self, name) for name in _RECORD},
-                "predicted": None if self.predicted is None else asdict(self.predicted),
-            },
-            indent=1,
-        )
+        content = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "prevent_cse": self.prevent_cse,
+            "notes": list(self.notes),
+            "regions": [_region_to_json(region) for region in self.regions],
+            "loops": [{"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs]} for loop in self.loops],
+            **{name: getattr(self, name) for name in _RECORD},
+            "predicted": None if self.predicted is None else asdict(self.predicted),
+        }
+        return json.dumps({**content, "digest": _digest(content)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Returns the plan that `to_json` wrote.
 
         Raises:
-          PlanMismatchError: the text is cut short, edited beyond recognition, or from another version.
+          PlanMismatchError: the text is cut short, was edited, or is from another version.
         """
         try:
             raw = json.loads(text)
+            if not isinstance(raw, dict) or "format" not in raw:
+                raise PlanMismatchError("The file must be one that Plan.save wrote; it is something else. Plan anew.")
             if raw["format"] != FORMAT:
                 raise PlanMismatchError(
-                    f"The plan is of format {raw['format']}; this version reads format {FORMAT}. Plan anew."
+                    f"The plan is of format {raw['format']!r:.40}; this version reads format {FORMAT}. Plan anew."
                 )
-            regions = tuple(_region_from_json(region) for region in raw["regions"])
+            if raw.pop("digest", None) != _digest(raw):
+                raise PlanMismatchError(
+                    "The plan must be as it was written; its digest says that it was edited. Plan anew."
+                )
+            regions = tuple(map(_region_from_json, raw["regions"]))
             loops = tuple(Loop(loop["op"], tuple(map(_run_from_json, loop["runs"]))) for loop in raw["loops"])
-            predicted = None if raw["predicted"] is None else MemoryEstimate(**raw["predicted"])
-            record = {name: raw[name] for name in _RECORD}
-            notes = tuple(raw["notes"])
-            return cls(
-                regions, raw["fingerprint"], bool(raw["prevent_cse"]), notes, loops, predicted=predicted, **record
-            )
+            predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
+            record = _typed({name: raw[name] for name in _RECORD if raw[name] is not None}, _RECORD)
+            (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
+            return cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, predicted=predicted, **record)
         except PlanMismatchError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PlanMismatchError(
-                f"The plan does not parse ({error!r}): the file is cut short or was edited. Plan anew."
+                f"The plan does not parse ({repr(error)[:200]}): the file is cut short or was edited. Plan anew."
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a file, whole or not at all."""
+        """Writes the plan to a file, whole or not at all.
+
+        Raises:
+          ArgumentError: the folder does not exist, or `path` is a folder, a device, a pipe or a socket.
+          OSError: the file cannot be written.
+        """
         write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote."""
-        return cls.from_json(pathlib.Path(path).read_text())
+        """Reads a plan that `save` wrote.
+
+        Raises:
+          PlanMismatchError: the file is not as `save` wrote it, or is no regular file.
+          OSError: there is no such file, or it cannot be read.
+        """
+        try:
+            return cls.from_json(read_whole(path).decode())
+        except (ArgumentError, UnicodeDecodeError) as error:
+            raise PlanMismatchError(
+                f"A plan must be a text file that Plan.save wrote; {path} is none. Plan anew."
+            ) from error
 
     def describe(self, graph: Graph) -> str:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
@@ -226,7 +266,7 @@ class Plan:
                 each = sum(graph.values[i].bytes for i in run.actions)
                 kept += each * run.count if not run.segments else 0
         lines = [
-            f"Plan for {self.fingerprint}: {len(list(_walk(self.regions)))} regions, {format_bytes(kept)} kept in them"
+            f"Plan for {self.fingerprint}: {counted(len(list(_walk(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
         ]
         lines += _describe(self.regions, graph, "")
         lines += _describe_loops(self.loops, graph)
@@ -245,18 +285,62 @@ class Plan:
             known.append(f"recomputation {self.overhead:.1%} of the step's time")
         lines += [f"  {', '.join(known)}"] if known else []
         for region, note in zip(self.regions, self.notes or ("",) * len(self.regions)):
-            kept = f"keeps {len(region.actions)} values " if region.checkpoint else ""
+            kept = f"keeps {counted(len(region.actions), 'value')} " if region.checkpoint else ""
             lines.append(f"  ops {region.start}..{region.stop}: {kept}{note}".rstrip())
         for loop in self.loops:
             runs = (
-                f"{run.count} iterations{''.join(f' in {n}s' for n in run.segments)}{'' if run.checkpoint else ' as they stand'}"
+                f"{counted(run.count, 'iteration')}{''.join(f' in {n}s' for n in run.segments)}{'' if run.checkpoint else ' as they stand'}"
                 for run in loop.runs
             )
             lines.append(f"  scan at {loop.op}: {', then '.join(runs)}")
         return "\n".join(lines)
 
 
-_RECORD = ("budget", "target", "measured_bytes", "unplanned_bytes", "overhead")
+_RECORD = {"budget": int, "target": str, "measured_bytes": int, "unplanned_bytes": int, "overhead": (int, float)}
+_ESTIMATE = dict.fromkeys(MemoryEstimate.__dataclass_fields__, int)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------- what a plan may hold
+
+
+def _set(instance: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass that is being made."""
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+
+
+def _whole(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+        raise PlanMismatchError(f"{what} must be a whole number, 0 or more; got {value!r:.80}. Plan anew.")
+    return operator.index(value)
+
+
+def _flag(value: Any, what: str) -> None:
+    if not isinstance(value, bool):
+        raise PlanMismatchError(f"{what} must be True or False; got {value!r:.80}. Plan anew.")
+
+
+def _all(values: Iterable[Any], kind: type, what: str) -> tuple[Any, ...]:
+    found = tuple(values)
+    if isinstance(values, str) or not all(isinstance(value, kind) for value in found):
+        raise PlanMismatchError(f"{what} must each be of type {kind.__name__}; got {values!r:.80}. Plan anew.")
+    return found
+
+
+def _actions(actions: Mapping[int, Action]) -> Mapping[int, Action]:
+    _all(actions.values(), Action, "actions")
+    return MappingProxyType({_whole(index, "an action's value"): action for index, action in actions.items()})
+
+
+def _typed(raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in raw.items():
+        if isinstance(value, bool) or not isinstance(value, kinds[name]):
+            raise PlanMismatchError(f"{name} is of another type than Plan.save writes; got {value!r:.80}. Plan anew.")
+    return dict(raw)
 
 
 def _check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> None:
@@ -267,6 +351,59 @@ def _check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> N
                 f"regions must be disjoint, in order and inside what holds them; got {region.start}..{region.stop}"
             )
         at = region.stop
+
+
+def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
+    for region in _walk(regions):
+        if region.stop > len(graph.ops):
+            raise PlanMismatchError(
+                f"A region must lie within the function's operations, of which there are {len(graph.ops)}; got "
+                f"{region.start}..{region.stop}. Plan anew."
+            )
+        where = f"the region {region.start}..{region.stop}"
+        _check_actions(region.actions, _made(graph.ops[region.start : region.stop], graph), graph, where)
+
+
+def _check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:
+    if len({loop.op for loop in loops}) != len(loops):
+        raise PlanMismatchError("A scan is run in one way; got several for the same one. Plan anew.")
+    for loop in loops:
+        op = graph.ops[loop.op] if loop.op < len(graph.ops) else None
+        if op is None or op.primitive != "scan" or sum(run.count for run in loop.runs) != op.params["length"]:
+            there = "there is no such operation" if op is None else f"it is {op.primitive}"
+            length = f" of {op.params['length']}" if op is not None and op.primitive == "scan" else ""
+            raise PlanMismatchError(
+                f"The plan runs operation {loop.op} as a scan of {counted(sum(run.count for run in loop.runs), 'iteration')}; "
+                f"{there}{length}. Plan anew."
+            )
+        for run in loop.runs:
+            _check_actions(run.actions, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+
+
+def _check_actions(actions: Mapping[int, Action], values: Iterable[int], graph: Graph, where: str) -> None:
+    """Raises where an action is for none of these values, or for one that cannot be kept."""
+    made = set(values) if actions else set()
+    for index in actions:
+        if index not in made or not graph.values[index].addressable:
+            what = "it is made elsewhere" if index not in made else "it is inside a function that JAX takes as a whole"
+            raise PlanMismatchError(
+                f"An action must be for a value that {where} makes and that can be kept; got value {index} of "
+                f"{len(graph.values)}: {what if index < len(graph.values) else 'there is none'}. Plan anew."
+            )
+
+
+def _made(ops: Iterable[Op], graph: Graph) -> Iterator[int]:
+    """Yields the values that operations make, those in their bodies included."""
+    for op in ops:
+        yield from op.outputs
+        for body in op.bodies:
+            yield from _made_in(body, graph)
+
+
+def _made_in(body: Body, graph: Graph) -> Iterator[int]:
+    """Yields the values that a body makes, and those that it is handed."""
+    yield from (index for index in body.inputs if graph.values[index].kind == "input")
+    yield from _made(body.ops, graph)
 
 
 def _walk(regions: tuple[Region, ...]) -> Iterator[Region]:
@@ -285,8 +422,7 @@ def _run_to_json(run: Run) -> dict[str, Any]:
 
 
 def _run_from_json(raw: dict[str, Any]) -> Run:
-    actions = {int(index): action_from(a) for index, a in raw["actions"].items()}
-    return Run(raw["count"], tuple(raw["segments"]), actions, bool(raw.get("checkpoint", True)))
+    return Run(raw["count"], tuple(raw["segments"]), _actions_from_json(raw["actions"]), raw["checkpoint"])
 
 
 def _region_to_json(region: Region) -> dict[str, Any]:
@@ -301,9 +437,13 @@ def _region_to_json(region: Region) -> dict[str, Any]:
 
 
 def _region_from_json(raw: dict[str, Any]) -> Region:
-    actions = {int(index): action_from(action) for index, action in raw["actions"].items()}
-    inner = tuple(_region_from_json(inner) for inner in raw["regions"])
-    return Region(raw["start"], raw["stop"], actions, inner, bool(raw["checkpoint"]), bool(raw["tied"]))
+    inner = tuple(map(_region_from_json, raw["regions"]))
+    actions = _actions_from_json(raw["actions"])
+    return Region(raw["start"], raw["stop"], actions, inner, raw["checkpoint"], raw["tied"])
+
+
+def _actions_from_json(raw: dict[str, Any]) -> dict[int, Action]:
+    return {int(index): action_from(action) for index, action in raw.items()}
 
 
 def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterator[str]:
@@ -322,15 +462,15 @@ def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterato
 def _describe_loops(loops: tuple[Loop, ...], graph: Graph) -> Iterator[str]:
     for loop in loops:
         op = graph.ops[loop.op]
-        yield f"├─ scan of {op.params['length']} iterations (operation {loop.op})  {op.source}"
+        yield f"├─ scan of {counted(op.params['length'], 'iteration')} (operation {loop.op})  {op.source}"
         for run in loop.runs:
             segments = "".join(f", in segments of {length}" for length in run.segments)
             if not run.checkpoint:
-                yield f"│  ├─ {run.count} iterations{segments}: as they stand"
+                yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: as they stand"
                 continue
             kept = [graph.values[index] for index in run.actions]
             each = format_bytes(sum(value.bytes for value in kept))
-            yield f"│  ├─ {run.count} iterations{segments}: keeps its carry and {len(kept)} values of each, {each}"
+            yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
             for value in sorted(kept, key=lambda v: -v.bytes)[:8]:
                 yield f"│  │    {run.actions[value.index]!r:9} {_value_line(value)}"
 

@@ -48,3 +48,12 @@ def format_bytes(count: float) -> str:
             break
         size /= 1024
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number of things in words; the plural takes an "s".
+
+    >>> counted(1, "region"), counted(3, "region"), counted(0, "value")
+    ('1 region', '3 regions', '0 values')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

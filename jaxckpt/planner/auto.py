@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import FORMAT, Plan
@@ -238,12 +238,12 @@ class _Auto:
         return plan
 
     def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
-        if not file.exists():
-            return None
         try:
             plan = Plan.load(file)
             plan.check(trace(fun, *shapes))
-        except (OSError, ValueError) as error:  # PlanMismatchError and undecodable text are ValueErrors
+        except FileNotFoundError:
+            return None
+        except (OSError, PlanMismatchError) as error:
             logger.warning("%s does not serve %s, which is planned again: %s", file, self._name, error)
             return None
         if normal(self.settings.budget) == DEVICE:

@@ -1,14 +1,20 @@
 """Plan: JSON both ways, files whole or not at all, and a plan that does not fit says so."""
 
+import copy
+import dataclasses
 import json
 import os
+import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import OFFLOAD, SAVE, Plan, PlanMismatchError, Region
+from jaxckpt import OFFLOAD, SAVE, MemoryEstimate, Plan, PlanMismatchError, Region
+from jaxckpt.core import plan as plan_module
+from jaxckpt.core.plan import Loop, Run
 from tests.helpers import assert_trees_close, executions, kept_shapes
 
 X = jnp.linspace(0.0, 1.0, 24).reshape(4, 6)
@@ -66,7 +72,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         lambda text: text.replace('"start": 4', '"start": 3'),
         lambda text: text.replace('"save"', '"sove"'),
         lambda text: json.dumps([text]),
-        lambda text: text.replace('"format": 2', '"format": 99'),
+        lambda text: text.replace(f'"format": {plan_module.FORMAT}', '"format": 99'),
         lambda text: "",
     ],
 )
@@ -194,3 +200,206 @@ def test_a_region_that_is_no_checkpoint_keeps_what_jax_keeps():
     kept = jaxckpt.residuals(loose.apply(fun), jnp.ones(100)).kept_bytes
     assert kept == jaxckpt.residuals(fun, jnp.ones(100)).kept_bytes > 0
     assert "as they stand" in loose.describe(graph)
+
+
+# ------------------------------------------------------------------------------------------- plans that are not what they were
+
+FIRST = GRAPH.ops[0].outputs[0]
+NESTED = Region(0, 8, {GRAPH.ops[3].outputs[0]: SAVE}, (Region(0, 4, {FIRST: OFFLOAD}), Region(4, 8)), tied=True)
+FULL = Plan(
+    (NESTED,), GRAPH.fingerprint, False, ("all",), budget=1000, target="cpu", predicted=MemoryEstimate(4, 3, 2, 1),
+    measured_bytes=900, unplanned_bytes=2000, overhead=0.25,
+)  # fmt: skip
+
+
+def places(value, path=()):
+    """Yields the path of every value inside a JSON value."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+EDITS = [1.5, -1, 10**9, True, "false", None, [], {}, [[]], "0"]
+
+
+def test_a_file_with_any_value_edited_is_an_error_and_never_another_plan():
+    text = FULL.to_json()
+    assert Plan.from_json(text) == FULL
+    count = 0
+    for path in places(json.loads(text)):
+        for edit in EDITS:
+            raw = json.loads(text)
+            inner = raw
+            for key in path[:-1]:
+                inner = inner[key]
+            if inner[path[-1]] == edit and type(inner[path[-1]]) is type(edit):
+                continue
+            inner[path[-1]] = edit
+            with pytest.raises(PlanMismatchError, match="Plan anew"):
+                Plan.from_json(json.dumps(raw))
+            count += 1
+    assert count > 300
+
+
+def test_types_are_strict_where_the_digest_fits_too():
+    """A file written by another program with the right digest, and a plan made by hand."""
+    text = FULL.to_json()
+    for path in places(json.loads(text)):
+        for edit in (1.5, -1, True, "false", "0"):
+            raw = json.loads(text)
+            inner = raw
+            for key in path[:-1]:
+                inner = inner[key]
+            free = path[-1] in ("overhead", "target", "fingerprint", "digest", "format") or path[0] == "notes"
+            same = type(inner[path[-1]]) is type(edit) and not (edit == -1 and "regions" in path)
+            if same or free:
+                continue
+            inner[path[-1]] = edit
+            raw.pop("digest")
+            raw["digest"] = plan_module._digest(raw)
+            with pytest.raises(PlanMismatchError):
+                Plan.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Region(0.0, 4),
+        lambda: Region(True, 4),
+        lambda: Region(-1, 4),
+        lambda: Region(0, 4, checkpoint="false"),
+        lambda: Region(0, 4, tied=1),
+        lambda: Region(0, 4, {"3": SAVE}),
+        lambda: Region(0, 4, {3: "save"}),
+        lambda: Region(0, 4, {}, ("x",)),
+        lambda: Run(1.0),
+        lambda: Run(2, (1.5,)),
+        lambda: Run(2, checkpoint=None),
+        lambda: Loop(0.5, ()),
+        lambda: Loop(0, (3,)),
+        lambda: Plan((3,), ""),
+        lambda: Plan((), "", prevent_cse="no"),
+        lambda: Plan((), "", notes="all"),
+    ],
+)
+def test_a_plan_of_other_types_cannot_be_made(make):
+    with pytest.raises(PlanMismatchError, match="must"):
+        make()
+
+
+def looped(ws, x):
+    @jax.custom_jvp
+    def custom(x):
+        return jnp.sin(jnp.sin(x))
+
+    custom.defjvp(lambda p, t: (custom(*p), t[0]))
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), custom(x), ws)
+    return x.sum()
+
+
+LOOPED = jaxckpt.trace(looped, jnp.ones((6, 4, 4)), jnp.ones((2, 4)))
+SCAN = next(place for place, op in enumerate(LOOPED.ops) if op.primitive == "scan")
+INSIDE = next(op.outputs[0] for op in LOOPED.ops[SCAN].bodies[0].ops if op.primitive == "tanh")
+OUTSIDE = LOOPED.ops[SCAN].outputs[0]
+HIDDEN = next(v.index for v in LOOPED.values if v.kind == "intermediate" and not v.addressable)
+
+
+@pytest.mark.parametrize(
+    ("regions", "loops"),
+    [
+        ([Region(0, 99)], []),
+        ([Region(0, SCAN + 1, {10**6: SAVE})], []),
+        ([Region(0, SCAN + 1, {0: SAVE})], []),  # an argument
+        ([Region(0, SCAN, {OUTSIDE: SAVE})], []),
+        ([Region(0, SCAN, {INSIDE: SAVE})], []),
+        ([Region(0, SCAN + 1, {HIDDEN: SAVE})], []),
+        ([Region(0, SCAN + 1, {}, (Region(0, SCAN, {OUTSIDE: SAVE}),))], []),
+        ([], [Loop(99, (Run(6),))]),
+        ([], [Loop(SCAN - 1, (Run(6),))]),
+        ([], [Loop(SCAN, (Run(5),))]),
+        ([], [Loop(SCAN, ())]),
+        ([], [Loop(SCAN, (Run(6),)), Loop(SCAN, (Run(6),))]),
+        ([], [Loop(SCAN, (Run(6, (), {OUTSIDE: SAVE}),))]),
+        ([], [Loop(SCAN, (Run(6, (), {10**6: SAVE}),))]),
+    ],
+)
+def test_a_plan_that_names_what_is_not_in_the_function_is_an_error_at_check_and_call(regions, loops):
+    plan = Plan(tuple(regions), LOOPED.fingerprint, loops=tuple(loops))
+    with pytest.raises(PlanMismatchError, match="Plan anew"):
+        plan.check(LOOPED)
+    with pytest.raises(PlanMismatchError, match="Plan anew"):
+        Plan.from_json(plan.to_json()).apply(looped)(jnp.ones((6, 4, 4)), jnp.ones((2, 4)))
+
+
+def test_plans_that_fit_pass_the_check():
+    kept = Region(0, len(LOOPED.ops), {INSIDE: SAVE, OUTSIDE: SAVE})
+    for plan in (
+        Plan((kept,), LOOPED.fingerprint),
+        Plan((), LOOPED.fingerprint, loops=(Loop(SCAN, (Run(4, (2,), {INSIDE: SAVE}), Run(2))),)),
+    ):
+        plan.check(LOOPED)
+        args = jnp.ones((6, 4, 4)), jnp.ones((2, 4))
+        assert_trees_close(jax.grad(plan.apply(looped))(*args), jax.grad(looped)(*args))
+    everything = jaxckpt.Policy({}, default=SAVE)
+    everything.plan(LOOPED).check(LOOPED)
+
+
+@pytest.mark.parametrize("kind", ["binary", "pipe", "device", "deep", "number"])
+def test_what_is_no_plan_is_an_error_at_once(tmp_path, kind):
+    path = tmp_path / "plan.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes({"binary": bytes(range(256)), "deep": b"[" * 10**6, "number": b"3"}[kind])
+    with pytest.raises(PlanMismatchError, match="Plan anew"):
+        Plan.load(path)
+
+
+def test_a_missing_file_and_a_folder_are_the_systems_errors(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        Plan.load(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "none")
+
+
+# --------------------------------------------------------------------------------------------------------- copies and pickles
+
+
+def test_plans_are_copied_and_pickled_also_with_what_was_measured():
+    measured = jaxckpt.measure(jax.grad(chain), X, WS, target="cpu")
+    run = Run(4, (2,), {3: SAVE, 5: OFFLOAD})
+    plan = dataclasses.replace(FULL, measured=measured, loops=(Loop(3, (run, Run(1, checkpoint=False))),))
+    for value in (NESTED, run, plan.loops[0], FULL, plan):
+        for again in (copy.copy(value), copy.deepcopy(value), *(pickle.loads(pickle.dumps(value, p)) for p in (2, 5))):
+            assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
+            assert type(again) is type(value)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.measured == measured and again.measured.timeline() == measured.timeline()
+    with pytest.raises(TypeError):
+        again.regions[0].actions[0] = SAVE
+    kept = kept_shapes(halves(first={FIRST: SAVE}).apply(chain), X, WS)
+    assert kept_shapes(pickle.loads(pickle.dumps(halves(first={FIRST: SAVE}))).apply(chain), X, WS) == kept
+
+
+def test_equal_plans_have_equal_hashes_whatever_they_were_made_from():
+    one = Region(0, 4, {1: SAVE, 2: OFFLOAD}, (Region(0, 2),))
+    other = Region(np.int64(0), np.int32(4), {np.int64(2): OFFLOAD, 1: SAVE}, [Region(0, 2)])
+    assert one == other and hash(one) == hash(other)
+    plans = Plan((one,), "f", notes=("a",)), Plan([other], "f", notes=["a"])
+    assert plans[0] == plans[1] and len(set(plans)) == 1
+    assert plans[1].to_json() == plans[0].to_json()
+    assert len({one, dataclasses.replace(one, tied=True), dataclasses.replace(one, checkpoint=False)}) == 3
+    assert len({Loop(0, (Run(2),)), Loop(0, [Run(2)]), Loop(1, (Run(2),))}) == 2
+
+
+def test_one_of_a_thing_is_told_as_one():
+    plan = Plan((Region(0, 8, {FIRST: SAVE}),), GRAPH.fingerprint)
+    assert "1 region," in plan.describe(GRAPH) and "keeps 1 value " in f"{plan} "
+    loops = Plan((), LOOPED.fingerprint, loops=(Loop(SCAN, (Run(5, (), {INSIDE: SAVE}), Run(1))),))
+    for text in (str(loops), loops.describe(LOOPED)):
+        assert "1 iteration" in text and "1 iterations" not in text and "5 iterations" in text
+    assert "1 values" not in loops.describe(LOOPED)

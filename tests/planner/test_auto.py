@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -306,6 +308,30 @@ def test_a_file_that_is_no_plan_is_planned_over_with_a_warning(planner, tmp_path
     assert len(planner) == 2
     assert any(path.name in record.message and "planned again" in record.message for record in caplog.records)
     assert path.read_bytes() == good
+
+
+def test_a_file_edited_to_another_plan_is_planned_over_with_a_warning(planner, tmp_path, caplog):
+    autocheckpoint(loss, budget="60%", path=tmp_path)(WS, X)
+    (path,) = files(tmp_path)
+    good = path.read_text()
+    path.write_text(json.dumps(json.loads(good) | {"regions": [], "loops": []}, indent=1))
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        planned = autocheckpoint(loss, budget="60%", path=tmp_path)
+        assert_trees_close(planned(WS, X), loss(WS, X))
+    assert len(planner) == 2 and planned.plan(WS, X) == Plan.from_json(good)
+    assert "planned again" in caplog.text and path.read_text() == good
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_in_a_plans_place_is_left_alone(planner, tmp_path, caplog, kind):
+    autocheckpoint(loss, budget="60%", path=tmp_path)(WS, X)
+    (path,) = files(tmp_path)
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert_trees_close(autocheckpoint(loss, budget="60%", path=tmp_path)(WS, X), loss(WS, X))
+    assert len(planner) == 2 and path.is_fifo() == (kind == "pipe")
+    assert "planned again" in caplog.text and "could not be kept" in caplog.text
 
 
 def test_a_plan_of_another_function_under_this_name_is_planned_over(planner, tmp_path, caplog):
