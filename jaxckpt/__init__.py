@@ -18,6 +18,7 @@ from jaxckpt._errors import (
     TargetError,
     UnknownTargetError,
     UnmatchedTagError,
+    UnreadableDumpError,
     VerificationError,
 )
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
@@ -73,6 +74,7 @@ __all__ = [
     "TargetError",
     "UnknownTargetError",
     "UnmatchedTagError",
+    "UnreadableDumpError",
     "Verification",
     "VerificationError",
     "autocheckpoint",

@@ -10,7 +10,8 @@
     ├── TargetError
     │   ├── UnknownTargetError (ValueError)     no such target; the nearest names are given
     │   ├── MissingTargetError (ImportError)    the target's compiler is not installed; the extra to install is given
-    │   └── DoesNotFitError (MemoryError)       the target's compiler gives up, for the program does not fit the device
+    │   ├── DoesNotFitError (MemoryError)       the target's compiler gives up, for the program does not fit the device
+    │   └── UnreadableDumpError (ValueError)    what the target's compiler wrote of its buffers is not of a known layout
     ├── MissingPackageError (ImportError)   an optional package is not installed; the extra to install is given
     ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
     ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that does is given
@@ -91,6 +92,10 @@ class DoesNotFitError(TargetError, MemoryError):
     def __init__(self, target: str, needed_bytes: int | None, memory_bytes: int, message: str) -> None:
         self.target, self.needed_bytes, self.memory_bytes = target, needed_bytes, memory_bytes
         super().__init__(f"the program does not fit {target}: {message}")
+
+
+class UnreadableDumpError(TargetError, ValueError):
+    """What the target's compiler wrote of its buffers is cut short, of an unknown layout, or contradicts the compiler's own figures."""
 
 
 class MissingPackageError(JaxckptError, ImportError):

@@ -18,7 +18,7 @@ NAMES = """
     Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Frontier Graph InfeasibleBudgetError
     JaxckptError MemoryEstimate MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan
     PlanMismatchError Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StructureError Target TargetError UnknownTargetError
-    UnmatchedTagError Verification VerificationError autocheckpoint checkpoint checkpoint_sequential compare compiler_options
+    UnmatchedTagError UnreadableDumpError Verification VerificationError autocheckpoint checkpoint checkpoint_sequential compare compiler_options
     count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules tag
     targets trace verify where
 """.split()  # noqa: SIM905

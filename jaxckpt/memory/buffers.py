@@ -5,7 +5,8 @@ the buffer assignment: allocations, the values packed into each, and the trace o
 value comes to life and at which it dies. From these few messages come the timeline of live bytes and the names of the largest buffers,
 the same way on CPU, CUDA and TPU.
 
-The messages are defined in xla/service/hlo.proto and xla/xla_data.proto of https://github.com/openxla/xla; `wire` reads them.
+The messages are defined in xla/service/hlo.proto and xla/xla_data.proto of https://github.com/openxla/xla; `wire` reads them. They are no
+public interface: a field may get another number, and one that is missing reads as 0. So what is read must agree with itself: see `_check`.
 
 How an instant's bytes are counted: an allocation of the program's interface (argument, output, constant) stands for the whole run, since
 the caller holds it. A temporary counts from the instruction that defines it to the last one that reads it. Values that reuse the place of
@@ -19,10 +20,11 @@ import functools
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from jaxckpt._errors import UnreadableDumpError
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.wire import Message
 
@@ -184,7 +186,7 @@ class _Computation:  # HloComputationProto
 
 
 class _Instruction:  # HloInstructionProto
-    name, shape, metadata, id, operand_ids, called_ids = 1, 3, 7, 35, 36, 38
+    name, opcode, shape, metadata, id, operand_ids, called_ids = 1, 2, 3, 7, 35, 36, 38
 
 
 class _Metadata:  # OpMetadata
@@ -202,13 +204,13 @@ class _Assignment:  # BufferAssignmentProto
 
 
 class _Value:  # LogicalBufferProto and its Location
-    id, size, place = 1, 2, 3
+    id, size, place, colour = 1, 2, 3, 4
     place_index, place_instruction = 3, 4
 
 
 class _Allocation:  # BufferAllocationProto and its Assigned
-    size, thread_local, argument, output, colour, members, tuple, constant = 2, 3, 5, 7, 8, 9, 11, 12
-    member_value = 1
+    index, size, thread_local, argument, output, colour, members, tuple, constant = 1, 2, 3, 5, 7, 8, 9, 11, 12
+    member_value, member_offset, member_size = 1, 2, 3
 
 
 class _Trace:  # HeapSimulatorTrace and its Event
@@ -229,13 +231,23 @@ def read(hlo: bytes, platform: str) -> Assignment:
       platform: "cpu", "cuda" or "tpu"; memory spaces mean different things on each.
 
     Raises:
-      ValueError, IndexError, KeyError: it is something else.
+      UnreadableDumpError: it is something else, cut short, or of another layout.
     """
-    proto = Message(hlo)
+    try:
+        return _read(Message(hlo), platform)
+    except (ValueError, LookupError, RecursionError) as error:
+        raise UnreadableDumpError(
+            f"The buffer assignment that XLA for {platform} dumped must be of the layout that this version of jaxckpt reads; it is not: "
+            f"{error if isinstance(error, ValueError) else repr(error)}. Install versions of jax that jaxckpt is tested with."
+        ) from error
+
+
+def _read(proto: Message, platform: str) -> Assignment:
     program = _Program(proto.message(_Hlo.module))
     assignment = proto.message(_Hlo.assignment)
     values = {value.number(_Value.id): value for value in assignment.messages(_Assignment.values)}
-    places = _replay(assignment.messages(_Assignment.traces), program)
+    _check(program, assignment, values)
+    places = _replay(assignment.messages(_Assignment.traces), program, values)
 
     standing: list[Buffer] = []
     spaces: dict[int, list[Lifetime]] = {_MAIN: []}
@@ -263,12 +275,42 @@ def read(hlo: bytes, platform: str) -> Assignment:
                 widest = max(values_there, key=lambda v: (v.number(_Value.size), program.position_of(v)))
                 buffer = program.buffer(widest, kind, widest.number(_Value.size))
                 lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.spans)
-            if not inside and not allocation.number(_Allocation.tuple):  # never simulated: there for the whole run
-                widest = max(members, key=lambda v: v.number(_Value.size))
-                lifetimes.append(Lifetime(0, len(program.labels) - 1, program.buffer(widest, kind, size)))
+            simulated = bool(inside) or not size or bool(allocation.number(_Allocation.tuple))
+            _agree(simulated, "nobody says when a temporary is live")
     main = spaces.pop(_MAIN)
     on_chip = max(spaces.values(), key=lambda space: sum(life.buffer.bytes for life in space), default=[])
     return Assignment(tuple(standing), tuple(main), tuple(on_chip), program.labels, host, argument, output, alias)
+
+
+def _check(program: _Program, assignment: Message, values: Mapping[int, Message]) -> None:
+    """Raises ValueError where a buffer assignment does not agree with itself or with its program, so that it cannot have been read rightly."""
+    for value in values.values():
+        _agree(program.defines(value), "a value is defined by no instruction")
+    held: set[int] = set()
+    results = False
+    for number, allocation in enumerate(assignment.messages(_Assignment.allocations)):
+        _agree(allocation.number(_Allocation.index) == number, "allocations are not in order")
+        size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
+        given = False
+        for member in allocation.messages(_Allocation.members):
+            identity = member.number(_Allocation.member_value)
+            value = values[identity]
+            _agree(identity not in held, "a value is in two allocations")
+            held.add(identity)
+            _agree(value.number(_Value.colour) == colour, "a value is in another memory than its allocation")
+            _agree(value.number(_Value.size) == member.number(_Allocation.member_size), "a value has two sizes")
+            end = member.number(_Allocation.member_offset) + value.number(_Value.size)
+            _agree(end <= size, "a value is larger than its allocation")
+            given = given or program.is_argument(value)
+        _agree(given == bool(allocation.number(_Allocation.argument)), "allocations and parameters do not agree")
+        results = results or bool(allocation.number(_Allocation.output))
+    _agree(held == values.keys(), "a value is in no allocation")
+    _agree(results or not program.has_results, "no allocation is for the results")
+
+
+def _agree(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
 
 
 def _kind(allocation: Message) -> str:
@@ -291,7 +333,7 @@ class _Place:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _replay(traces: list[Message], program: _Program) -> dict[int, _Place]:
+def _replay(traces: list[Message], program: _Program, values: Mapping[int, Message]) -> dict[int, _Place]:
     """Replays the heap simulator's events and returns the place of each value by the value's id.
 
     ALLOC and SHARE_WITH begin a value's life, FREE ends it. The simulator walks the schedule and at each instruction first allocates,
@@ -301,22 +343,35 @@ def _replay(traces: list[Message], program: _Program) -> dict[int, _Place]:
     places: dict[int, _Place] = {}
     for trace in traces:
         position = 0
+        begun: set[int] = set()
+        live: set[int] = set()
         for event in trace.messages(_Trace.events):
             kind, value = event.number(_Trace.kind), event.number(_Trace.value)
+            name = event.text(_Trace.instruction)
+            _agree(name == program.definer(values[value]), "an event is of another instruction than its value")
             if kind == _Trace.free:
-                place = places.get(value)
-                if place and place.live:
-                    place.live -= 1
-                    place.spans[-1] = (place.spans[-1][0], position)
+                _agree(value in live, "a value is freed that is not live")
+                live.remove(value)
+                place = places[value]
+                place.live -= 1
+                place.spans[-1] = (place.spans[-1][0], position)
                 continue
-            position = program.positions.get(event.text(_Trace.instruction), position)
-            owner = event.number(_Trace.shares_with) if kind == _Trace.share else value
+            _agree(kind in (_Trace.alloc, _Trace.share) and value not in begun, "a value comes to life twice")
+            _agree(name in program.positions, "an event is of an instruction that never runs")
+            position = program.positions[name]
+            owner = value
+            if kind == _Trace.share:
+                owner = event.number(_Trace.shares_with)
+                _agree(owner in begun, "a value shares a place that nobody has")
+            begun.add(value)
+            live.add(value)
             place = places[value] = places.setdefault(owner, _Place())
             place.values.append(value)
             if not place.live:
                 first = place.spans.pop()[0] if place.spans and place.spans[-1][1] == position else position
                 place.spans.append((first, len(program.labels) - 1))  # until it is freed
             place.live += 1
+        _agree(not live, "a value is never freed")
     return places
 
 
@@ -331,9 +386,26 @@ class _Program:
             entry.number(1): entry.message(2).numbers(1) for entry in module.message(_Module.schedule).messages(1)
         }
         self._instructions: dict[int, Message] = {}
-        for computation in schedule:
-            for instruction in self._computations[computation].messages(_Computation.instructions):
-                self._instructions[instruction.number(_Instruction.id)] = instruction
+        for identity, computation in self._computations.items():
+            found = {i.number(_Instruction.id): i for i in computation.messages(_Computation.instructions)}
+            _agree(
+                sorted(found) == sorted(schedule.get(identity, found)),
+                "a schedule is not of its computation's instructions",
+            )
+            self._instructions |= found
+        _agree(schedule.keys() <= self._computations.keys(), "what is scheduled is not there")
+        for instruction in self._instructions.values():
+            known = instruction.text(_Instruction.name) and instruction.message(_Instruction.shape).number(_Shape.type)
+            _agree(bool(known), "an instruction has no name or no shape")
+        _agree(module.number(_Module.entry_id) in schedule, "the entry computation has no schedule")
+        entry = self._computations[module.number(_Module.entry_id)]
+        self._arguments = {
+            i.number(_Instruction.id)
+            for i in entry.messages(_Computation.instructions)
+            if i.text(_Instruction.opcode) == "parameter"
+        }
+        root = self._instructions[entry.number(_Computation.root_id)].message(_Instruction.shape)
+        self.has_results = root.number(_Shape.type) != _TUPLE or bool(root.messages(_Shape.parts))
         order = list(self._flatten(module.number(_Module.entry_id), schedule, set()))
         names = [self._instructions[i].text(_Instruction.name) for i in order]
         self._order = {identity: position for position, identity in enumerate(order)}
@@ -349,6 +421,19 @@ class _Program:
             for called in reversed(self._instructions[identity].numbers(_Instruction.called_ids)):
                 yield from self._flatten(called, schedule, seen)
             yield identity
+
+    def defines(self, value: Message) -> bool:
+        """Whether an instruction of the program defines a value."""
+        return value.message(_Value.place).number(_Value.place_instruction) in self._instructions
+
+    def definer(self, value: Message) -> str:
+        """Returns the name of the instruction that defines a value."""
+        identity = value.message(_Value.place).number(_Value.place_instruction)
+        return self._instructions[identity].text(_Instruction.name)
+
+    def is_argument(self, value: Message) -> bool:
+        """Whether a value is an argument of the program, or a part of one."""
+        return value.message(_Value.place).number(_Value.place_instruction) in self._arguments
 
     def position_of(self, value: Message) -> int:
         """Returns the position at which a value is defined, -1 where that is outside the schedule."""
@@ -428,6 +513,9 @@ _TYPES = re.findall(
     """invalid pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4
     f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu""",
 )
+
+
+_TUPLE = _TYPES.index("tuple")
 
 
 def _shape(shape: Message) -> str:

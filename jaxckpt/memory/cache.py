@@ -3,7 +3,8 @@
 Off unless the environment variable `JAXCKPT_CACHE_DIR` names a folder. An answer is found by everything that decides it: the lowered program
 with its operations' names, the target, XLA's options and flags, and the versions of jax, its compilers and jaxckpt. Not by source lines: the
 buffers of an answer name those of when it was compiled. A file holds the figures of the report and the compiler's buffer assignment,
-compressed; it is written whole or not at all, and one that cannot be read is compiled again.
+compressed, after a digest of both; it is written whole or not at all. One that is not as it was written is no answer: the program is
+compiled again. What goes wrong with the folder or a file is said in the log, and nothing else comes of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxckpt.core.files import write_whole
+from jaxckpt._errors import ArgumentError
+from jaxckpt.core.files import read_whole, write_whole
 
 logger = logging.getLogger("jaxckpt")
 
@@ -49,8 +51,8 @@ def enabled() -> bool:
     return bool(os.environ.get(FOLDER))
 
 
-def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path:
-    """Returns the file of a program's answer, which may not exist yet.
+def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path | None:
+    """Returns the file of a program's answer, which may not exist yet; None where `JAXCKPT_CACHE_DIR` can name no folder.
 
     Args:
       lowered: the program as `jax.stages.Lowered`.
@@ -58,44 +60,55 @@ def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -
       devices: the devices' kind, and the order in which they are used.
       options: XLA's options for this program.
     """
+    try:
+        folder = pathlib.Path(os.environ[FOLDER]).expanduser()
+    except RuntimeError as error:  # the home of a user that is not there
+        logger.warning("%s is %r, which can be no folder: %s", FOLDER, os.environ[FOLDER], error)
+        return None
     names = sorted({operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))})
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
     decides += [os.environ.get(name, "") for name in _FLAGS]
     decides += [f"{name} {_version(name)}" for name in _COMPILERS]
     digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()
-    return pathlib.Path(os.environ[FOLDER]).expanduser() / f"{digest[:40]}.report"
+    return folder / f"{digest[:40]}.report"
 
 
 def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
     """Returns the answer in a file, with the figures of these names; None where there is none, or none that can be read."""
     try:
-        content = path.read_bytes()
+        content = read_whole(path)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, ArgumentError) as error:
         logger.warning("cannot read %s, which holds what a compiler said of this program: %s", path, error)
         return None
     try:
-        head, _, rest = content.partition(b"\n")
-        stored = json.loads(head)
-        dump = zlib.decompress(rest)
-        if len(dump) != stored["dump_bytes"] or set(stored["figures"]) != set(figures):
+        digest, _, rest = content.partition(b"\n")
+        if digest != _digest(rest):
             raise ValueError("not what was written")
-        return Answer(stored["figures"], dump if stored["dumped"] else None)
-    except (ValueError, KeyError, TypeError, zlib.error):
-        logger.warning("%s is no report of a compiler, or cut short: the program is compiled again", path)
+        head, _, dump = rest.partition(b"\n")
+        stored = json.loads(head)
+        if set(stored["figures"]) != set(figures):
+            raise ValueError("the figures of another version")
+        return Answer(stored["figures"], zlib.decompress(dump) if stored["dumped"] else None)
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        logger.warning("%s is no report of a compiler: the program is compiled again: %s", path, error)
         return None
 
 
 def store(path: pathlib.Path, answer: Answer) -> None:
     """Writes an answer; where it cannot be written the log says so, and nothing else happens."""
-    dump = answer.dump or b""
-    head = {"figures": dict(answer.figures), "dumped": answer.dump is not None, "dump_bytes": len(dump)}
+    head = {"figures": dict(answer.figures), "dumped": answer.dump is not None}
+    rest = json.dumps(head).encode() + b"\n" + zlib.compress(answer.dump or b"")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(head).encode() + b"\n" + zlib.compress(dump))
-    except OSError as error:
+        write_whole(path, _digest(rest) + b"\n" + rest)
+    except (OSError, ArgumentError) as error:
         logger.warning("cannot keep what the compiler said in %s: %s", path, error)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 def _version(package: str) -> str:

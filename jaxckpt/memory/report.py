@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError
+from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError
 from jaxckpt.core.units import format_bytes, parse_bytes
 from jaxckpt.memory import assign, buffers, cache
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
@@ -174,6 +174,8 @@ def measure(
       UnknownTargetError, MissingTargetError: see `Target`.
       ArgumentError: `fun` cannot be called, or a sharding's mesh has another size than the target.
       DoesNotFitError: the compiler gives up because the program does not fit the device; TPU's does.
+      UnreadableDumpError: the buffer assignment that the compiler dumped contradicts its own figures; or it cannot be read, and figures
+        depend on it: on a TPU, and where something is in host memory. (Elsewhere the log says so, and there is no timeline.)
 
     >>> import jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -189,16 +191,17 @@ def measure(
     entry = None
     if cache.enabled():
         entry = cache.entry(lowered, resolved.name, _devices(args, resolved), options)
+    if entry is not None:
         known = cache.load(entry, _FIGURES)
         if known is not None and not (generate_code and known.figures["code_bytes"] is None):
-            return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform))
+            return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform, needed=False))
     report, content = (None, None) if generate_code else _assign(lowered, options, resolved)
     if report is None:
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
             compiled, seconds = _compile(lowered, options | dump, resolved)
             content = _dumped(folder, resolved.platform)
-        report = _report(compiled, _read(content, resolved.platform), resolved, seconds)
+        report = _report(compiled, content, resolved, seconds)
     if entry is not None:
         cache.store(entry, cache.Answer(report.to_json(), content))
     return report
@@ -310,8 +313,9 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
         if (refusal := _refusal(str(error), target)) is None:
             return None, None  # compiled here it fails with JAX's own error
         raise refusal from error
-    if assigned is None or (assignment := _read(assigned.dump, target.platform)) is None:
+    if assigned is None:
         return None, None
+    assignment = buffers.read(assigned.dump, target.platform)
     peak = assignment.timeline.peak_bytes
     if peak > NEARLY_FULL * target.memory_bytes:
         return None, None
@@ -338,30 +342,44 @@ def _dumped(folder: str, platform: str) -> bytes | None:
     # A GPU's compiler may dump helpers beside the program; they are smaller.
     files = sorted(glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb")), key=os.path.getsize)
     if not files:
-        logger.warning("XLA for %s dumped no program: no timeline, no buffers", platform)
         return None
     with open(files[-1], "rb") as file:
         return file.read()
 
 
-def _read(dump: bytes | None, platform: str) -> Assignment | None:
-    if dump is None:
-        return None
+def _read(dump: bytes | None, platform: str, *, needed: bool) -> Assignment | None:
+    """Returns what XLA dumped; where it cannot be read an error if it is needed, else None, and the log says why."""
     try:
+        if dump is None:
+            raise UnreadableDumpError(f"XLA for {platform} must dump its buffer assignment; it dumped none.")
         return buffers.read(dump, platform)
-    except (IndexError, KeyError, ValueError):
-        logger.warning(
-            "cannot read the buffer assignment that XLA for %s dumped: no timeline, no buffers", platform, exc_info=True
-        )
+    except (ValueError, LookupError) as error:
+        if needed:
+            raise
+        logger.warning("cannot read the buffer assignment of XLA for %s: no timeline, no buffers: %s", platform, error)
         return None
 
 
-def _report(compiled: Any, assignment: Assignment | None, target: Target, seconds: float) -> MemoryReport:
+def _check(assignment: Assignment, stats: Any, platform: str) -> None:
+    """Raises UnreadableDumpError where a buffer assignment contradicts the compiler's own figures."""
+    for name in ("argument", "output", "alias"):
+        read, said = getattr(assignment, f"{name}_bytes"), getattr(stats, f"{name}_size_in_bytes")
+        if read != said:
+            raise UnreadableDumpError(
+                f"The buffer assignment that XLA for {platform} dumped must agree with its figures; {name} bytes are {read} in the one and "
+                f"{said} in the others. Install versions of jax that jaxckpt is tested with."
+            )
+
+
+def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -> MemoryReport:
     stats = compiled.memory_analysis()
     argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
     temp, alias = stats.temp_size_in_bytes, stats.alias_size_in_bytes
     host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes + stats.host_temp_size_in_bytes
     host -= stats.host_alias_size_in_bytes
+    assignment = _read(dump, target.platform, needed=target.platform == "tpu" or host > 0)
+    if assignment is not None:
+        _check(assignment, stats, target.platform)
     if target.platform == "cpu" or (host and not (target.platform == "tpu" and assignment)):
         peak = argument + output + temp - alias
     elif host and assignment:

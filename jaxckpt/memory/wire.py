@@ -36,13 +36,16 @@ class Message:
                 value, at = view[at : at + size], at + size
             else:
                 raise ValueError(f"no protocol buffer: wire type {wire}")
+            if at > len(view):
+                raise ValueError("no protocol buffer: the last field is cut off")
             self._fields.setdefault(key >> 3, []).append(value)
-        if at > len(view):
-            raise ValueError("no protocol buffer: the last field is cut off")
 
     def number(self, field: int) -> int:
         """Returns an integer or boolean field."""
-        return int(self._fields[field][-1]) if field in self._fields else 0
+        value = self._fields[field][-1] if field in self._fields else 0
+        if not isinstance(value, int):
+            raise ValueError(f"field {field} is no number")
+        return value
 
     def numbers(self, field: int) -> list[int]:
         """Returns a repeated integer field, packed or not."""
@@ -59,23 +62,25 @@ class Message:
 
     def text(self, field: int) -> str:
         """Returns a string field."""
-        return _decode(self._fields[field][-1]) if field in self._fields else ""
+        return bytes(_bytes(field, self._fields[field][-1])).decode(errors="replace") if field in self._fields else ""
 
     def texts(self, field: int) -> list[str]:
         """Returns a repeated string field."""
-        return [_decode(value) for value in self._fields.get(field, ())]
+        return [bytes(_bytes(field, value)).decode(errors="replace") for value in self._fields.get(field, ())]
 
     def message(self, field: int) -> Message:
         """Returns a field that is itself a message."""
-        return Message(self._fields[field][-1]) if field in self._fields else Message()
+        return Message(_bytes(field, self._fields[field][-1])) if field in self._fields else Message()
 
     def messages(self, field: int) -> list[Message]:
         """Returns a repeated field of messages."""
-        return [Message(value) for value in self._fields.get(field, ())]
+        return [Message(_bytes(field, value)) for value in self._fields.get(field, ())]
 
 
-def _decode(value: memoryview) -> str:
-    return bytes(value).decode(errors="replace")
+def _bytes(field: int, value: Any) -> memoryview:
+    if not isinstance(value, memoryview):
+        raise ValueError(f"field {field} is no text and no message")
+    return value
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
@@ -92,3 +97,5 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         shift += 7
+        if shift > 63:
+            raise ValueError("no protocol buffer: a number of more than 64 bits")

@@ -1,14 +1,18 @@
 import dataclasses
+import random
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxckpt.memory import buffers
+import jaxckpt
+from jaxckpt import TargetError, UnreadableDumpError
+from jaxckpt.memory import assign, buffers
+from jaxckpt.memory import report as module
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Timeline
 from jaxckpt.memory.report import MemoryReport, measure
-from tests.memory import chain
+from tests.memory import chain, dumps
 
 HERE = Path(__file__)
 TARGETS = ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda), pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)]
@@ -171,3 +175,145 @@ def test_of_two_memories_the_timeline_is_of_the_fuller():
 def test_what_is_no_program_is_an_error():
     with pytest.raises((ValueError, IndexError, KeyError)):
         buffers.read(b"this is no protocol buffer", "cpu")
+
+
+# ------------------------------------------------------------------------------------------ dumps that cannot be read rightly
+
+
+def figures(found: Assignment) -> tuple[int, ...]:
+    return (
+        found.timeline.peak_bytes, found.main_peak_bytes, found.on_chip_bytes, found.argument_bytes, found.output_bytes,
+        found.alias_bytes, found.host_bytes,
+    )  # fmt: skip
+
+
+def platform(target: str) -> str:
+    return target.partition(":")[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dump_cut_short_anywhere_is_an_error(target):
+    data = dumps.dump(target)
+    ends = {0, 1, 2, 3, len(data) - 1, *random.Random(0).sample(range(len(data)), 60)}
+    at = 0
+    for number, wire, content in dumps.fields(data):  # and where a field ends, so that what is there is a message
+        ends.add(at)
+        at += len(dumps.joined([(number, wire, content)]))
+    assert at == len(data)
+    for end in ends:
+        with pytest.raises(UnreadableDumpError, match="of the layout that this version of jaxckpt reads"):
+            buffers.read(data[:end], platform(target))
+
+
+READ = {
+    "program and assignment": [(1,), (3,)],
+    "module": [(1, 3), (1, 6), (1, 7)],
+    "schedule": [(1, 7, 1), (1, 7, 1, 1), (1, 7, 1, 2), (1, 7, 1, 2, 1)],
+    "computation": [(1, 3, 2), (1, 3, 5), (1, 3, 6)],
+    "instruction": [(1, 3, 2, 1), (1, 3, 2, 2), (1, 3, 2, 3), (1, 3, 2, 35), (1, 3, 2, 38), (1, 3, 2, 3, 2)],
+    "assignment": [(3, 1), (3, 3), (3, 4)],
+    "value": [(3, 1, 1), (3, 1, 2), (3, 1, 3), (3, 1, 3, 4)],
+    "allocation": [(3, 3, number) for number in (1, 2, 3, 5, 7, 9)] + [(3, 3, 9, 1), (3, 3, 9, 3)],
+    "trace": [(3, 4, 1), (3, 4, 1, 1), (3, 4, 1, 2), (3, 4, 1, 4)],
+}
+"""What figures depend on."""
+COSMETIC = {(1, 17), (1, 3, 2, 7), (1, 3, 2, 36), (1, 3, 2, 3, 3)}
+"""Names and lines alone: the table of stack frames, metadata, operands, dimensions."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("what", READ)
+def test_a_field_that_is_renumbered_or_missing_is_an_error(target, what):
+    data = dumps.dump(target)
+    for path in READ[what]:
+        for number in (None, 900):
+            changed = dumps.edited(data, path, number)
+            assert changed != data
+            with pytest.raises(UnreadableDumpError):
+                buffers.read(changed, platform(target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_whatever_field_is_renumbered_or_missing_no_figure_is_another(target):
+    """Of all fields that there are, read or not, three levels deep."""
+    data = dumps.dump(target)
+    whole = figures(buffers.read(data, platform(target)))
+    assert whole[0] > 0
+    outcomes = {}
+    for path in sorted(dumps.paths(data, 3)):
+        try:
+            outcomes[path] = figures(buffers.read(dumps.edited(data, path, 900), platform(target)))
+        except UnreadableDumpError:
+            continue
+    assert {path: found for path, found in outcomes.items() if found != whole} == {}
+    assert (1, 17) in outcomes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_lines_and_names_that_are_missing_change_no_figure(target):
+    data = dumps.dump(target)
+    whole = figures(buffers.read(data, platform(target)))
+    for path in COSMETIC:
+        assert figures(buffers.read(dumps.edited(data, path, None), platform(target))) == whole
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_allocation_or_value_or_event_that_is_missing_is_an_error(target):
+    data = dumps.dump(target)
+    (program,), (assigned,) = ([c for n, _, c in dumps.fields(data) if n == number] for number in (1, 3))
+    parts = list(dumps.fields(assigned))
+    for number in (1, 3):
+        for place in [place for place, part in enumerate(parts) if part[0] == number][::5]:
+            less = dumps.joined(parts[:place] + parts[place + 1 :])
+            with pytest.raises(UnreadableDumpError):
+                buffers.read(dumps.joined([(1, 2, program), (3, 2, less)]), platform(target))
+
+
+def test_what_is_another_kind_of_content_is_an_error():
+    data = dumps.dump("cpu")
+    for path, number in (((3, 1), 4), ((3, 4), 1), ((1, 6), 3), ((1, 3), 6), ((1,), 3)):
+        with pytest.raises(UnreadableDumpError):
+            buffers.read(dumps.edited(data, path, number), "cpu")
+
+
+# ------------------------------------------------------------------------------------- and what a report makes of such a dump
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dump_that_contradicts_the_compilers_figures_is_an_error(target, monkeypatch):
+    other = dumps.dump(target, layers=6)
+    monkeypatch.setattr(module, "_dumped", lambda *_: other)
+    with pytest.raises(UnreadableDumpError, match="argument bytes are"):
+        measure(jax.value_and_grad(dumps.loss), *dumps.arguments(), target=target)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"cut"])
+def test_where_the_figures_are_the_compilers_own_an_unreadable_dump_costs_the_timeline_alone(
+    monkeypatch, caplog, content
+):
+    step, args = jax.value_and_grad(dumps.loss), dumps.arguments()
+    whole = measure(step, *args, target="cpu")
+    monkeypatch.setattr(module, "_dumped", lambda *_: content)
+    report = measure(step, *args, target="cpu")
+    assert report.peak_bytes == whole.peak_bytes > 0
+    assert "no timeline" in caplog.text
+    with pytest.raises(TargetError, match="gave no buffer assignment"):
+        report.timeline()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("content", [None, b"", "half"])
+def test_where_figures_are_read_from_it_an_unreadable_dump_is_an_error(monkeypatch, content):
+    target = "tpu:v5e:2x2"
+    step, args = jax.value_and_grad(dumps.loss), dumps.arguments()
+    data = dumps.dump(target)
+    content = data[: len(data) // 2] if content == "half" else content
+    monkeypatch.setattr(module, "_dumped", lambda *_: content)
+    with pytest.raises(UnreadableDumpError):
+        measure(step, *args, target=target)
+    if content is not None:  # and of a compiler that is stopped
+        monkeypatch.setattr(assign, "assign", lambda *_: assign.Assigned(content, 0.1))
+        with pytest.raises(UnreadableDumpError):
+            measure(step, *args, target=target, generate_code=False)
+        with pytest.raises(UnreadableDumpError):
+            jaxckpt.plan(dumps.loss, *args, budget="60%", target=target)

@@ -1,7 +1,9 @@
+import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +90,34 @@ def test_the_order_of_a_mesh_s_devices_decides_too(folder, compiles):
     assert len(compiles) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda c: b"", lambda c: c[: len(c) // 2], lambda c: b"{}\n", lambda c: c[::-1]])
+def figures_edited(**changes):
+    """Edits the figures of an entry and leaves the rest, the digest too, as it is."""
+
+    def edit(content):
+        digest, head, dump = content.split(b"\n", 2)
+        stored = json.loads(head)
+        return b"\n".join([digest, json.dumps(stored | {"figures": stored["figures"] | changes}).encode(), dump])
+
+    return edit
+
+
+DAMAGES = [
+    lambda c: b"",
+    lambda c: c[: len(c) // 2],
+    lambda c: c[:-1],
+    lambda c: b"{}\n",
+    lambda c: c[::-1],
+    lambda c: b"[" * 10**6,
+    lambda c: b"\n" + b"[" * 10**6 + b"\n",
+    lambda c: c.replace(b'"figures": {', b'"figures": [{', 1),
+    lambda c: bytes([*c[:-9], c[-9] ^ 1, *c[-8:]]),
+    figures_edited(peak_bytes=-5),
+    figures_edited(peak_bytes=1.5, target=3),
+    figures_edited(flops="many"),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_answer_is_said_and_compiled_again(folder, compiles, caplog, damage):
     first = measure(loss, X, target="cpu")
     (file,) = folder.iterdir()
@@ -98,6 +127,56 @@ def test_a_damaged_answer_is_said_and_compiled_again(folder, compiles, caplog, d
     assert len(compiles) == 2 and str(file) in caplog.text
     measure(loss, X, target="cpu")
     assert len(compiles) == 2, "the damaged file is written over"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "broken link"])
+def test_what_is_no_file_in_an_answers_place_is_said_and_left_alone(folder, compiles, caplog, kind):
+    first = measure(loss, X, target="cpu")
+    (path,) = folder.iterdir()
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null" if kind == "device" else folder / "no" / "file")
+    before = path.lstat()
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert measure(loss, X, target="cpu").peak_bytes == first.peak_bytes
+    assert len(compiles) == 2 and "cannot keep" in caplog.text
+    assert (path.lstat().st_mode, path.lstat().st_ino) == (before.st_mode, before.st_ino)
+
+
+def test_a_file_that_vanishes_is_no_answer(folder, compiles, monkeypatch):
+    measure(loss, X, target="cpu")
+    read = cache.read_whole
+    monkeypatch.setattr(cache, "read_whole", lambda path: path.unlink() or read(path))
+    measure(loss, X, target="cpu")
+    assert len(compiles) == 2 and len(list(folder.iterdir())) == 1
+
+
+def test_writers_at_once_leave_one_whole_answer(folder, compiles):
+    measure(loss, X, target="cpu")
+    (path,) = folder.iterdir()
+    answers = [cache.Answer({"peak_bytes": peak}, bytes([peak]) * 10**5) for peak in range(4)]
+    threads = [
+        threading.Thread(target=lambda answer=answer: [cache.store(path, answer) for _ in range(10)])
+        for answer in answers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.load(path, ["peak_bytes"]) in answers
+    assert list(folder.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["~no_such_user/answers", "/proc/no/answers", "/dev/null/answers", "x" * 5000])
+def test_a_folder_that_can_be_none_is_said_and_costs_nothing_else(monkeypatch, caplog, compiles, name):
+    monkeypatch.setenv(cache.FOLDER, name)
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert measure(loss, X, target="cpu").peak_bytes > 0
+    assert len(compiles) == 1 and any(record.levelname == "WARNING" for record in caplog.records)
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
