@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core.inline import inline
+from jaxckpt.transforms.injection import inject
 from jaxckpt.transforms.schedules import RunCosts
 from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
 
@@ -110,27 +111,13 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
     return list(chosen)
 
 
-@jax.custom_jvp
-def _inject(computed: Any, kept: Any) -> Any:
-    """Value of `kept`, derivative of `computed`."""
-    return kept
-
-
-_inject.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
-
-
 def _with_injected(step: Step, kept: Sequence[Any]) -> Any:
     """Returns the step's jaxpr with the values of `kept` as further inputs, put in place of the computed ones."""
     given = {var: _compat.fresh_var(var.aval) for var in kept}
     eqns: list[Any] = []
     for eqn in step.jaxpr.eqns:
-        outvars, after = list(eqn.outvars), []
-        for i, var in enumerate(eqn.outvars):
-            if var in given:
-                outvars[i] = _compat.fresh_var(var.aval)
-                template = _compat.open_jaxpr(jax.make_jaxpr(_inject)(var.aval, var.aval)).eqns[-1]
-                after.append(template.replace(invars=[outvars[i], given[var]], outvars=[var]))
-        eqns += [eqn.replace(outvars=outvars) if after else eqn, *after]
+        places = {place: given[var] for place, var in enumerate(eqn.outvars) if var in given}
+        eqns += inject(eqn, places, step.jaxpr.debug_info) if places else [eqn]
     return _compat.build_jaxpr(
         [], [*step.jaxpr.invars, *given.values()], step.jaxpr.outvars, eqns, step.jaxpr.debug_info
     )

@@ -216,7 +216,9 @@ def _kept_by(policy: Any, taken: Scan) -> tuple[Scan, list[Any]]:
         rule = "without OFFLOAD where the schedule is Slots(n): what a run keeps is needed at once"
         raise ArgumentError("policy", rule, policy, "carry=OFFLOAD moves the carries.")
     jaxpr = _compat.open_jaxpr(graph.jaxpr)
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars if not isinstance(var, _compat.DropVar)}
+    # A tag gives a second variable to a value; keeping the first is enough.
+    makers = [eqn for eqn in jaxpr.eqns if _compat.equation_name(eqn) is None]
+    made = {var for eqn in makers for var in eqn.outvars if not isinstance(var, _compat.DropVar)}
     kept = [var for var, index in graph.body.values.items() if index in actions and var in made]
     opened = _compat.build_jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
     extra = _compat.jaxpr_consts(graph.jaxpr)
