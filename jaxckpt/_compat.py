@@ -148,10 +148,11 @@ def working_checkpoints() -> Any:
     """A context to trace and emit checkpoints in: the old jax.checkpoint where the new one (flag jax_remat3) is not finished.
 
     In jax 0.10 its names cannot be batched ("for vmap support, subclass CheckpointName must implement `batch`"), and values that are to be
-    moved to the host are recomputed without a word; in 0.11 what is named inside a nested checkpoint is not kept. The flag itself stays
-    what it is outside.
+    moved to the host are recomputed without a word; in 0.11 what is named inside a nested checkpoint is not kept; in 0.12.0.1 names inside a
+    function with a derivative of its own are not seen, so that no derivative could read what is kept (see `core/reads.py`). The flag itself
+    stays what it is outside.
     """
-    if JAX_VERSION < (0, 12) and getattr(jax.config, "jax_remat3", False):
+    if getattr(jax.config, "jax_remat3", False):
         from jax._src import config
 
         return config.remat3(False)

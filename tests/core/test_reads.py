@@ -78,6 +78,16 @@ def test_a_kept_cumulative_result_is_read_where_it_is_used(name):
     assert_trees_close(jax.grad(loss(kept))(X, W), jax.grad(loss(layer))(X, W), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["tanh", "exp"])
+def test_the_flag_for_new_checkpoints_changes_nothing(name):
+    old = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
+        test_neither_the_operation_nor_the_matmul_before_it_runs_again(name)
+    finally:
+        jax.config.update("jax_remat3", old)
+
+
 def custom_jvp_exp():
     @jax.custom_jvp
     def own(x):
