@@ -125,9 +125,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     "Did you mean 'dots'?"
     >>> did_you_mean("xyz", ["dots", "nothing"])
     "There are 'dots', 'nothing'."
+    >>> did_you_mean("dot", [])
+    'There is nothing to choose from.'
     """
     known = list(known)
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     if near:
         return f"Did you mean {' or '.join(repr(n) for n in near)}?"
-    return f"There are {', '.join(repr(n) for n in known)}." if known else "There are none."
+    return f"There are {', '.join(repr(n) for n in known)}." if known else "There is nothing to choose from."

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from rich.text import Text
 import jaxckpt
 from jaxckpt import factories, policies
 from jaxckpt._errors import ArgumentError, JaxckptError
-from jaxckpt.core.files import write_whole
+from jaxckpt.core.files import check_writable, write_whole
 from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.residuals import residuals
@@ -38,16 +39,33 @@ from jaxckpt.planner.frontier import BUDGETS, sweep
 from jaxckpt.policies import Policy
 from jaxckpt.show import html, plans, plot, table
 
-EPILOG = """\
-FACTORY is FILE.py:NAME or package.module:NAME, a function that returns (fun, args): a loss and the tuple of its arguments (arrays or
-jax.ShapeDtypeStruct), the first of which is differentiated. It may take `checkpoint`, the transform that it puts around each run of
-`segment_size` of its blocks.
-
-  jaxckpt plan benchmarks/models/gpt.py:gpt2 --budget 4GiB --target cuda:h100 --output plan.json
-  jaxckpt compare benchmarks/models/gpt.py:gpt2 --target cuda:h100 --plot gpt2.png
-  jaxckpt compare train.py:model --policy 'mlp_*=save' --policy 'op(dot_general)=save, attention_*=offload'
-  jaxckpt measure train.py:model --target tpu:v5e:2x2 --variant segments:4
+FACTORY = """\
+FACTORY is FILE.py:NAME or package.module:NAME, a function that returns
+(fun, args): a loss and the tuple of its arguments (arrays or
+jax.ShapeDtypeStruct), the first of which is differentiated. It may take
+`checkpoint`, the transform that it puts around each run of `segment_size` of
+its blocks.
 """
+"""What every command but `targets` is pointed at; here and below lines fit into 80 columns."""
+
+EXAMPLES: Mapping[str, str] = {
+    "plan": """\
+  jaxckpt plan benchmarks/models/gpt.py:gpt2 --budget 4GiB \\
+      --target cuda:h100 --output plan.json
+""",
+    "compare": """\
+  jaxckpt compare benchmarks/models/gpt.py:gpt2 --target cuda:h100 \\
+      --plot gpt2.png
+  jaxckpt compare train.py:model --policy 'mlp_*=save' \\
+      --policy 'op(dot_general)=save, attention_*=offload'
+""",
+    "measure": """\
+  jaxckpt measure train.py:model --target tpu:v5e:2x2 --variant segments:4
+""",
+    "residuals": """\
+  jaxckpt residuals train.py:model --variant dots
+""",
+}
 
 
 @dataclass(frozen=True)
@@ -64,31 +82,35 @@ class Command:
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _factory_options(parser)
-    parser.add_argument(
+    _add(
+        parser,
         "--budget",
         metavar="BYTES",
-        help="what the step's compiled peak may be: 4GiB, 60%% (of the peak without a plan), or device (what is free on it now)",
+        help="what the step's compiled peak may be: 4GiB, 60% (of the peak without a plan), or device (what is free on it now)",
     )
     _target_option(parser)
-    parser.add_argument("--solver", default="chain", metavar="NAME", help="what looks for the plan (chain)")
-    parser.add_argument(
+    _add(parser, "--solver", default="chain", metavar="NAME", help="what looks for the plan (chain)")
+    _add(
+        parser,
         "--costs",
         default="roofline",
         metavar="KIND",
         help="where seconds come from: roofline, or measured on this machine",
     )
-    parser.add_argument("--no-verify", action="store_true", help="compile nothing: the peak is predicted")
-    parser.add_argument(
+    _add(parser, "--no-verify", action="store_true", help="compile nothing: the peak is predicted")
+    _add(
+        parser,
         "--frontier",
         action="store_true",
         help=f"also plan for {', '.join(BUDGETS)}, and compile the checkpoints that one would place by hand",
     )
-    parser.add_argument(
+    _add(
+        parser,
         "--time",
         action="store_true",
         help="also run the step with and without the plan, on this machine, on the factory's real data",
     )
-    parser.add_argument("--output", metavar="PLAN.json", help="write the plan, for jaxckpt.Plan.load(...).apply(loss)")
+    _add(parser, "--output", metavar="PLAN.json", help="write the plan, for jaxckpt.Plan.load(...).apply(loss)")
     _file_options(
         parser, "peak against recomputation, the plan on it", "figures, regions, picture, timeline, largest buffers"
     )
@@ -151,14 +173,16 @@ def _by_hand(factory: factories.Factory, options: argparse.Namespace) -> dict[st
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _factory_options(parser)
     _target_option(parser)
-    parser.add_argument(
+    _add(
+        parser,
         "--variants",
         metavar="A,B,...",
         default="",
         help=f"which of the standard variants, in what order: {', '.join(v.name for v in factories.STANDARD)}, or segments:N; all by default",
     )
     _policy_option(parser, "a variant of your own, beside the others; may be given several times")
-    parser.add_argument(
+    _add(
+        parser,
         "--time",
         action="store_true",
         help="also run the step of each variant on this machine's backend, on the factory's real data",
@@ -184,10 +208,16 @@ def _compare(options: argparse.Namespace) -> None:
 def _measure_options(parser: argparse.ArgumentParser) -> None:
     _one_variant_options(parser)
     _target_option(parser)
-    parser.add_argument(
-        "--largest", type=int, default=10, metavar="N", help="how many of the largest buffers at the peak to list (10)"
+    _add(
+        parser,
+        "--largest",
+        type=int,
+        default=10,
+        metavar="N",
+        help="how many of the largest buffers at the peak to list (10)",
     )
-    parser.add_argument(
+    _add(
+        parser,
         "--no-code",
         action="store_true",
         help="for a TPU that is not here: stop the compiler once it has assigned buffers, seconds in place of minutes for a large model; all "
@@ -198,6 +228,8 @@ def _measure_options(parser: argparse.ArgumentParser) -> None:
 
 def _measure(options: argparse.Namespace) -> None:
     _check_files(options)
+    if options.largest < 1:
+        raise ArgumentError("--largest", "1 or more", options.largest)
     factory = factories.load(options.factory)
     resolve(options.target)
     name, fun, args = _one_variant(factory, options)
@@ -217,8 +249,8 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _residuals_options(parser: argparse.ArgumentParser) -> None:
     _one_variant_options(parser)
-    parser.add_argument("--all", action="store_true", help="list every array, and not only the largest 30")
-    parser.add_argument("--json", metavar="OUT.json", help="write the list as JSON")
+    _add(parser, "--all", action="store_true", help="list every array, and not only the largest 30")
+    _add(parser, "--json", metavar="OUT.json", help="write the list as JSON")
 
 
 def _residuals(options: argparse.Namespace) -> None:
@@ -254,9 +286,19 @@ COMMANDS: Mapping[str, Command] = {
 # ------------------------------------------------------------------------------------------------------------------ options
 
 
+def _add(parser: argparse.ArgumentParser, *names: str, help: str, **settings: Any) -> None:
+    """Adds an option whose help is plain text."""
+    parser.add_argument(*names, help=_escaped(help), **settings)
+
+
+def _escaped(help: str) -> str:
+    return help.replace("%", "%%")  # argparse formats it
+
+
 def _factory_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("factory", metavar="FACTORY", help="FILE.py:NAME or package.module:NAME")
-    parser.add_argument(
+    _add(parser, "factory", metavar="FACTORY", help="FILE.py:NAME or package.module:NAME")
+    _add(
+        parser,
         "--set",
         action="append",
         default=[],
@@ -267,7 +309,8 @@ def _factory_options(parser: argparse.ArgumentParser) -> None:
 
 def _one_variant_options(parser: argparse.ArgumentParser) -> None:
     _factory_options(parser)
-    parser.add_argument(
+    _add(
+        parser,
         "--variant",
         default="none",
         metavar="NAME",
@@ -277,7 +320,8 @@ def _one_variant_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _target_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    _add(
+        parser,
         "--target",
         metavar="TARGET",
         help="what to compile for, such as cuda:h100 (see `jaxckpt targets`); this machine by default",
@@ -285,7 +329,8 @@ def _target_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy_option(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
+    _add(
+        parser,
         "--policy",
         action="append",
         default=[],
@@ -295,9 +340,9 @@ def _policy_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _file_options(parser: argparse.ArgumentParser, picture: str, page: str) -> None:
-    parser.add_argument("--plot", metavar="OUT.png", help=f"write a picture: {picture}; also .svg and .pdf")
-    parser.add_argument("--json", metavar="OUT.json", help="write all figures as JSON")
-    parser.add_argument("--html", metavar="OUT.html", help=f"write one self-contained page: {page}")
+    _add(parser, "--plot", metavar="OUT.png", help=f"write a picture: {picture}; also .svg and .pdf")
+    _add(parser, "--json", metavar="OUT.json", help="write all figures as JSON")
+    _add(parser, "--html", metavar="OUT.html", help=f"write one self-contained page: {page}")
 
 
 def _policies(texts: Sequence[str]) -> dict[str, Policy]:
@@ -340,10 +385,11 @@ def _check_files(options: argparse.Namespace) -> None:
         path = getattr(options, option, None)
         if path is None:
             continue
-        if pathlib.Path(path).is_dir() or not pathlib.Path(path).parent.is_dir():
-            raise ArgumentError(f"--{option}", "a file in a folder that exists", path)
+        check_writable(path, f"--{option}")
         if option == "plot":
             plot.check_suffix(path)
+        if option == "html":
+            plot.require_matplotlib()
 
 
 def _write(path: str | None, content: Callable[[], str | bytes]) -> None:
@@ -383,28 +429,44 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="jaxckpt",
-        description="Gradient checkpointing for JAX: what it saves and what it costs, from compiled programs.",
-        epilog=EPILOG,
+        description="Gradient checkpointing for JAX: what it saves and costs, from compiled programs.",
+        epilog=f"{FACTORY}\n{''.join(EXAMPLES.values())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"jaxckpt {jaxckpt.__version__}, jax {jax.__version__}")
-    top.add_argument("--verbose", action="store_true", help="log what is done, and show where an error comes from")
+    top.add_argument(
+        "-v", "--verbose", action="store_true", help="log what is done, and show where an error comes from"
+    )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
             name,
-            help=command.help,
-            description=command.help,
-            epilog=EPILOG,
+            help=_escaped(command.help),
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog=f"{FACTORY}\n{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.options(sub)
     return top
 
 
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Returns the words with a value such as "-5GiB" joined to its option: argparse takes it for an option of its own."""
+    words: list[str] = []
+    for word in argv:
+        if _NEGATIVE.match(word) and words and words[-1].startswith("--") and "=" not in words[-1]:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+_NEGATIVE = re.compile(r"-\.?\d")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; wrong usage exits with 2."""
-    options = parser().parse_args(argv)
+    options = parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     if options.verbose:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("jaxckpt").setLevel(logging.DEBUG)

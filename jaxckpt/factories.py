@@ -56,7 +56,8 @@ def load(spec: str) -> Factory:
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
         ]
-        raise FactoryError(f"{place} has no function {name!r}. {did_you_mean(name, functions)}")
+        near = did_you_mean(name, functions) if functions else "It defines no function that could be meant."
+        raise FactoryError(f"{place} has no function {name!r}. {near}")
     found = getattr(module, name)
     if not callable(found):
         raise FactoryError(
@@ -67,8 +68,8 @@ def load(spec: str) -> Factory:
 
 def _import_file(path: pathlib.Path) -> ModuleType:
     if not path.is_file():
-        near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
-        raise FactoryError(f"There is no file {path}. {near}".rstrip())
+        there = [p.name for p in path.parent.glob("*.py")]
+        raise FactoryError(f"There is no file {path}. {did_you_mean(path.name, there) if there else ''}".rstrip())
     path = path.resolve()
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
@@ -148,9 +149,9 @@ def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[A
     known = parameters(factory)
     for key in settings:
         if key not in known and "*" not in known:
-            raise FactoryError(
-                f"{name} takes no argument {key!r}. {did_you_mean(key, sorted(known - {'checkpoint', 'segment_size'}))}"
-            )
+            free = sorted(known - {"checkpoint", "segment_size", "real"})
+            near = did_you_mean(key, free) if free else "It has no arguments that could be set."
+            raise FactoryError(f"{name} takes no argument {key!r}. {near}")
     try:
         made = factory(**settings)
     except JaxckptError:
@@ -256,7 +257,7 @@ def build(
 
     Raises:
       FactoryError: see `make`; or two variants take arguments of different shapes.
-      ArgumentError: `settings` has `checkpoint` or `segment_size`.
+      ArgumentError: `settings` has `checkpoint` or `segment_size`, or text for a parameter that is a number.
     """
     settings = dict(settings or {})
     for key in ("checkpoint", "segment_size"):
@@ -264,6 +265,7 @@ def build(
             raise ArgumentError(
                 "set", f"without {key!r}, which is what the variants vary", settings[key], "Choose variants instead."
             )
+    _check_settings(factory, settings)
     known = parameters(factory)
     functions: dict[str, Callable[..., Any]] = {}
     args: tuple[Any, ...] = ()
@@ -292,6 +294,21 @@ def build(
             )
         functions[variant.name] = fun
     return functions, args
+
+
+def _check_settings(factory: Factory, settings: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for text where a factory's parameter is a number by default, unless its annotation says that text will do."""
+    taken = inspect.signature(factory).parameters
+    for key, value in settings.items():
+        default = taken[key].default if key in taken else None
+        if (
+            isinstance(value, str)
+            and isinstance(default, (bool, int, float))
+            and "str" not in str(taken[key].annotation)
+        ):
+            kind = {bool: "True or False", int: "a whole number", float: "a number"}[type(default)]
+            hint = f"{getattr(factory, '__name__', 'The factory')} has {key}={default!r} by default."
+            raise ArgumentError(f"--set {key}", kind, value, hint)
 
 
 def _shapes(args: Any) -> Any:

@@ -36,6 +36,9 @@ def bare():
     loss, args = model()
     return loss, args
 
+def lenient(rows: "int | str" = 8, width=8.0):
+    return (lambda x: jnp.sum(jnp.sin(x))), (jnp.ones((3 if rows == "few" else rows, int(width))),)
+
 def wrong():
     return 3
 
@@ -107,6 +110,12 @@ def test_chosen_variants_settings_and_time(factory, capsys):
     assert code == 0
     assert "segments:3" in out and "dots" not in out
     assert "time" in out
+
+
+def test_text_goes_to_a_setting_that_takes_it(factory, capsys):
+    code, out, _ = run(capsys, "residuals", f"{factory}:lenient", "--set", "rows=few", "--set", "width=2")
+    assert code == 0 and "3, 2]" in out
+    assert "in 1 array\n" in out and "1 arrays" not in out
 
 
 def test_measure_residuals_targets(factory, tmp_path, capsys):
@@ -235,6 +244,19 @@ def test_measure_without_code_on_a_tpu_that_is_not_here(factory, capsys):
         (["plan", "{}:model", "--budget", "60%", "--time", "--target", "cuda:h100"], "What is not here cannot be run"),
         (["plan", "{}:nothing", "--budget", "60%", "--target", "cpu"], "nothing to differentiate"),
         (["plan", "{}:model", "--budget", "60%", "--output", "/no/such/folder/plan.json"], "folder"),
+        (["plan", "{}:model", "--budget", "-5GiB"], "budget must be a number of bytes above 0"),
+        (["plan", "{}:model", "--budget=-5GiB"], "budget must be a number of bytes above 0"),
+        (["plan", "{}:model", "--budget", "-5"], "budget must be a number of bytes above 0"),
+        (["measure", "{}:model", "--largest", "-3"], "--largest must be 1 or more; got -3."),
+        (
+            ["compare", "{}:model", "--set", "layers=abc"],
+            "--set layers must be a whole number; got 'abc'. model has layers=4",
+        ),
+        (
+            ["plan", "{}:bare", "--budget", "60%", "--set", "depth=3"],
+            "bare takes no argument 'depth'. It has no arguments",
+        ),
+        (["plan", "{}:model", "--budget", "60%", "--set", "layer=3"], "Did you mean 'layers'?"),
     ],
 )
 def test_errors_are_one_line_and_exit_one(factory, capsys, argv, message):
@@ -244,6 +266,46 @@ def test_errors_are_one_line_and_exit_one(factory, capsys, argv, message):
     lines = [line for line in err.splitlines() if line.startswith("jaxckpt: error:")]
     assert len(lines) == 1 and "Traceback" not in err
     assert message in lines[0]
+
+
+@pytest.mark.parametrize("option", ["--output", "--json", "--html", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_any_work(factory, tmp_path, capsys, monkeypatch, option):
+    monkeypatch.setattr(cli.factories, "load", lambda *_: pytest.fail("the model is loaded"))
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    for path in ("/proc/x.png", "/dev/null", tmp_path / "pipe.png", tmp_path / "folder.png", tmp_path / "no" / "x.png"):
+        code, out, err = run(capsys, "plan", f"{factory}:model", "--budget", "60%", option, str(path))
+        assert (code, out) == (1, "") and err.startswith(f"jaxckpt: error: {option} must be a")
+        assert str(path) in err and ".jaxckpt" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "model_file.py", "pipe.png"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--plot"])
+@pytest.mark.parametrize("command", ["plan", "compare", "measure"])
+def test_pictures_without_matplotlib_are_told_before_any_work(factory, capsys, monkeypatch, tmp_path, command, option):
+    monkeypatch.setattr(cli.factories, "load", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = run(capsys, command, f"{factory}:model", option, str(tmp_path / "out.png"))
+    assert (code, out) == (1, "") and "pip install 'jaxckpt[plot]'" in err
+
+
+@pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+def test_every_help_fits_into_eighty_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*([] if command is None else [command]), "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("usage: jaxckpt") and "%%" not in text and "None" not in text
+    wanted = {
+        "plan": "25%, 30%",
+        None: "residuals",
+        "measure": "--no-code",
+        "compare": "--variants",
+        "residuals": "--all",
+    }
+    assert wanted.get(command, "can be compiled for") in text
 
 
 def test_wrong_usage_exits_two(capsys):

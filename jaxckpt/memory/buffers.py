@@ -344,19 +344,20 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
     for trace in traces:
         position = 0
         begun: set[int] = set()
-        live: set[int] = set()
+        freed: set[int] = set()
         for event in trace.messages(_Trace.events):
             kind, value = event.number(_Trace.kind), event.number(_Trace.value)
             name = event.text(_Trace.instruction)
             _agree(name == program.definer(values[value]), "an event is of another instruction than its value")
             if kind == _Trace.free:
-                _agree(value in live, "a value is freed that is not live")
-                live.remove(value)
+                _agree(value in begun, "a value is freed that was not live")
+                freed.add(value)
                 place = places[value]
-                place.live -= 1
-                place.spans[-1] = (place.spans[-1][0], position)
+                if place.live:  # a value from before a branch is freed in each of them
+                    place.live -= 1
+                    place.spans[-1] = (place.spans[-1][0], position)
                 continue
-            _agree(kind in (_Trace.alloc, _Trace.share) and value not in begun, "a value comes to life twice")
+            _agree(kind in (_Trace.alloc, _Trace.share), "an event is of an unknown kind")
             _agree(name in program.positions, "an event is of an instruction that never runs")
             position = program.positions[name]
             owner = value
@@ -364,14 +365,13 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
                 owner = event.number(_Trace.shares_with)
                 _agree(owner in begun, "a value shares a place that nobody has")
             begun.add(value)
-            live.add(value)
             place = places[value] = places.setdefault(owner, _Place())
             place.values.append(value)
             if not place.live:
                 first = place.spans.pop()[0] if place.spans and place.spans[-1][1] == position else position
                 place.spans.append((first, len(program.labels) - 1))  # until it is freed
             place.live += 1
-        _agree(not live, "a value is never freed")
+        _agree(freed == begun, "a value is never freed")
     return places
 
 

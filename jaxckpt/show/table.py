@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from jaxckpt.memory.compare import Comparison, Row
@@ -190,9 +190,9 @@ def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
         rest = sorted(groups.values(), key=lambda sizes: -sum(sizes))[count:]
         rows = [*rows[:count], [format_bytes(sum(map(sum, rest))), str(sum(map(len, rest))), "of other kinds", "", ""]]
     return titled(
-        f"{format_bytes(report.kept_bytes)} kept for the backward pass in {sum(map(len, groups.values()))} arrays",
+        f"{format_bytes(report.kept_bytes)} kept for the backward pass in {counted(sum(map(len, groups.values())), 'array')}",
         _text_table(["bytes", "arrays", "array", "name", "source"], rows, text_from=2, folded=(3, 4)),
-        f"Besides {len(arguments)} arguments ({format_bytes(report.total_bytes - report.kept_bytes)}), which are there anyway.",
+        f"Arguments are there anyway: {len(arguments)}, {format_bytes(report.total_bytes - report.kept_bytes)}.",
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import table
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _loop_lines(loop: Loop, graph: Graph, indent: str) -> Iterator[str]:
         branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
         segments = "".join(f", in segments of {length}" for length in run.segments)
         keeps = _keeps(run.actions, graph, each=True) if run.checkpoint else _PLAIN
-        yield f"{indent}{branch}{run.count} iterations{segments}: {keeps}"
+        yield f"{indent}{branch}{counted(run.count, 'iteration')}{segments}: {keeps}"
         yield from _value_lines(run.actions, graph, indent + under, each=True)
 
 
@@ -166,7 +166,7 @@ def _keeps(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> s
     if not kept:
         return "keeps the carry of each" if each else "keeps what goes in and out"
     size = format_bytes(sum(value.bytes if each else value.kept_bytes for value in kept))
-    return f"keeps {len(kept)} {'value' if len(kept) == 1 else 'values'}, {size}{' of each, and its carry' if each else ''}"
+    return f"keeps {counted(len(kept), 'value')}, {size}{' of each, and its carry' if each else ''}"
 
 
 def _value_lines(actions: Mapping[int, Action], graph: Graph, indent: str, each: bool = False) -> Iterator[str]:
