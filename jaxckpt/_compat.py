@@ -208,8 +208,12 @@ def _name_template(aval: Any) -> Any:
 
 def copy_equation(operand: Any, result: Any, maker: Any) -> Any:
     """Returns an equation that copies a variable: an identity that is no name."""
-    template = jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct((), "float32")).jaxpr.eqns[-1]
-    return template.replace(invars=[operand], outvars=[result], source_info=maker.source_info)
+    return _copy_template().replace(invars=[operand], outvars=[result], source_info=maker.source_info)
+
+
+@_cache_in_context()
+def _copy_template() -> Any:
+    return open_jaxpr(jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct((), "float32"))).eqns[-1]
 
 
 def primitive_name(eqn: Any) -> str:

@@ -18,8 +18,8 @@ rather fuse ("everything"), up to 70% above. For a decision take the compiled fi
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,9 +55,15 @@ FUSED = MOVES | frozenset(
 ROOTS = ("reduce_", "arg", "gather")
 # These, and what is fused, write over operands of the same size that nobody else needs.
 IN_PLACE = ("scatter", "dynamic_update_slice", "scan", "while")
+# The results of these are their operand, and share its memory where that has some.
+_SAME = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 _INLINED = (*_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "closed_call", "core_call")
 BARRIER = "optimization_barrier"
+_OPERANDS = 96
+"""Arrays that one fused loop reads at most (XLA's `MaxOperandsAndOutputsPerFusion` for GPUs): what reads more is stored half way."""
+_PARTS = 512
+"""Parts of the time that outputs' buffers are looked up by."""
 
 
 @dataclass(eq=False)
@@ -72,10 +78,13 @@ class _Slot:
     inside: _Slot | None = None  # shares the memory of that one
 
     def owner(self) -> _Slot:
+        owner = self
+        while owner.inside is not None:
+            owner = owner.inside
         slot = self
-        while slot.inside is not None:
-            slot = slot.inside
-        return slot
+        while slot.inside is not None:  # a later call has one step to go
+            slot.inside, slot = owner, slot.inside
+        return owner
 
 
 @dataclass(eq=False)
@@ -118,7 +127,7 @@ def _steps(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[
     """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's."""
     slots: dict[int, _Slot] = {index: _Slot(graph.values[index].bytes, stored=True, counted=False) for index in outside}
     steps = list(_flatten(graph, body, slots, platform))
-    results = [slots[index] for index in body.outputs if index is not None]
+    results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
     steps = _needed(steps, results)
     if platform == "cpu":
         _store_shared(steps)
@@ -128,14 +137,8 @@ def _steps(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[
 
 def _flatten(graph: Graph, body: Body, slots: dict[int, _Slot], platform: str) -> Iterator[_Step]:
     """Yields the steps of a body, what it calls written out; fills `slots`, index of a value -> its slot."""
-
-    def slot(index: int) -> _Slot:
-        if index not in slots:  # constants of inner programs
-            slots[index] = _Slot(graph.values[index].bytes, stored=True, counted=False)
-        return slots[index]
-
     for op in body.ops:
-        inputs = [slot(index) for index in op.inputs]
+        inputs = [_slot(graph, slots, index) for index in op.inputs]
         if op.primitive in _INLINED and op.bodies:
             yield from _call(graph, op, slots, inputs, platform)
             continue
@@ -147,23 +150,33 @@ def _flatten(graph: Graph, body: Body, slots: dict[int, _Slot], platform: str) -
         yield _Step(op.primitive, inputs, outputs, workspace)
 
 
+def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
+    """Returns the slot of a value; what no step has made (a constant of an inner program) is its caller's."""
+    if index not in slots:
+        slots[index] = _Slot(graph.values[index].bytes, stored=True, counted=False)
+    return slots[index]
+
+
 def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str) -> Iterator[_Step]:
     inner = op.bodies[0]
-    here = dict(slots)
     barrier = op.primitive in _CHECKPOINTS and op.params.get("differentiated") and op.params.get("prevent_cse", True)
     # A body's inputs are the operands themselves, or, where literals or constants shift them, values of their own.
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
         yield _Step(BARRIER, list(operands.values()), list(behind.values()))
-        here.update(behind)
+        slots.update(behind)
         operands = behind
     own = [index for index in inner.inputs if index not in operands]
     if len(own) == len(operands):
-        here.update(zip(own, operands.values()))
-    yield from _flatten(graph, inner, here, platform)
-    for outer, result in zip(op.outputs, inner.outputs):
-        slots[outer] = here[result] if result is not None else _Slot(graph.values[outer].bytes)
+        slots.update(zip(own, operands.values()))
+    yield from _flatten(graph, inner, slots, platform)
+    results = [
+        _slot(graph, slots, index) if index is not None else _Slot(graph.values[outer].bytes)
+        for outer, index in zip(op.outputs, inner.outputs)
+    ]
+    slots.update(zip(op.inputs, inputs))  # what comes later reads them from before the barrier
+    slots.update(zip(op.outputs, results))
 
 
 def _needed(steps: list[_Step], results: Iterable[_Slot]) -> list[_Step]:
@@ -208,10 +221,8 @@ def _decide(steps: list[_Step], results: list[_Slot]) -> None:
                 read[id(source)] = source
         for slot in step.outputs:
             slot.sources = tuple(read.values())
-        if (
-            step.primitive in ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p")
-            and step.inputs[0].stored
-        ):
+            slot.stored |= len(read) > _OPERANDS
+        if step.primitive in _SAME and step.inputs and step.inputs[0].stored:  # of a literal, there is no operand
             step.outputs[0].inside = step.inputs[0]
         # A fused operation reads where what it makes is stored, or else where that is used.
         if not step.fused or any(slot.stored for slot in step.outputs):
@@ -234,21 +245,20 @@ def _peak(steps: list[_Step], outputs: list[_Slot]) -> int:
         if step.fused or step.primitive.startswith(IN_PLACE):
             _write_over(made, step.inputs, lives, time)
         lives.update((slot, (time, slot.last)) for slot in made)
-    # When each output's buffer is taken, the largest output first.
-    waiting = {slot: [(lives[slot][0], sys.maxsize)] for slot in sorted(outputs, key=lambda slot: -slot.bytes)}
+    waiting = _Buffers({slot: lives[slot][0] if slot in lives else 0 for slot in outputs}, len(steps))
     change = [0] * (len(steps) + 1)
     for slot, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
-        if slot not in waiting and not _find_room(slot.bytes, first, last, waiting):
+        if slot not in waiting.written and not waiting.take(slot.bytes, first, last):
             change[first] += slot.bytes
             change[min(last + 1, len(steps))] -= slot.bytes
-    standing = sum(slot.bytes for slot in waiting)
+    standing = sum(slot.bytes for slot in waiting.written)
     moving = itertools.accumulate(change[:-1])
     return standing + max((live + step.workspace for live, step in zip(moving, steps)), default=0)
 
 
 def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[int, int]], time: int) -> None:
     """Ends the lives of operands a step early where a result of the same size takes their place."""
-    dying = {source for slot in read for source in ((slot.owner(),) if slot.stored else slot.sources)}
+    dying = dict.fromkeys(source for slot in read for source in ((slot.owner(),) if slot.stored else slot.sources))
     sizes = Counter(slot.bytes for slot in made)
     for slot in dying:
         if slot.last == time and slot in lives and sizes[slot.bytes]:
@@ -256,15 +266,82 @@ def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[i
             lives[slot] = (lives[slot][0], time - 1)
 
 
-def _find_room(size: int, first: int, last: int, waiting: dict[_Slot, list[tuple[int, int]]]) -> bool:
-    """Puts a value into the buffer of an output that is free for all of its life; says whether there was one."""
-    for slot, taken in waiting.items():
-        if slot.bytes < size:
-            return False
-        if all(last < start or stop < first for start, stop in taken):
-            taken.append((first, last))
-            return True
-    return False
+class _Buffers:
+    """The buffers of outputs, each free until its output is written; a value goes into the first one, the largest first, that is free for all
+    of its life.
+
+    Not every buffer is asked: time is cut into `_PARTS` parts, and a binary tree over the buffers knows of each group of them in which parts all
+    of the group are taken, wholly or somewhere.
+
+    Args:
+      written: output -> the step that writes it.
+      steps: how many steps there are.
+    """
+
+    def __init__(self, written: dict[_Slot, int], steps: int) -> None:
+        self.written = written
+        order = sorted(written, key=lambda slot: -slot.bytes)
+        self.sizes = [-slot.bytes for slot in order]
+        self.taken: list[list[tuple[int, int]]] = [[] for _ in order]
+        self.part = steps // _PARTS + 1  # steps in one
+        self.leaves = 1 << max(len(order) - 1, 0).bit_length()
+        self.somewhere, self.wholly = ([0] * self.leaves + [-1] * self.leaves for _ in range(2))
+        for place, slot in enumerate(order):
+            self.somewhere[self.leaves + place] = self.wholly[self.leaves + place] = 0
+            self._note(place, written[slot], steps)
+        for node in range(self.leaves - 1, 0, -1):
+            self._join(node)
+
+    def take(self, size: int, first: int, last: int) -> bool:
+        """Takes a buffer of so many bytes or more for the steps first..last; says whether one was free."""
+        end = bisect.bisect_right(self.sizes, -size)
+        touched, covered = self._parts(first, last)
+        waiting = [(1, 0, self.leaves)]  # nodes with their first leaf and how many leaves they have
+        while waiting:
+            node, place, width = waiting.pop()
+            if place >= end:
+                return False
+            if touched & self.wholly[node] or covered & self.somewhere[node]:
+                continue
+            if width > 1:
+                half = width // 2
+                waiting += [(2 * node + 1, place + half, half), (2 * node, place, half)]
+            elif self._is_free(place, first, last):
+                self._note(place, first, last)
+                while (node := node // 2) > 0:
+                    self._join(node)
+                return True
+        return False
+
+    def _is_free(self, place: int, first: int, last: int) -> bool:
+        taken = self.taken[place]
+        at = bisect.bisect_left(taken, (first,))
+        return (at == len(taken) or last < taken[at][0]) and (at == 0 or taken[at - 1][1] < first)
+
+    def _note(self, place: int, first: int, last: int) -> None:
+        """Notes that a buffer is taken; what follows without a gap becomes one."""
+        taken = self.taken[place]
+        begin = end = bisect.bisect_left(taken, (first,))
+        if begin > 0 and taken[begin - 1][1] == first - 1:
+            begin -= 1
+            first = taken[begin][0]
+        if end < len(taken) and taken[end][0] == last + 1:
+            last = taken[end][1]
+            end += 1
+        taken[begin:end] = [(first, last)]
+        touched, covered = self._parts(first, last)
+        self.somewhere[self.leaves + place] |= touched
+        self.wholly[self.leaves + place] |= covered
+
+    def _parts(self, first: int, last: int) -> tuple[int, int]:
+        """Returns the parts of the time, as bits, that some of the steps first..last are in, and those that have no other steps."""
+        touched = (2 << last // self.part) - (1 << first // self.part)
+        begin, end = -(-first // self.part), (last + 1) // self.part
+        return touched, (1 << end) - (1 << begin) if begin < end else 0
+
+    def _join(self, node: int) -> None:
+        self.somewhere[node] = self.somewhere[2 * node] & self.somewhere[2 * node + 1]
+        self.wholly[node] = self.wholly[2 * node] & self.wholly[2 * node + 1]
 
 
 def _takes_memory(slot: _Slot) -> bool:

@@ -11,8 +11,10 @@ many devices send them; those that the compiler puts in of its own are not seen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,7 @@ def timer(graph: Graph, target: Target, devices: int = 1) -> Callable[[Op], Time
     """Returns the function that says what an operation takes; arguments as of `roofline`."""
     seconds = roofline(graph, target, devices)
 
+    @functools.cache
     def time(op: Op) -> Time:
         each = seconds(op)
         rate = devices * _rate(graph, op, target.flops)
@@ -132,7 +135,7 @@ def _passes(graph: Graph, op: Op) -> bool:
     So it is with a barrier, and with the rounding of a value to its own type that `jax.checkpoint` puts on what it keeps: XLA takes both away.
     """
     if op.primitive == "reduce_precision":
-        dtype = graph.values[op.inputs[0]].dtype
+        dtype = graph.values[op.outputs[0]].dtype
         info = jnp.finfo(dtype)
         return (op.params["exponent_bits"], op.params["mantissa_bits"]) == (info.nexp, info.nmant)
     return op.primitive in ("copy", "copy_p", BARRIER)
@@ -167,13 +170,14 @@ def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Cal
 
 
 def _rate(graph: Graph, op: Op, rates: Mapping[str, float]) -> float:
-    types = [np.dtype(v.dtype).name for v in map(graph.values.__getitem__, op.inputs) if _is_plain(v.dtype)]
+    types = [_type_name(graph.values[index].dtype) for index in op.inputs]
     return min((rates[name] for name in types if name in rates), default=rates["float32"])
 
 
-def _is_plain(dtype: object) -> bool:
+@functools.lru_cache
+def _type_name(dtype: Any) -> str:
+    """Returns the name of a dtype; "" for what numpy has none for: typed keys, and tokens, which have none at all."""
     try:
-        np.dtype(dtype)  # type: ignore[call-overload]
+        return "" if dtype is None else str(np.dtype(dtype).name)
     except TypeError:
-        return False
-    return True
+        return ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jaxckpt.core.actions import SAVE
 from jaxckpt.core.emit import Named
@@ -47,6 +50,7 @@ class Model:
       step_seconds: forward and backward pass, nothing recomputed.
       distinct: how many stretches were analysed.
       shards: how arrays lie over the target's devices; bytes and seconds are those of one.
+      loops: places of the operations that are planned for as loops.
     """
 
     graph: Graph
@@ -58,6 +62,7 @@ class Model:
     step_seconds: float
     distinct: int
     shards: Shards = WHOLE
+    loops: frozenset[int] = frozenset()
 
     def plan(self, schedule: Schedule) -> Plan:
         """Returns a solver's schedule as a plan."""
@@ -104,7 +109,7 @@ class Model:
                 continue
             option = self.chain.span(item.start, item.stop).options[item.option]
             choice = self.choices[item.start, item.stop][option.label]
-            if stages.is_scan(self.graph.ops[start]):
+            if start in self.loops:
                 if choice is not None:
                     loops.append(Loop(start, choice))  # type: ignore[arg-type]
             else:
@@ -157,10 +162,12 @@ class _Builder:
         self.differentiated = frozenset(differentiated)
         self.active = stages.active_values(graph, differentiated)
         self.last = stages.last_uses(graph)
+        self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
         self.analyses: dict[str, tuple[Analysis, dict[int, int]]] = {}
         self.scans: dict[str, ScanAnalysis] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
+        self.texts: dict[int, str] = {}
 
     def build(self) -> Model:
         graph = self.graph
@@ -182,32 +189,34 @@ class _Builder:
             one = found[s, s + 1]
             singles.append((one.forward, one.backward, one.forward_work))
         gradients = self._gradients(places)
+        made = _made_before([value for value, _ in carried], length)
+        passing = _passing([value for value, moving in carried if moving], length)
         for s in range(length):
+            work = 0
             for t in range(s + 1, length + 1):
                 options: list[Option] = []
-                passing = _passing(carried, s, t)
                 if (s, t) in found:
+                    waiting = int(passing[s, t])
                     analysis = found[s, t]
-                    again = self._written_before(places, t, gradients)
                     choices[s, t], times[s, t] = [], []
-                    twice = sum(b for i, b in again.items() if i in self._inputs(places[s], places[t]))
+                    twice = self._written_before(places[s], places[t])
                     for choice in analysis.choices:
                         label = len(choices[s, t])
                         if isinstance(analysis, ScanAnalysis):
                             choices[s, t].append(choice.runs)  # type: ignore[union-attr]
                         else:
                             choices[s, t].append(tuple(mapped[s, t][v] for v in choice.values))  # type: ignore[union-attr]
-                        work = max(choice.work + passing - twice, 0)
                         times[s, t].append(choice.time.seconds)
-                        options.append(Option(choice.bytes, choice.time.effort, work, label))
+                        at_once = max(choice.work + waiting - twice, 0)
+                        options.append(Option(choice.bytes, choice.time.effort, at_once, label))
                     # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes out.
                     if isinstance(analysis, Analysis) and (s, t) == (length - 1, length):
-                        work = max(analysis.plain_work + passing - twice, 0)
-                        options.append(Option(analysis.left_bytes, 0.0, work, len(choices[s, t])))
+                        at_once = max(analysis.plain_work + waiting - twice, 0)
+                        options.append(Option(analysis.left_bytes, 0.0, at_once, len(choices[s, t])))
                         choices[s, t].append(None)
                         times[s, t].append(0.0)
                 forward = sum(singles[j][0].effort for j in range(s, t))
-                work = max(singles[j][2] + _made_before(carried, s, j) for j in range(s, t))
+                work = max(work, singles[t - 1][2] + int(made[s, t - 1]))
                 spans[s, t] = Span(forward, work, sum(gradients[s:t]), tuple(options))
         chain = Chain(length, spans, tuple(value for value, _ in carried))
         forwards = tuple(single[0].seconds for single in singles)
@@ -222,6 +231,7 @@ class _Builder:
             seconds,
             len(self.analyses) + len(self.scans),
             self.shards,
+            self.loops,
         )
 
     def _finer(self, places: list[int]) -> list[int]:
@@ -230,11 +240,12 @@ class _Builder:
         Ends also when `EFFORT` operations have been differentiated for it, or would be: a stage of many operations has many places to cut.
         """
         effort = 0
-        while len(places) - 1 < stages.MOST:
+        gaps = stages.gaps(self.graph, stages.crossing(self.graph))
+        while 1 < len(places) <= stages.MOST:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             dearest = needs.index(max(needs))
             start, stop = places[dearest : dearest + 2]
-            between = stages.within(self.graph, start, stop)
+            between = [place for place in gaps if start < place < stop]
             effort += len(between) * (stop - start)
             if effort > EFFORT:
                 break
@@ -247,7 +258,7 @@ class _Builder:
 
     def _least_work(self, start: int, stop: int) -> int:
         """Returns the bytes that a stage needs at once if it keeps as little as can be."""
-        found, _ = self._analyse(start, stop)
+        found = self._analysis(start, stop)
         return max(found.forward_work, min((choice.bytes + choice.work for choice in found.choices), default=0))
 
     def _regions_to_look_at(self, places: Sequence[int]) -> list[tuple[int, int]]:
@@ -267,37 +278,40 @@ class _Builder:
 
     def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:
         """Whether stages may be one region: a scan stays alone."""
-        return t == s + 1 or not any(stages.is_scan(self.graph.ops[places[j]]) for j in range(s, t))
+        return t == s + 1 or self.loops.isdisjoint(places[s:t])
 
     def _stretch(self, start: int, stop: int) -> tuple[str, stages.Stretch, dict[int, int]]:
         key = (start, stop)
         if key not in self.digests:
             part = stages.stretch(self.graph, start, stop, self.last)
             numbers: dict[int, int] = {}
-            text = stages.digest(self.graph, part, self.active, numbers)
+            text = stages.digest(self.graph, part, self.active, numbers, self.texts)
             self.digests[key] = text, part, {number: index for index, number in numbers.items()}
         return self.digests[key]
 
-    def _inputs(self, start: int, stop: int) -> tuple[int, ...]:
-        return self._stretch(start, stop)[1].inputs
-
     def _analyse(self, start: int, stop: int) -> tuple[Analysis | ScanAnalysis, dict[int, int]]:
         """Returns what there is to choose, and the map from the values that the analysis names to those here."""
+        found = self._analysis(start, stop)
+        if isinstance(found, ScanAnalysis):
+            return found, {}
+        text, _, numbers = self._stretch(start, stop)
+        return found, {index: numbers[number] for index, number in self.analyses[text][1].items()}
+
+    def _analysis(self, start: int, stop: int) -> Analysis | ScanAnalysis:
         text, part, numbers = self._stretch(start, stop)
-        if stages.is_scan(self.graph.ops[start]):
+        if start in self.loops:
             key = f"{text}:{start}"  # its runs name values of its own body
             if key not in self.scans:
                 self.scans[key] = analyse_scan(
                     self.graph, self.graph.ops[start], self.active, self.target, self.shards, self.timed
                 )
-            return self.scans[key], {}
+            return self.scans[key]
         if text not in self.analyses:
             found = analyse(
                 self.named, start, stop, part.outputs, self.active, self.target, part.outputs, self.shards, self.timed
             )
             self.analyses[text] = found, {index: number for number, index in numbers.items()}
-        found, there = self.analyses[text]
-        return found, {index: numbers[number] for index, number in there.items()}
+        return self.analyses[text][0]
 
     def _carried(self, places: Sequence[int]) -> list[tuple[Carried, bool]]:
         """Returns the values between stages, each with whether a cotangent of it comes back."""
@@ -328,34 +342,44 @@ class _Builder:
                 bytes_[stage] += self.graph.values[index].bytes
         return bytes_
 
-    def _written_before(self, places: Sequence[int], stop: int, gradients: Sequence[int]) -> dict[int, int]:
-        """Returns the arguments, with bytes, whose gradients are there when the backward pass comes to the stage before `stop`."""
-        return {
-            index: self.graph.values[index].bytes
-            for index in self.differentiated
-            if self.last.get(index, -1) >= places[stop] and self.last[index] < len(self.graph.ops)
-        }
+    def _written_before(self, start: int, stop: int) -> int:
+        """Returns the bytes of gradients of a stretch's inputs that are there when the backward pass comes to it."""
+        return sum(
+            self.graph.values[index].bytes
+            for index in self._stretch(start, stop)[1].inputs
+            if index in self.differentiated and stop <= self.last[index] < len(self.graph.ops)
+        )
 
 
 def _stage_of(places: Sequence[int], place: int | None) -> int | None:
     if place is None or place >= places[-1]:
         return None
-    return next(j for j in range(len(places) - 1) if places[j] <= place < places[j + 1])
+    return bisect.bisect_right(places, place) - 1
 
 
 def _windows(length: int, width: int) -> Iterator[tuple[int, int]]:
     yield from ((s, s + width) for s in range(length - width + 1))
 
 
-def _passing(carried: Sequence[tuple[Carried, bool]], start: int, stop: int) -> int:
-    """Returns the bytes of cotangents that wait for an earlier stage while start..stop are at work."""
-    return sum(
-        value.bytes
-        for value, moving in carried
-        if moving and value.made < start and value.uses[-1] >= stop and not any(start <= u < stop for u in value.uses)
-    )
+def _passing(carried: Sequence[Carried], length: int) -> np.ndarray:
+    """Returns for every (start, stop) the bytes of cotangents that wait for an earlier stage while start..stop are at work.
+
+    Args:
+      carried: values whose cotangents come back.
+
+    Returns:
+      int64[length + 1, length + 1].
+    """
+    tables = np.zeros((length + 1, length + 1), np.int64)
+    for value in carried:
+        for before, after in itertools.pairwise((value.made, *value.uses)):
+            tables[before + 1, after] += value.bytes  # it waits from `after` to `before`, which neither ends
+    return np.cumsum(np.cumsum(tables[:, ::-1], axis=1)[:, ::-1], axis=0)  # start > before, stop <= after
 
 
-def _made_before(carried: Sequence[tuple[Carried, bool]], start: int, j: int) -> int:
-    """Returns the bytes made in start..j that j or a later stage uses."""
-    return sum(value.bytes for value, _ in carried if start <= value.made < j <= value.uses[-1])
+def _made_before(carried: Sequence[Carried], length: int) -> np.ndarray:
+    """Returns for every (start, j) the bytes made in start..j that j or a later stage uses, int64[length + 1, length + 1]."""
+    tables = np.zeros((length + 1, length + 1), np.int64)
+    for value in carried:
+        tables[value.made, value.made + 1 : value.uses[-1] + 1] += value.bytes
+    return np.cumsum(tables[::-1], axis=0)[::-1]  # start <= made

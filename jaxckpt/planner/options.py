@@ -181,10 +181,12 @@ def _with_copies(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
     closed = redirect(closed)
     jaxpr = _compat.open_jaxpr(closed)
     eqns = []
+    seen: set[int] = set()
     for eqn in jaxpr.eqns:
         original = named.value(eqn)
         if original is not None and not isinstance(eqn.invars[0], _compat.Literal):
-            if original not in origins.values():
+            if original not in seen:
+                seen.add(original)
                 origins[eqn.outvars[0]] = original
             eqn = _compat.copy_equation(eqn.invars[0], eqn.outvars[0], eqn)
         eqns.append(eqn)

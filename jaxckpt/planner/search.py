@@ -446,8 +446,10 @@ class _Search:
         )
 
     def _dearest(self) -> str:
-        """Says which stretch needs most."""
+        """Says which stretch needs most; nothing where the function has no operations."""
         model = self.problem.model
+        if not model.graph.ops:
+            return "The function itself has no operations."
         start, stop, needed = model.dearest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
         where = f"operations {start}–{stop}, {largest.primitive} at {pathlib.PurePath(largest.source).name}"

@@ -2,7 +2,8 @@
 
 A cut lies between two dear operations, where the least bytes cross, if no more cross there than between the neighbouring ones: in a
 transformer between the halves of a block, where only the residual stream is live, not between attention's scores and its context. A scan is
-a stage of its own. The stage that needs most at once is cut again where that makes it need less, whatever crosses there (`planner/model.py`).
+a stage of its own. Where operations follow one another that have no such place between them, they are cut where least crosses in each `LONG`
+of them. The stage that needs most at once is cut again where that makes it need less, whatever crosses there (`planner/model.py`).
 What crosses several cuts (U-Net's skips, a mask that all blocks share) is carried; see `jaxckpt.planner.chain`.
 
 Equal stretches have equal digests, so that 48 equal blocks are analysed once.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxckpt import _compat
@@ -22,6 +23,12 @@ from jaxckpt.planner.costs import is_dear
 
 MOST = 52
 """So many stages are planned for one by one; of more, neighbours are joined."""
+
+LOOPS = 25
+"""So many scans at most are planned for as loops: those that hold most. What lies between them is a stage too."""
+
+LONG = 512
+"""So many operations at most are one stage before neighbours are joined."""
 
 
 @dataclass(frozen=True)
@@ -85,39 +92,53 @@ def crossing(graph: Graph) -> list[int]:
 def cuts(graph: Graph) -> list[int]:
     """Returns where the stages begin and end: 0, ..., len(graph.ops)."""
     live = crossing(graph)
-    gaps = _gaps(graph, live)
+    between = gaps(graph, live)
     narrow = []
-    for i, place in enumerate(gaps):
-        around = [live[gaps[j]] for j in (i - 1, i + 1) if 0 <= j < len(gaps)]
+    for i, place in enumerate(between):
+        around = [live[between[j]] for j in (i - 1, i + 1) if 0 <= j < len(between)]
         if all(live[place] <= other for other in around):
             narrow.append(place)
-    loops = [p for place, op in enumerate(graph.ops) if is_scan(op) for p in (place, place + 1)]
-    return sorted({0, *narrow, *loops, len(graph.ops)})
+    ends = [end for place in loops(graph) for end in (place, place + 1)]
+    places = sorted({0, *narrow, *ends, len(graph.ops)})
+    return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _pieces(live, a, b))})
 
 
-def within(graph: Graph, start: int, stop: int) -> list[int]:
-    """Returns where a stage start..stop can be cut: between each two dear operations in it, where least crosses."""
-    return [place for place in _gaps(graph, crossing(graph)) if start < place < stop]
+def _pieces(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
+    """Yields where a stage is cut that has more than `LONG` operations."""
+    while stop - start > LONG:
+        start = min(range(start + LONG // 2, start + LONG + 1), key=lambda place: (live[place], place))
+        yield start
 
 
-def _gaps(graph: Graph, live: Sequence[int]) -> list[int]:
-    """Returns for each two dear operations in a row the place between them where least crosses."""
+def gaps(graph: Graph, live: Sequence[int]) -> list[int]:
+    """Returns for each two dear operations in a row the place between them where least crosses; `live` as of `crossing`."""
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
-    return [min(range(a + 1, b + 1), key=lambda p: (live[p], p)) for a, b in itertools.pairwise(dear)]
+    return [min(range(a + 1, b + 1), key=lambda place: (live[place], place)) for a, b in itertools.pairwise(dear)]
 
 
-def is_scan(op: Op) -> bool:
-    """Whether an operation is a loop that is planned for as a loop: a scan with something dear in it."""
+def loops(graph: Graph) -> frozenset[int]:
+    """Returns the places of the operations that are planned for as loops: scans with something dear in them, `LOOPS` at most."""
+    scans = [place for place, op in enumerate(graph.ops) if _is_scan(op)]
+
+    def holds(place: int) -> int:
+        op = graph.ops[place]
+        return int(op.params["length"]) * sum(inner.bytes for inner in op.bodies[0].ops)
+
+    return frozenset(sorted(scans, key=holds, reverse=True)[:LOOPS])
+
+
+def _is_scan(op: Op) -> bool:
     return op.primitive == "scan" and op.params["length"] > 1 and is_dear(op)
 
 
 def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], most: int = MOST) -> list[int]:
     """Returns fewer cuts where there are more than `most` stages: neighbours joined in pairs, in the way that leaves most of them equal."""
+    scans = loops(graph)
     while len(places) - 1 > most:
         stages = list(itertools.pairwise(places))
         alike = []
         for offset in (0, 1):
-            joined = _pairs(graph, stages, offset)
+            joined = _pairs(stages, scans, offset)
             alike.append((len({digest(a, b) for a, b in joined}), offset, joined))
         best = min(alike)[2]
         if len(best) == len(stages):
@@ -126,11 +147,11 @@ def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], mos
     return places
 
 
-def _pairs(graph: Graph, stages: list[tuple[int, int]], offset: int) -> list[tuple[int, int]]:
+def _pairs(stages: list[tuple[int, int]], scans: frozenset[int], offset: int) -> list[tuple[int, int]]:
     joined, at = stages[:offset], offset
     while at < len(stages):
         start, stop = stages[at]
-        if at + 1 < len(stages) and not any(is_scan(op) for op in graph.ops[start : stages[at + 1][1]]):
+        if at + 1 < len(stages) and scans.isdisjoint((start, stages[at + 1][0])):
             joined.append((start, stages[at + 1][1]))
             at += 2
         else:
@@ -139,11 +160,15 @@ def _pairs(graph: Graph, stages: list[tuple[int, int]], offset: int) -> list[tup
     return joined
 
 
-def digest(graph: Graph, part: Stretch, active: Collection[int], numbers: dict[int, int]) -> str:
+def digest(
+    graph: Graph, part: Stretch, active: Collection[int], numbers: dict[int, int], texts: dict[int, str] | None = None
+) -> str:
     """Returns a text that is equal for stretches that do the same to arrays of the same shapes, wherever they stand.
 
-    Fills `numbers`, value -> number: values of equal stretches with the same number correspond.
+    Fills `numbers`, value -> number: values of equal stretches with the same number correspond. `texts` (operation -> what it does) is filled
+    too; with one for all stretches of a graph, no operation is described twice.
     """
+    known = {} if texts is None else texts
 
     def number(index: int) -> int:
         return numbers.setdefault(index, len(numbers))
@@ -152,14 +177,21 @@ def digest(graph: Graph, part: Stretch, active: Collection[int], numbers: dict[i
 
     def write(ops: Sequence[Op]) -> None:
         for op in ops:
-            values = [graph.values[index] for index in (*op.inputs, *op.outputs)]
-            kinds = [(number(v.index), v.shape, str(v.dtype), v.index in active) for v in values]
-            params = {name: stable(param) for name, param in sorted(op.params.items())}
-            literals = [isinstance(var, _compat.Literal) for var in op.equation.invars]
-            hashed.update(f"{op.primitive}{kinds}{params}{literals};".encode())
+            if op.index not in known:
+                known[op.index] = _text(graph, op, active)
+            wires = [number(index) for index in (*op.inputs, *op.outputs)]
+            hashed.update(f"{known[op.index]}{wires};".encode())
             for body in op.bodies:
                 write(body.ops)
 
     write(part.ops)
     hashed.update(repr([number(index) for index in part.outputs]).encode())
     return hashed.hexdigest()
+
+
+def _text(graph: Graph, op: Op, active: Collection[int]) -> str:
+    values = [graph.values[index] for index in (*op.inputs, *op.outputs)]
+    kinds = [(value.shape, str(value.dtype), value.index in active) for value in values]
+    params = {name: stable(param) for name, param in sorted(op.params.items())}
+    literals = [isinstance(var, _compat.Literal) for var in op.equation.invars]
+    return f"{op.primitive}{kinds}{params}{literals}"

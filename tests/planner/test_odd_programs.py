@@ -1,0 +1,156 @@
+"""Programs with literals for operands, results that nobody reads, arrays of no bytes, or no operations at all are planned like others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxckpt
+from jaxckpt.memory.liveness import estimate_peak
+from jaxckpt.planner.search import analyse
+from tests.helpers import assert_trees_close, executions
+
+W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+X = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+
+
+def moved_literals(w, x):
+    for _ in range(3):
+        x = jnp.tanh(x @ w) * jnp.linspace(0.1, 1.0, 8)
+    x = x * jnp.expand_dims(lax.stop_gradient(2.0), 0) + lax.reshape(jnp.float32(2.0), (1, 1))
+    return jnp.sum(x * jnp.copy(3.0))
+
+
+def rounded_literal(w, x):
+    return jnp.sum(jnp.tanh(x @ w) * lax.reduce_precision(np.float32(3.3), 8, 7))
+
+
+def arrays_of_no_bytes(w, x):
+    empty = jnp.tanh(jnp.zeros((0, 8)) @ w)
+    y, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, jnp.zeros((5, 0)))
+    return jnp.sum(empty) + jnp.sum(y)
+
+
+def a_scan_that_ignores_its_carry(w, x):
+    carry, ys = lax.scan(lambda c, t: (c, jnp.tanh(t @ w)), 0.0, jnp.stack([x] * 4))
+    return jnp.sum(ys) + carry
+
+
+def a_scan_that_ignores_its_rows_and_returns_a_literal(w, x):
+    x, (twos, rows) = lax.scan(lambda c, t: (jnp.tanh(c @ w), (2.0, t)), x, jnp.arange(5.0))
+    return jnp.sum(twos) + jnp.sum(rows) + jnp.sum(x)
+
+
+def a_scan_with_a_carry_that_becomes_a_literal(w, x):
+    (x, one), _ = lax.scan(lambda c, _: ((jnp.tanh(c[0] @ w), np.float32(0.0)), None), (x, np.float32(1)), length=4)
+    return jnp.sum(x) + one
+
+
+def a_scan_that_returns_a_value_twice(w, x):
+    def body(c, _):
+        y = jnp.tanh(c @ w)
+        return y, (y, y)
+
+    x, (a, b) = lax.scan(body, x, length=4)
+    return jnp.sum(2 * a) + jnp.sum(b) + jnp.sum(x)
+
+
+def scans_of_one_and_of_no_iteration(w, x):
+    x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=1)
+    x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=0)
+    return jnp.sum(x @ w)
+
+
+def a_result_that_nobody_reads(w, x):
+    q, _ = jnp.linalg.qr(x.T @ x + jnp.eye(8))
+    return jnp.sum(q @ w)
+
+
+def an_effect_without_operands(w, x):
+    x = jnp.tanh(x @ w)
+    jax.debug.callback(lambda: None)
+    return jnp.sum(jnp.tanh(x @ w))
+
+
+def a_checkpoint_that_returns_literals_and_its_input(w, x):
+    y, two, same = jax.checkpoint(lambda v: (jnp.tanh(v @ w), 2.0, v))(x)
+    return jnp.sum(y) * two + jnp.sum(jax.checkpoint(lambda v: v)(same) @ w)
+
+
+def branches_without_operations(w, x):
+    y = lax.cond(x[0, 0] > 0, lambda v: jnp.tanh(v @ w), jnp.zeros_like, x)
+    return jnp.sum(y) + lax.switch(2, [lambda: 1.0, lambda: 2.0, lambda: jnp.sum(w)])
+
+
+def keys_and_integers(w, x):
+    for key in jax.random.split(jax.random.key(0), 2):
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.sum(x) + jnp.sum(w[jnp.argmax(x, axis=1)])
+
+
+def an_argument(w, x):
+    return w[0, 0]
+
+
+def all_the_same(w, x):
+    return jnp.sum(lax.stop_gradient(w) * w)
+
+
+PROGRAMS = [
+    moved_literals, rounded_literal, arrays_of_no_bytes, a_scan_that_ignores_its_carry,
+    a_scan_that_ignores_its_rows_and_returns_a_literal, a_scan_with_a_carry_that_becomes_a_literal,
+    a_scan_that_returns_a_value_twice, scans_of_one_and_of_no_iteration, a_result_that_nobody_reads,
+    an_effect_without_operands, a_checkpoint_that_returns_literals_and_its_input, branches_without_operations,
+    keys_and_integers, an_argument, all_the_same,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fun", PROGRAMS)
+def test_the_plan_that_keeps_least_gives_the_same_gradients(fun):
+    problem = analyse(fun, W, X, target="cpu")
+    least = problem.model.plan(problem.table.schedule(problem.table.least))
+    args = [np.random.default_rng(0).normal(size=each.shape).astype(np.float32) for each in (W, X)]
+    step = jax.value_and_grad(fun, argnums=(0, 1))
+    planned = jax.value_and_grad(least.apply(fun), argnums=(0, 1))
+    assert_trees_close(planned(*args), step(*args), rtol=1e-4, atol=1e-4)
+    assert executions(planned, W, X)["tanh"] >= executions(step, W, X)["tanh"]
+
+
+@pytest.mark.parametrize("fun", PROGRAMS)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_estimate_counts_at_least_arguments_and_gradients(fun, platform):
+    given = 4 * (8 * 8 + 64 * 8)
+    assert estimate_peak(jax.value_and_grad(fun, argnums=(0, 1)), W, X, platform=platform) >= 2 * given
+
+
+def test_a_chain_with_linspace_in_it_runs_again_what_the_budget_asks_for():
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w) * jnp.linspace(0.1, 1.0, 8)
+        return jnp.sum(x)
+
+    args = [W] * 12, jax.ShapeDtypeStruct((4096, 8), jnp.float32)
+    plan = jaxckpt.plan(loss, *args, budget="60%", target="cpu")
+    assert plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+    planned = executions(jax.value_and_grad(plan.apply(loss)), *args)
+    assert planned["tanh"] > executions(jax.value_and_grad(loss), *args)["tanh"]
+
+
+@pytest.mark.parametrize("fun", [lambda x: x, lambda x: x.reshape(())], ids=["nothing", "a reshape"])
+def test_a_function_of_no_operations_has_an_empty_plan(fun):
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    assert jaxckpt.plan(fun, x, budget="1MiB", target="cpu").regions == ()
+    unverified = jaxckpt.plan(fun, x, budget="1MiB", target="cpu", verify=False)
+    assert unverified.predicted.kept_bytes == 0
+    np.testing.assert_allclose(jax.grad(unverified.apply(fun))(3.0), 1.0)
+
+
+def test_a_budget_that_a_step_around_no_operations_exceeds_is_infeasible():
+    def step(fun):
+        return lambda x: jax.value_and_grad(lambda x: (fun(x), jnp.cumsum(jnp.ones(1000) * x)), has_aux=True)(x)
+
+    with pytest.raises(jaxckpt.InfeasibleBudgetError, match="no operations"):
+        jaxckpt.plan(
+            lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), budget=64, target="cpu", step=step, verify=False
+        )
