@@ -211,7 +211,7 @@ def copy_equation(operand: Any, result: Any, maker: Any) -> Any:
     return _copy_template().replace(invars=[operand], outvars=[result], source_info=maker.source_info)
 
 
-@_cache_in_context()
+@cache_in_context
 def _copy_template() -> Any:
     return open_jaxpr(jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct((), "float32"))).eqns[-1]
 
@@ -285,6 +285,15 @@ def is_tracer(value: Any) -> bool:
 def is_linearized(value: Any) -> bool:
     """Whether a value is being differentiated in reverse (the tracer's class is private)."""
     return type(value).__name__ == "LinearizeTracer"
+
+
+def clean_trace() -> Any:
+    """A context in which nothing is being traced, whatever is outside: what is computed in it is computed now, what is traced is traced alone.
+
+    `jax.ensure_compile_time_eval` is the public way out of a trace, and not the same: it also computes, within traces that begin in it, whatever
+    depends on no argument, so that a mask becomes a constant. `jax.core.eval_context` is not exported by every version.
+    """
+    return _core.eval_context()
 
 
 # ------------------------------------------------------------------------------------------------------------- policies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import operator
@@ -160,11 +161,13 @@ class Plan:
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
 
-        It is traced at each call with new shapes; one that the plan was not made for raises `PlanMismatchError`.
+        It is traced at each call with new shapes; one that the plan was not made for raises `PlanMismatchError`. Modules of nnx among its
+        arguments change as `fun` changes them, once a call.
         """
         from jaxckpt.core.emit import apply_plan
+        from jaxckpt.core.lift import transformed
 
-        return apply_plan(self, fun)
+        return transformed(functools.partial(apply_plan, self), fun)
 
     def check(self, graph: Graph) -> None:
         """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.

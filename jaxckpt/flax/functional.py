@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxckpt._errors import ArgumentError
+from jaxckpt.core.lift import Lifted, Whole, title
 from jaxckpt.transforms.checkpoint import checkpoint
 
 Key = TypeVar("Key")
@@ -80,13 +80,6 @@ class Arguments:
         return names, {k: f"kwargs[{k!r}]" if k in names else k for k in kwargs}
 
 
-class Whole:
-    """A leaf whose content is passed as it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 def unwrap(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Undoes `Arguments.wrap`."""
     plain = [x.value if isinstance(x, Whole) else x for x in args]
@@ -120,25 +113,7 @@ def arguments(fun: Callable[..., Any], numbers: tuple[int, ...], *, has_self: bo
     return Arguments(names, positions, frozenset(names[i] for i in positions if i < len(names)))
 
 
-def title(fun: Callable[..., Any]) -> str:
-    """Returns what to call a function in messages: "Block.__call__"."""
-    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
-
-
 # ------------------------------------------------------------------------------------------------------------- the call
-
-
-def is_array(x: Any) -> bool:
-    """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too."""
-    if isinstance(x, (jax.Array, jax.core.Tracer)):
-        return True
-    if not isinstance(x, np.ndarray):
-        return False
-    try:
-        jax.typeof(x)
-    except TypeError:  # strings, objects
-        return False
-    return True
 
 
 _ADVICE = (
@@ -147,94 +122,25 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Spec:
-    """All of some operands but their arrays.
-
-    Attributes:
-      trees: operand, its structure, the labels of its leaves.
-      constants: label -> leaf, of the leaves that are no arrays.
-    """
-
-    trees: tuple[tuple[str, Any, tuple[str, ...]], ...]
-    constants: tuple[tuple[str, Any], ...]
-
-
-def spread(operands: Mapping[str, Any]) -> tuple[dict[str, Any], Spec]:
-    """Returns the arrays in operands, by label ("x['mask']"), and what else there is.
+def run(lifted: Lifted, engine: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
+    """Returns the result of a lifted function, by way of the engine, which sees nothing but arrays.
 
     Args:
-      operands: name -> pytree of anything.
+      lifted: the function.
+      engine: turns a function of arrays into a checkpointed one.
+      arrays: of operands with the function's spec.
+
+    Raises:
+      jax.errors.ConcretizationTypeError: the function branches on an array; the message names it.
     """
-    leaves: dict[str, Any] = {}
-    trees = []
-    for operand, tree in operands.items():
-        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-        labels = tuple(operand + jax.tree_util.keystr(path) for path, _ in paths)
-        leaves.update(zip(labels, (leaf for _, leaf in paths), strict=True))
-        trees.append((operand, structure, labels))
-    arrays = {label: leaf for label, leaf in leaves.items() if is_array(leaf)}
-    return arrays, Spec(tuple(trees), tuple((label, leaf) for label, leaf in leaves.items() if label not in arrays))
-
-
-class Lifted:
-    """A function of operands as a function of arrays.
-
-    Operands that come out unchanged, as parameters do, are no results of the checkpointed function: they would only be
-    copied. Results that are no arrays are remembered from the trace.
-
-    Args:
-      fun: takes the operands, returns a pytree. May be traced more than once, so it must change nothing outside.
-      spec: of the operands.
-      name: of the function, for messages.
-    """
-
-    def __init__(self, fun: Callable[[dict[str, Any]], Any], spec: Spec, name: str) -> None:
-        self.name = name
-        self._results: tuple[Any, list[tuple[str, Any]]] | None = None
-
-        def of_arrays(arguments: dict[str, Any]) -> list[Any]:
-            leaves = {**dict(spec.constants), **arguments}
-            out = fun({key: jax.tree.unflatten(tree, [leaves[k] for k in labels]) for key, tree, labels in spec.trees})
-            values, structure = jax.tree.flatten(out)
-            unchanged = {id(array): label for label, array in arguments.items()}
-            computed: list[Any] = []
-            places: list[tuple[str, Any]] = []
-            for value in values:
-                if id(value) in unchanged:
-                    places.append(("operand", unchanged[id(value)]))
-                elif isinstance(value, jax.core.Tracer):
-                    places.append(("computed", len(computed)))
-                    computed.append(value)
-                else:
-                    places.append(("constant", value))
-            self._results = structure, places
-            return computed
-
-        of_arrays.__name__ = of_arrays.__qualname__ = name
-        self._of_arrays = of_arrays
-
-    def __call__(self, engine: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
-        """Returns the function's result, by way of the engine, which sees nothing but arrays.
-
-        Args:
-          engine: turns a function of arrays into a checkpointed one.
-          arrays: of operands with the spec.
-
-        Raises:
-          jax.errors.ConcretizationTypeError: the function branches on an array; the message names it.
-        """
-        try:
-            computed = engine(self._of_arrays)(dict(arrays))
-        except jax.errors.ConcretizationTypeError as error:
-            advised = any(note.endswith(_ADVICE) for note in getattr(error, "__notes__", ()))  # by a checkpoint inside
-            if not advised:
-                error.add_note(f"{self.name} is checkpointed, so its arguments that are arrays are traced. {_ADVICE}")
-            raise
-        assert self._results is not None, "the engine did not trace the function"
-        structure, places = self._results
-        pick = {"operand": arrays.__getitem__, "computed": computed.__getitem__, "constant": lambda constant: constant}
-        return jax.tree.unflatten(structure, [pick[kind](place) for kind, place in places])
+    try:
+        computed = engine(lifted.of_arrays)(dict(arrays))
+    except jax.errors.ConcretizationTypeError as error:
+        advised = any(note.endswith(_ADVICE) for note in getattr(error, "__notes__", ()))  # by a checkpoint inside
+        if not advised:
+            error.add_note(f"{lifted.name} is checkpointed, so its arguments that are arrays are traced. {_ADVICE}")
+        raise
+    return lifted.result(arrays, computed)
 
 
 # -------------------------------------------------------------------------------------------------------------- classes

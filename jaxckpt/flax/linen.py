@@ -31,16 +31,15 @@ from flax.linen import module as linen_module
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt.core.lift import Lifted, spread, title
 from jaxckpt.flax.functional import (
     Arguments,
-    Lifted,
     Options,
     Rules,
     arguments,
     cached,
-    spread,
+    run,
     subclass,
-    title,
     unwrap,
 )
 from jaxckpt.flax.linen_streams import layered
@@ -108,7 +107,7 @@ def _transform(made: Options, static: Arguments, name: str) -> Callable[..., Any
 
                 operands = {"<variables>": variables, "<rngs>": rngs, **dict(zip(names, args, strict=True))}
                 arrays, spec = spread(operands | {keywords[key]: x for key, x in kwargs.items()})
-                return Lifted(fun, spec, name)(made.engine, arrays)
+                return run(Lifted(fun, spec, name), made.engine, arrays)
 
             packed = lift.pack(inner, (True,), (True,), (True,), name="checkpoint", enable_kwargs=True)
             return packed(scopes, *args, **kwargs)

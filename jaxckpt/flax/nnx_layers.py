@@ -19,7 +19,8 @@ from flax import nnx
 from flax.nnx import graphlib
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.flax.functional import cached, is_array, subclass
+from jaxckpt.core.lift import is_array
+from jaxckpt.flax.functional import cached, subclass
 from jaxckpt.flax.nnx import same_graph
 from jaxckpt.flax.stack import Stack, check_result
 from jaxckpt.flax.trees import stacked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time as clock
@@ -12,8 +13,10 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
-from jaxckpt.core.graph import trace
+from jaxckpt.core import lift
+from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.gradient import PLAIN, suited
 from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
@@ -190,16 +193,19 @@ def compare(
     """
     _check(variants)
     resolved = resolve(target)
-    steps = {name: step(fun) for name, fun in variants.items()}
-    if step in (jax.value_and_grad, jax.grad):
+    first = next(iter(variants.values()))
+    lift.refuse_traced(first, args, "compare")
+    if step in PLAIN:
         for name, fun in variants.items():
             check_differentiable(name, fun, args)
+    step = suited(step, args)
+    steps = {name: step(fun) for name, fun in variants.items()}
     total = len(variants) * (2 if time else 1)
     report = progress or (lambda done, total, what: None)
     measured = []
     left_out: list[tuple[str, str]] = []
     unfit: DoesNotFitError | None = None
-    sharded = any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in jax.tree.leaves(args))
+    sharded = any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in lift.leaves(first, args))
     for done, (name, fun) in enumerate(steps.items()):
         report(done, total, f"compiling {name}")
         graph = trace(fun, *args)
@@ -278,15 +284,15 @@ def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ..
     """Raises NotDifferentiableError where the gradient of `fun` with respect to its first argument does not exist."""
     if not args:
         raise NotDifferentiableError(f"{name} has nothing to differentiate: it takes no arguments.")
-    leaves = jax.tree_util.tree_leaves_with_path(args[0])
-    wrong = [(path, leaf) for path, leaf in leaves if not is_inexact(leaf)]
-    if wrong or not leaves:
-        got = f"args[0]{jax.tree_util.keystr(wrong[0][0])} is {wrong[0][1].dtype}" if wrong else "it has no arrays"
+    call = lift.take(fun, args[:1], {})
+    wrong = [(path, leaf) for path, leaf in call.paths() if not is_inexact(leaf)]
+    if len(wrong) == len(call.paths()):
+        got = f"{wrong[0][0]} is {jax.typeof(wrong[0][1]).dtype}" if wrong else "it has no arrays"
         raise NotDifferentiableError(
             f"{name} has nothing to differentiate: the first argument must be of floating-point dtypes, since gradients are taken with "
             f"respect to it; {got}. Put the parameters first, or pass a step of your own."
         )
-    out = jax.tree.leaves(jax.eval_shape(fun, *args))
+    out = jax.tree.leaves(lift.result_of(fun, args))
     if len(out) != 1 or out[0].shape != () or not is_inexact(out[0]):
         kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in out) or "nothing"
         raise NotDifferentiableError(
@@ -307,23 +313,30 @@ def time_steps(
       args: real arrays, of all steps.
       report: called as `report(done, what)` before each step is compiled.
     """
-    args = jax.device_put(args)
     compiled = {}
     for done, (name, fun) in enumerate(steps.items()):
         report(done, f"timing {name}")
-        jitted = fun if hasattr(fun, "lower") else jax.jit(fun, compiler_options=compiler_options() or None)
-        jax.block_until_ready(jitted(*args))
-        compiled[name] = jitted
+        compiled[name] = lift.attempt(fun, args, {}, functools.partial(_runnable, fun))
     runs: dict[str, list[float]] = {name: [] for name in compiled}
     start = clock.perf_counter()
     for done in range(ROUNDS[-1]):
         if done >= ROUNDS[0] and (clock.perf_counter() - start) * (done + 1) / done > TIMING_SECONDS:
             break
-        for name, jitted in compiled.items():
+        for name, run in compiled.items():
             before = clock.perf_counter()
-            jax.block_until_ready(jitted(*args))
+            jax.block_until_ready(run())
             runs[name].append(clock.perf_counter() - before)
     return {name: statistics.median(times) for name, times in runs.items()}
+
+
+def _runnable(fun: Callable[..., Any], call: lift.Taken) -> Callable[[], Any]:
+    """Returns what runs a step on its arguments, compiled and run once; the state of objects among them stays what it is."""
+    args = jax.device_put(call.args)
+    jitted = jax.jit(call.fun, compiler_options=compiler_options() or None)
+    if call.whole and hasattr(fun, "lower"):
+        jitted = fun  # type: ignore[assignment]
+    jax.block_until_ready(jitted(*args))
+    return functools.partial(jitted, *args)
 
 
 def _row_to_json(row: Row) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError
+from jaxckpt.core import lift
 from jaxckpt.core.units import format_bytes, parse_bytes
 from jaxckpt.memory import assign, buffers, cache
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
@@ -185,12 +186,13 @@ def measure(
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
+    lift.refuse_traced(fun, args, "measure")
     resolved = resolve(target)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
     lowered = _lower(fun, args, resolved)
     entry = None
     if cache.enabled():
-        entry = cache.entry(lowered, resolved.name, _devices(args, resolved), options)
+        entry = cache.entry(lowered, resolved.name, _devices(lift.leaves(fun, args), resolved), options)
     if entry is not None:
         known = cache.load(entry, _FIGURES)
         if known is not None and not (generate_code and known.figures["code_bytes"] is None):
@@ -207,10 +209,10 @@ def measure(
     return report
 
 
-def _devices(args: tuple[Any, ...], target: Target) -> list[Any]:
+def _devices(args: Sequence[Any], target: Target) -> list[Any]:
     """Returns what a lowered program does not say of its devices: their kind, and their order in the meshes of the arguments."""
     first = target.devices[0]
-    moved = [_move(getattr(leaf, "sharding", None), target) for leaf in jax.tree.leaves(args)]
+    moved = [_move(getattr(leaf, "sharding", None), target) for leaf in args]
     meshes = {sharding.mesh for sharding in moved if isinstance(sharding, NamedSharding)}
     orders = [[device.id for device in mesh.devices.flat] for mesh in meshes if isinstance(mesh, Mesh)]
     return [first.device_kind, os.cpu_count() if target.platform == "cpu" else None, sorted(orders)]
@@ -228,12 +230,23 @@ def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> lis
 
 
 def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Any:
-    jitted: Any = fun if hasattr(fun, "trace") and hasattr(fun, "lower") else jax.jit(fun)
     start_backend()
+    is_jitted = hasattr(fun, "trace") and hasattr(fun, "lower")
+
+    def traced(call: lift.Taken) -> Any:
+        args = jax.tree.map(lambda leaf: abstract(leaf, target), call.args)
+        if is_jitted:
+            args, _ = call.restore((args, {}))
+            return fun.trace(*args)  # type: ignore[attr-defined]
+        return jax.jit(call.fun).trace(*args)
+
     # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
-    traced = jitted.trace(*jax.tree.map(lambda leaf: abstract(leaf, target), args))
+    found = lift.attempt(fun, args, {}, traced)
     with jax.default_device(target.devices[0]):
-        return traced.lower(lowering_platforms=(target.platform,))
+        lowered = found.lower(lowering_platforms=(target.platform,))
+    while hasattr(lowered, "lowered"):  # what nnx.jit returns is a wrapper of JAX's
+        lowered = lowered.lowered
+    return lowered
 
 
 def abstract(leaf: Any, target: Target) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError
-from jaxckpt.core.graph import trace
+from jaxckpt.core import lift
 from jaxckpt.memory.residuals import is_inexact
 
 # Recomputation repeats the same operations, but XLA may order and fuse them in another way. Per dtype, the relative error that this makes; of
@@ -93,10 +94,15 @@ def verify(
     """
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol >= 0):
         raise ArgumentError("rtol", "a number of at least 0, or None", rtol)
+    lift.refuse_traced(reference, args, "verify")
     args = fill(args, seed)
     if rtol is None:
         rtol = _tolerance(reference, args)
-    got, expected = (_outputs_and_gradients(each, args, seed) for each in (fun, reference))
+    alike = functools.wraps(reference)(lambda *args: fun(*args))  # so that its arguments are called alike
+    got, expected = (
+        lift.attempt(each, args, {}, functools.partial(_outputs_and_gradients, name=_name(each), seed=seed))
+        for each in (alike, reference)
+    )
     differences = [*_compare(got[0], expected[0], "output"), *_compare(got[1], expected[1], "gradient of args", FLOOR)]
     worst = max(differences, key=lambda difference: difference.relative)
     wrong = sum(difference.relative > rtol for difference in differences)
@@ -139,19 +145,20 @@ def _fill(leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
 
 
 def _tolerance(fun: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    dtypes = {value.dtype for value in trace(fun, *args).values if value.dtype is not None}
+    dtypes = {value.dtype for value in lift.trace_call(fun, *args).values if value.dtype is not None}
     inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     return max((TOLERANCES.get(str(dtype), COARSEST) for dtype in inexact), default=0.0)
 
 
-def _outputs_and_gradients(fun: Callable[..., Any], args: tuple[Any, ...], seed: int) -> tuple[Any, Any]:
-    """Returns (outputs, gradients): gradients shaped as `args`, None for what is not differentiated."""
-    leaves, tree = jax.tree.flatten(args)
+def _outputs_and_gradients(call: lift.Taken, *, name: str, seed: int) -> tuple[Any, Any]:
+    """Returns (outputs, gradients): gradients shaped as the arguments, None for what is not differentiated."""
+    fun = call.everything
+    leaves, tree = jax.tree.flatten(call.args if call.whole else call.args[0])
     active = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
     if not active:
         dtypes = sorted({str(jnp.result_type(leaf)) for leaf in leaves})
         raise NotDifferentiableError(
-            f"{_name(fun)} has nothing to differentiate: no argument is of a floating-point or complex dtype; got {dtypes or 'no arrays'}."
+            f"{name} has nothing to differentiate: no argument is of a floating-point or complex dtype; got {dtypes or 'no arrays'}."
         )
 
     def run(leaves: list[Any]) -> tuple[Any, list[Any]]:
@@ -159,13 +166,14 @@ def _outputs_and_gradients(fun: Callable[..., Any], args: tuple[Any, ...], seed:
             merged = list(leaves)
             for i, leaf in zip(active, inexact):
                 merged[i] = leaf
-            out = fun(*jax.tree.unflatten(tree, merged))
+            given = jax.tree.unflatten(tree, merged)
+            out = fun(*given) if call.whole else fun(given)
             return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
 
         smooth, pull_back, out = jax.vjp(differentiated, [jnp.asarray(leaves[i]) for i in active], has_aux=True)
         if not smooth:
             raise NotDifferentiableError(
-                f"{_name(fun)} has nothing to differentiate: no output is of a floating-point or complex dtype."
+                f"{name} has nothing to differentiate: no output is of a floating-point or complex dtype."
             )
         keys = jax.random.split(jax.random.key(seed + 1), len(smooth))
         cotangents = [_cotangent(leaf, key) for leaf, key in zip(smooth, keys)]

@@ -24,10 +24,12 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
+from jaxckpt.core import lift
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
-from jaxckpt.core.graph import trace
+from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.gradient import suited
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import calls, search
 from jaxckpt.planner.budget import DEVICE, check_budget, normal, resident_bytes, resolve_budget
@@ -131,11 +133,23 @@ def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLi
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """A plan and the function as it is under the plan: a jaxpr of its array leaves. None where it closes over what is being traced."""
+    """A plan and the function as it is under the plan: a jaxpr of its array leaves. None where it closes over what is being traced.
+
+    What the jaxpr returns is of the structure `out_tree`; where the call has objects, `results` says what it is: see `lift.Lifted.results`.
+    """
 
     plan: Plan
     jaxpr: Any = None
     out_tree: Any = None
+    results: Any = None
+
+    def finish(self, call: Call, out: list[Any]) -> Any:
+        """Returns the result of a call, of what the jaxpr returned."""
+        if call.taken is None:
+            return jax.tree.unflatten(self.out_tree, out)
+        assert call.taken.lifted is not None
+        call.taken.lifted.results = self.results
+        return call.taken.finish(out)
 
 
 class _Auto:
@@ -143,37 +157,48 @@ class _Auto:
 
     def __init__(self, fun: Callable[..., Any], settings: _Settings, folder: pathlib.Path | None) -> None:
         self.fun, self.settings, self.folder = fun, settings, folder
-        self.signature = calls.signature_of(fun)
+        self.signature = lift.signature_of(fun)
         self.lock = threading.Lock()
         self.here = threading.local()
+        self.valued: set[Any] = set()  # keys of calls with numbers whose values the function needs
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the function's value, by its plan."""
         if getattr(self.here, "busy", False):  # the function calls itself, or this is the planner's own trace of it
             return self.fun(*args, **kwargs)
-        call = self._parse(args, kwargs)
-        planned = self._planned(call)
+        call, planned = self._found(args, kwargs)
         if planned.jaxpr is None:
             with self._busy():
-                fun, args, _ = calls.closed(call, self.fun)
-                return planned.plan.apply(fun)(*args)
+                closed = calls.closed(call, self.fun)
+                return planned.plan.apply(closed.fun)(*closed.args)
         out = _compat.eval_jaxpr(
             _compat.open_jaxpr(planned.jaxpr), _compat.jaxpr_consts(planned.jaxpr), *map(calls.array, call.arrays)
         )
-        return jax.tree.unflatten(planned.out_tree, out)
+        return planned.finish(call, out)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Returns the plan; one for sharded arguments also serves calls of these shapes where no sharding can be seen."""
-        call = self._parse(args, kwargs)
-        plan = self._planned(call).plan
+        call, planned = self._found(args, kwargs)
         unsharded = call.without_shardings()
         if unsharded is not None:
             with self.lock:
                 _plans_of(self).setdefault(unsharded.key, _plans_of(self)[call.key])
-        return plan
+        return planned.plan
 
-    def _parse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return calls.parse(args, kwargs, self.signature, self.settings.static_places)
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Planned]:
+        """Takes a call apart and returns what is planned for it: with numbers as arrays, or as they are if the function needs their values."""
+        parse = functools.partial(calls.parse, args, kwargs, self.signature, self.settings.static_places, self.fun)
+        call = parse()
+        if call.key not in self.valued:
+            try:
+                return call, self._planned(call)
+            except lift.VALUE_NEEDED as error:
+                if isinstance(error, JaxckptError) or not any(map(lift.is_number, call.arrays)):
+                    raise
+        valued = parse(numbers=False)
+        planned = self._planned(valued)
+        self.valued.add(call.key)
+        return valued, planned
 
     def _planned(self, call: Call) -> _Planned:
         plans = _plans_of(self)
@@ -197,15 +222,18 @@ class _Auto:
 
     def _make(self, call: Call) -> _Planned:
         with self._busy():
-            fun, args, closes = calls.closed(call, self.fun)
-            shapes = jax.tree.map(calls.abstract, args)
+            closed = calls.closed(call, self.fun)
             # Nothing here is to become part of a trace that the call may be in: planning compiles, and may run, functions of its own.
-            with jax.ensure_compile_time_eval():
-                plan = self._stored_or_new(call, fun, shapes)
-                if closes:
+            with _compat.clean_trace():
+                plan = self._stored_or_new(call, closed.fun, closed.shapes)
+                if closed.closes:
                     return _Planned(plan)
-                jaxpr, out = jax.make_jaxpr(plan.apply(fun), return_shape=True)(*shapes)
-        return _Planned(plan, jaxpr, jax.tree.structure(out))
+                if call.taken is None:
+                    jaxpr, out = jax.make_jaxpr(plan.apply(closed.fun), return_shape=True)(*closed.shapes)
+                    return _Planned(plan, jaxpr, jax.tree.structure(out))
+                jaxpr = jax.make_jaxpr(plan.apply(call.taken.fun))(*calls.shapes_of(call))
+                assert call.taken.lifted is not None
+                return _Planned(plan, jaxpr, results=call.taken.lifted.results)
 
     def _stored_or_new(self, call: Call, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> Plan:
         settings = self.settings
@@ -254,11 +282,14 @@ class _Auto:
     def _file_name(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> str:
         """Returns a name that is the same for the same step and settings, in any process."""
         settings = self.settings
+        step = suited(settings.step, shapes)
         facts = {
             "format": FORMAT,
             "jax": jax.__version__,
-            "step": trace(settings.step(fun), *shapes).fingerprint,
-            "shardings": [str(leaf.sharding) for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None],
+            "step": trace(step(fun), *shapes).fingerprint,
+            "shardings": [
+                str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None
+            ],
             "budget": normal(settings.budget),
             "target": resolve(settings.target).name,
             "actions": [repr(action) for action in settings.actions],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
+from jaxckpt.core import lift
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +36,18 @@ class Call:
       arrays: the leaves that are arrays or numbers, in order.
       statics: place among all leaves -> a leaf that is neither.
       avals: of `arrays`: (abstract value, whether its type is weak, sharding or None).
+      taken: the call taken apart, where there are objects among its arguments that it may change; `arrays` and `statics` are then those of that.
+      fun, args: then, the call that is taken apart: of positional arguments, static leaves wrapped.
       key: what calls with one plan have in common.
     """
 
     tree: Any
     arrays: list[Any]
-    statics: dict[int, Any]
+    statics: dict[Any, Any]
     avals: tuple[Any, ...]
+    taken: lift.Taken | None = None
+    fun: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
     key: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +61,15 @@ class Call:
         axes = [kind for each in shardings for kind in getattr(getattr(each, "mesh", None), "axis_types", ())]
         if not shardings or jax.sharding.AxisType.Explicit in axes:
             return None
-        return Call(self.tree, self.arrays, self.statics, tuple((*aval[:2], None) for aval in self.avals))
+        return Call(
+            self.tree,
+            self.arrays,
+            self.statics,
+            tuple((*aval[:2], None) for aval in self.avals),
+            self.taken,
+            self.fun,
+            self.args,
+        )
 
     def whole(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) with `arrays` for its arrays."""
@@ -76,7 +89,13 @@ class Call:
 
 
 def parse(
-    args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature | None, static: tuple[int, ...]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    signature: inspect.Signature | None,
+    static: tuple[int, ...],
+    fun: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs),
+    *,
+    numbers: bool = True,
 ) -> Call:
     """Takes a call apart.
 
@@ -84,15 +103,13 @@ def parse(
       args, kwargs: of the call.
       signature: the function's, by which keyword arguments are taken as positional ones where they can be; None where it has none.
       static: numbers of positional arguments that are static as a whole.
+      fun: the function; only calls with objects among their arguments depend on it.
+      numbers: whether Python's numbers, not bools, are taken for arrays.
 
     Raises:
       ArgumentError: a number is out of range, or something that is no array cannot be hashed.
     """
-    if kwargs and signature is not None:
-        # The first argument is the first, however it is passed. A call that does not fit is the function's own error, later.
-        with contextlib.suppress(TypeError):
-            bound = signature.bind(*args, **kwargs)
-            args, kwargs = bound.args, dict(bound.kwargs)
+    args, kwargs = lift.by_position(signature, args, kwargs)
     for number in static:
         if not -len(args) <= number < len(args):
             raise ArgumentError(
@@ -101,18 +118,43 @@ def parse(
             )  # fmt: skip
     places = {number % len(args) for number in static}
     args = tuple(_Static(arg) if i in places else arg for i, arg in enumerate(args))
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays, avals, statics = [], [], {}
-    for place, leaf in enumerate(leaves):
-        aval = _aval(leaf)
-        if aval is not None:
-            arrays.append(leaf)
-            avals.append(aval)
-            continue
-        statics[place] = leaf
-    if unhashable := [_value(leaf) for leaf in statics.values() if not _hashable(_value(leaf))]:
+    statics: dict[Any, Any]
+    described = lambda leaf: _aval(leaf) if numbers or not lift.is_number(leaf) else None
+    bare, whole_args = lift.unbound(fun, args)
+    if lift.has_objects((whole_args, kwargs)):
+        of_positions = _of_positions(bare, bool(kwargs))
+        whole_args = (*whole_args, kwargs) if kwargs else whole_args
+        # Wrapped, so that who plans takes nothing for an array that is none here.
+        whole_args = lift.map_leaves(
+            lambda leaf: leaf if described(leaf) is not None else _Static(_value(leaf)), whole_args
+        )
+        taken = lift.take(of_positions, whole_args, {})
+        assert taken.lifted is not None, "objects are no arrays"
+        arrays, tree = jax.tree.leaves(taken.args), taken.key
+        statics = dict(taken.lifted.spec.constants)
+        call = functools.partial(
+            Call, tree, arrays, statics, tuple(map(_aval, arrays)), taken, of_positions, whole_args
+        )
+    else:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        avals = list(map(described, leaves))
+        statics = {place: leaf for place, (leaf, aval) in enumerate(zip(leaves, avals)) if aval is None}
+        arrays = [leaf for leaf, aval in zip(leaves, avals) if aval is not None]
+        call = functools.partial(Call, tree, arrays, statics, tuple(aval for aval in avals if aval is not None))
+    if unhashable := [value for value in (*map(_value, statics.values()), tree) if not _hashable(value)]:
         raise ArgumentError("args", "arrays, numbers, or else hashable", unhashable)
-    return Call(tree, arrays, statics, tuple(avals))
+    return call()
+
+
+def _of_positions(fun: Callable[..., Any], keywords: bool) -> Callable[..., Any]:
+    """Returns the function for arguments that may be static as a whole; with `keywords` the last one is the dictionary of those by keyword."""
+
+    def call(*args: Any) -> Any:
+        *given, last = lift.map_leaves(_value, args)
+        return fun(*given, **last) if keywords else fun(*given, last)
+
+    call.__name__ = call.__qualname__ = lift.title(fun)
+    return call
 
 
 def _hashable(value: Any) -> bool:
@@ -158,36 +200,69 @@ def array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf)
 
 
-def closed(call: Call, fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
-    """Returns a function of positional pytrees of arrays, its arguments, and whether it had to be closed.
+def shapes_of(call: Call) -> Any:
+    """Returns the arguments of a call's function of arrays (of `call.taken.fun`, where there are objects), as shapes."""
+    return jax.tree.map(abstract, call.positional() if call.taken is None else call.taken.args)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A call as what is planned.
+
+    Attributes:
+      fun, args: a function of positional arguments, pytrees of arrays and objects, and its arguments.
+      shapes: the arguments with shapes for arrays.
+      closes: whether the function closes over values being traced. Those are one argument more.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    shapes: tuple[Any, ...]
+    closes: bool
+
+
+def closed(call: Call, fun: Callable[..., Any]) -> Closed:
+    """Returns a call as what is planned.
 
     A function that closes over values being traced (a lambda within a train step does) gets those as one argument more, so that it can
     be planned by itself. It is traced for that at each call.
     """
+    taken = call.taken
 
     def of_arrays(*args: Any) -> Any:
         whole_args, kwargs = call.whole(jax.tree.leaves(args))
         return fun(*whole_args, **kwargs)
 
     functools.update_wrapper(of_arrays, fun)
-    args = call.positional()
-    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*jax.tree.map(abstract, args))
-    consts = _compat.jaxpr_consts(jaxpr)
-    if not any(map(_compat.is_tracer, consts)):
-        return of_arrays, args, False
+    shapes = shapes_of(call)
+    jaxpr, out = jax.make_jaxpr(of_arrays if taken is None else taken.fun, return_shape=True)(*shapes)
+    captured = _compat.jaxpr_consts(jaxpr)
+    closes = any(map(_compat.is_tracer, captured))
     out_tree = jax.tree.structure(out)
+    run = functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(jaxpr))
+    if taken is None:
 
-    def of_everything(*args: Any) -> Any:
+        def of_everything(*args: Any) -> Any:
+            *given, captured = args
+            return jax.tree.unflatten(out_tree, run(captured, *jax.tree.leaves(given)))
+
+        args = call.positional()
+        if not closes:
+            return Closed(of_arrays, args, shapes, False)
+        functools.update_wrapper(of_everything, fun)
+        return Closed(of_everything, (*args, captured), (*shapes, jax.tree.map(abstract, captured)), True)
+
+    assert call.fun is not None and taken.lifted is not None
+    abstract_args, _ = taken.restore((shapes, {}))
+    if not closes:
+        return Closed(call.fun, call.args, abstract_args, False)
+    positions, results = call.fun, taken.lifted.results
+
+    def of_objects(*args: Any) -> Any:
         *given, captured = args
-        flat = _compat.eval_jaxpr(_compat.open_jaxpr(jaxpr), captured, *jax.tree.leaves(given))
-        return jax.tree.unflatten(out_tree, flat)
+        again = lift.take(positions, tuple(given), {})
+        assert again.lifted is not None
+        again.lifted.results = results
+        return again.finish(run(captured, *jax.tree.leaves(again.args)))
 
-    return functools.update_wrapper(of_everything, fun), (*args, consts), True
-
-
-def signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns a function's signature, or None where it has none."""
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # some builtins have none
-        return None
+    return Closed(of_objects, (*call.args, captured), (*abstract_args, jax.tree.map(abstract, captured)), True)

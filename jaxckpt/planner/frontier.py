@@ -11,7 +11,8 @@ import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
-from jaxckpt.core.graph import trace
+from jaxckpt.core.lift import refuse_traced
+from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, resolve
@@ -187,6 +188,7 @@ def frontier(
     budgets = tuple(budgets) if not isinstance(budgets, str) else (budgets,)
     if not budgets:
         raise ArgumentError("budgets", "at least one budget", budgets)
+    refuse_traced(fun, args, "frontier")
     problem = search.analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
     return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
 

@@ -17,10 +17,13 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
+from jaxckpt.core import lift
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
-from jaxckpt.core.graph import Graph, aval_bytes, trace
+from jaxckpt.core.graph import Graph, aval_bytes
+from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import MemoryEstimate, Plan
 from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.gradient import suited
 from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
@@ -40,6 +43,8 @@ CLOSE = 0.02
 """A plan within this share below its budget is not tried to be bettered by another compilation."""
 MARGIN = 0.005
 """After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
+ENDLESS = 2**62
+"""Bytes that hold anything; solvers count in 64 bits."""
 COSTS = ("roofline", "measured")
 
 _OPAQUE = {
@@ -102,6 +107,8 @@ def plan(
     >>> found.measured_bytes <= found.budget, found.measured_bytes < found.unplanned_bytes
     (True, True)
     """
+    if verify and callable(fun):
+        lift.refuse_traced(fun, args, "plan (unless verify=False)")
     problem = analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
     return problem.plan(budget, verify=verify, solver=solver, progress=progress)
 
@@ -130,15 +137,16 @@ def analyse(
     if costs == "measured" and not (resolved.local or resolved.platform == jax.default_backend() == "cpu"):
         hint = "Leave out the target to plan for this machine."
         raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
+    step = suited(step, args)
     seen = _observe(fun, step, args)
-    graph = trace(fun, *seen.args, **seen.kwargs)
+    graph = trace(seen.fun, *seen.args, **seen.kwargs)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
     differentiated = [arguments[place] for place in seen.differentiated]
     shards = WHOLE
     if _sharded(args):
         if progress is not None:
             progress(0, 1, "reading how the compiler shards")
-        shards = read(graph, args, jax.tree.leaves((seen.args, seen.kwargs)), resolved)
+        shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
     model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
     return Problem(fun, args, step, resolved, graph, model)
@@ -146,8 +154,12 @@ def analyse(
 
 @dataclass
 class _Seen:
-    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in."""
+    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in.
 
+    The function is one of arrays alone: see `jaxckpt.core.lift`.
+    """
+
+    fun: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     differentiated: tuple[int, ...] = ()
@@ -157,17 +169,18 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
     """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it was asked for."""
     calls: list[tuple[_Seen, set[int]]] = []
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+    def watch(call: lift.Taken) -> Any:
+        leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         abstract = [_weakly(x) if hasattr(x, "shape") else x for x in leaves]
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
-        calls.append((_Seen(abstract_args, abstract_kwargs), asked))
+        calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
         leaves = [_watch(asked, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(tree, leaves)
-        return fun(*args, **kwargs)
+        return call.fun(*args, **kwargs)
 
-    jax.eval_shape(step(watched), *args)
+    watched = lift.through(fun, lambda call: call.finish(watch(call)))
+    lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
     for seen, asked in calls:
         if asked:
             return _with(seen, asked)
@@ -227,7 +240,7 @@ class Problem:
     ) -> None:
         self.fun, self.args, self.step, self.target = fun, args, step, target
         self.graph, self.model = graph, model
-        self.argument_bytes = _per_device(args)
+        self.argument_bytes = _per_device(lift.leaves(fun, args))
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
         self._tries: dict[Schedule, _Try] = {}
@@ -260,17 +273,20 @@ class Problem:
                     raise
                 return error.needed_bytes
 
-        return resolve_budget(budget, unplanned=peak, target=self.target, resident=resident_bytes(self.args))
+        return resolve_budget(
+            budget, unplanned=peak, target=self.target, resident=resident_bytes(lift.leaves(self.fun, self.args))
+        )
 
     def plan(
         self, budget: int | str, *, verify: bool = True, solver: str = "chain", progress: Progress | None = None
     ) -> Plan:
         """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
-        solve: Solver = solver_named(solver)
-        if solver == "chain":  # solved once for all budgets
+        named: Solver = solver_named(solver)
 
-            def solve(chain: Chain, budget: int) -> Schedule | None:
-                return self.table.schedule(budget)
+        def solve(chain: Chain, budget: int) -> Schedule | None:
+            budget = min(budget, ENDLESS)
+            # The exact solution is made once for all budgets.
+            return self.table.schedule(budget) if solver == "chain" else named(chain, budget)
 
         report = progress or (lambda done, total, what: None)
         limit = self.budget_bytes(budget)

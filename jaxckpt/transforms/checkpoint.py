@@ -15,6 +15,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
 from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
+from jaxckpt.core.lift import anything
 from jaxckpt.policies import Policy, resolve
 from jaxckpt.transforms import statics
 
@@ -53,7 +54,8 @@ def checkpoint(
     each few layers (`checkpoint_sequential`).
 
     Args:
-      fun: a function of pytrees of arrays, with any number of outputs. Left out: a decorator is returned.
+      fun: a function of pytrees of arrays, with any number of outputs. Leaves that are no arrays (functions, strings) are passed as they are;
+        modules of nnx among the arguments change as `fun` changes them, once a call. Left out: a decorator is returned.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`. With None, or JAX's
         own, or a policy that keeps nothing or everything, the result is `jax.checkpoint(fun)`.
         Another `Policy` is decided when `fun` is traced, at each call with new shapes.
@@ -94,7 +96,7 @@ def checkpoint(
     if is_jaxs:
         plain = lambda dynamic: jax.checkpoint(dynamic, policy=own, prevent_cse=barriers)
         if static is None and not isinstance(resolved, Policy):
-            return plain(fun)
+            return anything(plain(fun), fun, plain)
         return _calling(fun, static, plain, old=isinstance(resolved, Policy))
     assert isinstance(resolved, Policy)
     return _calling(fun, static, functools.partial(_by_policy, policy=resolved, prevent_cse=barriers), old=True)
@@ -175,7 +177,7 @@ def _calling(
       engine: makes the checkpointed function of one without static arguments.
       old: whether checkpoints are to be the old ones where JAX's new ones are not finished: see `_compat.working_checkpoints`.
     """
-    whole = engine(fun)
+    whole = anything(engine(fun), fun, engine)
 
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -183,6 +185,6 @@ def _calling(
             if static is None:
                 return whole(*args, **kwargs)
             dynamic, args, kwargs = static.closed(args, kwargs)
-            return engine(dynamic)(*args, **kwargs)
+            return anything(engine(dynamic), dynamic, engine)(*args, **kwargs)
 
     return checkpointed

@@ -1,0 +1,457 @@
+"""A call of anything as a call of arrays: what is no array goes around, and state is put back once.
+
+All that is planned, checkpointed or compiled is a function of arrays that may be traced more than once. A user's call may be neither: there
+are strings and functions among the leaves of its arguments, and modules of nnx whose Variables it changes. So `take` takes a call apart: into a
+function of arrays, the arrays, and what makes the call's result of that function's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt.core.graph import Graph, trace
+
+T = TypeVar("T")
+
+
+# ------------------------------------------------------------------------------------------------------------- the leaves
+
+
+def is_array(x: Any) -> bool:
+    """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too, and NumPy's scalars."""
+    if isinstance(x, (jax.Array, jax.core.Tracer)):
+        return True
+    if isinstance(x, (str, bytes, jax.ShapeDtypeStruct)) or callable(x) or is_number(x):
+        return False
+    try:
+        jax.typeof(x)
+    except TypeError:  # arrays of strings, objects
+        return False
+    return True
+
+
+def is_number(x: Any) -> bool:
+    """Returns whether a leaf is a number of Python's, bools among them, or a scalar of NumPy's."""
+    return isinstance(x, (bool, int, float, complex, np.generic))
+
+
+def is_given(x: Any) -> bool:
+    """Returns whether a leaf is an array or stands for one; numbers are static."""
+    return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
+
+
+def is_operand(x: Any) -> bool:
+    """Returns whether a leaf is an array, stands for one (`jax.ShapeDtypeStruct`), or is a number, which JAX takes for one."""
+    return is_number(x) or is_given(x)
+
+
+def _is_no_bool(x: Any) -> bool:
+    return is_operand(x) and not isinstance(x, bool)
+
+
+VALUE_NEEDED = (TypeError, jax.errors.NonConcreteBooleanIndexError)
+"""What a function raises that needs the value of a number that is traced."""
+
+
+class Whole:
+    """A leaf whose content is passed as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def title(fun: Callable[..., Any]) -> str:
+    """Returns what to call a function in messages: "Block.__call__"."""
+    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All of some operands but their arrays.
+
+    Attributes:
+      trees: operand, its structure, the labels of its leaves.
+      constants: label -> leaf, of the leaves that are no arrays.
+    """
+
+    trees: tuple[tuple[str, Any, tuple[str, ...]], ...]
+    constants: tuple[tuple[str, Any], ...]
+
+
+def spread(operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array) -> tuple[dict[str, Any], Spec]:
+    """Returns the arrays in operands, by label ("x['mask']"), and what else there is.
+
+    Args:
+      operands: name -> pytree of anything.
+      traced: whether a leaf counts as an array.
+    """
+    leaves: dict[str, Any] = {}
+    trees = []
+    for operand, tree in operands.items():
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        labels = tuple(operand + jax.tree_util.keystr(path) for path, _ in paths)
+        leaves.update(zip(labels, (leaf for _, leaf in paths), strict=True))
+        trees.append((operand, structure, labels))
+    arrays = {label: leaf for label, leaf in leaves.items() if traced(leaf)}
+    return arrays, Spec(tuple(trees), tuple((label, leaf) for label, leaf in leaves.items() if label not in arrays))
+
+
+class Lifted:
+    """A function of operands as a function of arrays.
+
+    Operands that come out unchanged, as parameters do, are no results of the function of arrays: they would only be
+    copied. Results that are no arrays are remembered from the trace.
+
+    Args:
+      fun: takes the operands, returns a pytree. May be traced more than once, so it must change nothing outside.
+      spec: of the operands.
+      name: of the function, for messages.
+
+    Attributes:
+      of_arrays: takes arrays by label, returns the list of what is computed.
+      results: what the last trace says of the result, besides the arrays that are computed; None before.
+    """
+
+    def __init__(self, fun: Callable[[dict[str, Any]], Any], spec: Spec, name: str) -> None:
+        self.name, self.spec, self._fun = name, spec, fun
+        self.results: tuple[Any, list[tuple[str, Any]]] | None = None
+
+        def of_arrays(arguments: dict[str, Any]) -> list[Any]:
+            out = fun(self.operands(arguments))
+            values, structure = jax.tree.flatten(out)
+            unchanged = {id(array): label for label, array in arguments.items()}
+            computed: list[Any] = []
+            places: list[tuple[str, Any]] = []
+            for value in values:
+                if id(value) in unchanged:
+                    places.append(("operand", unchanged[id(value)]))
+                elif isinstance(value, jax.core.Tracer):
+                    places.append(("computed", len(computed)))
+                    computed.append(value)
+                else:
+                    places.append(("constant", value))
+            self.results = structure, places
+            return computed
+
+        of_arrays.__name__ = of_arrays.__qualname__ = name
+        self.of_arrays = of_arrays
+
+    def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the operands, with these arrays in their places."""
+        leaves = {**dict(self.spec.constants), **arrays}
+        return {key: jax.tree.unflatten(tree, [leaves[k] for k in labels]) for key, tree, labels in self.spec.trees}
+
+    def everything(self, arguments: dict[str, Any]) -> list[Any]:
+        """Returns all arrays of the function's result, operands that come out unchanged too."""
+        return [leaf for leaf in jax.tree.leaves(self._fun(self.operands(arguments))) if is_array(leaf)]
+
+    def result(self, arrays: Mapping[str, Any], computed: Sequence[Any]) -> Any:
+        """Returns the function's result, from what its function of arrays computed of arrays; it was traced before."""
+        assert self.results is not None, "the function was not traced"
+        structure, places = self.results
+        pick: dict[str, Callable[[Any], Any]] = {
+            "operand": arrays.__getitem__,
+            "computed": computed.__getitem__,
+            "constant": lambda constant: constant,
+        }
+        return jax.tree.unflatten(structure, [pick[kind](place) for kind, place in places])
+
+
+# --------------------------------------------------------------------------------------------------------------- the call
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A call, taken apart.
+
+    Attributes:
+      fun, args, kwargs: a function of pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers, and its arguments.
+      finish: makes the call's result of what `fun` returned, and sets the state that the call changed. `fun` was traced before.
+      restore: returns the call's own (args, kwargs), the leaves that are arrays replaced by those of such a tuple as (`args`, `kwargs`).
+      everything: as `fun`, but returns all arrays of the result and of the state, unchanged ones too.
+      key: what calls with one program have in common besides the kinds of their arrays and what is constant; may be impossible to hash.
+      lifted: what `fun` is of; None where the call is itself, for all of its leaves are arrays or numbers.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finish: Callable[[Any], Any]
+    restore: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    everything: Callable[..., Any]
+    key: Any
+    lifted: Lifted | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the call is itself."""
+        return self.lifted is None
+
+    def paths(self) -> list[tuple[str, Any]]:
+        """Returns the leaves of the arguments, each with its path: "args[0]['w']", "model.layers.0.kernel"."""
+        if self.whole:
+            flat = jax.tree_util.tree_leaves_with_path((self.args, self.kwargs))
+            return [(_path(path), leaf) for path, leaf in flat]
+        return list(self.args[0].items())
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    place, key, *rest = path
+    return (f"args[{key.idx}]" if place.idx == 0 else str(key.key)) + jax.tree_util.keystr(tuple(rest))
+
+
+def take(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    traced: Callable[[Any], bool] = is_operand,
+) -> Taken:
+    """Takes a call apart.
+
+    Args:
+      fun: any function; a bound method of an nnx module, or such a module, too.
+      args, kwargs: anything.
+      traced: whether a leaf counts as an array.
+    """
+    nnx = _nnx()
+    fun, args = unbound(fun, args)
+    is_object = nnx.is_object if nnx is not None else None
+    flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
+    leaves = [leaf for _, leaf in flat]
+    places = [place for place, leaf in enumerate(leaves) if is_object is not None and is_object(leaf)]
+    if not places and all(map(traced, leaves)):
+        return Taken(fun, args, kwargs, lambda out: out, lambda given: given, fun, tree)
+
+    names = _names(fun, args)
+    labels = [_label(path, names) for path, _ in flat]
+    rest = [place for place in range(len(leaves)) if place not in set(places)]
+    name = lambda path: ".".join((labels[places[path[0]]], *map(str, path[1:])))
+    objects = nnx.Objects([leaves[place] for place in places], name) if places else None
+    operands = {labels[place]: leaves[place] for place in rest} | ({} if objects is None else objects.operands)
+    arrays, spec = spread(operands, traced)
+
+    def merged(operands: dict[str, Any], built: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values: list[Any] = [None] * len(leaves)
+        for place in rest:
+            values[place] = operands[labels[place]]
+        for place, value in zip(places, built, strict=True):
+            values[place] = value
+        return jax.tree.unflatten(tree, values)  # type: ignore[no-any-return]
+
+    def inner(operands: dict[str, Any]) -> Any:
+        if objects is None:
+            inside_args, inside_kwargs = merged(operands, ())
+            return fun(*inside_args, **inside_kwargs)
+        built, inside = objects.build(operands)
+        inside_args, inside_kwargs = merged(operands, built)
+        return objects.take_up(built, inside, fun(*inside_args, **inside_kwargs))
+
+    lifted = Lifted(inner, spec, title(fun))
+
+    def finish(computed: Any) -> Any:
+        result = lifted.result(arrays, computed)
+        return result if objects is None else objects.put_back(result)
+
+    def restore(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        operands = lifted.operands(given[0][0])
+        return merged(operands, () if objects is None else objects.build(operands)[0])
+
+    key = (tree, tuple(labels), spec.trees, None if objects is None else objects.key)
+    return Taken(lifted.of_arrays, (arrays,), {}, finish, restore, lifted.everything, key, lifted)
+
+
+def unbound(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function and its arguments, a module of nnx that it is bound to or is itself among them."""
+    nnx = _nnx()
+    return (fun, args) if nnx is None else nnx.unbound(fun, args)
+
+
+def has_objects(tree: Any) -> bool:
+    """Returns whether there are objects in a pytree whose state a call may change: modules of nnx, Variables."""
+    nnx = _nnx()
+    return nnx is not None and any(map(nnx.is_object, jax.tree.leaves(tree, is_leaf=nnx.is_object)))
+
+
+def map_leaves(fun: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns the pytree with `fun` of its leaves, objects left as they are."""
+    nnx = _nnx()
+    if nnx is None:
+        return jax.tree.map(fun, tree)
+    return jax.tree.map(lambda leaf: leaf if nnx.is_object(leaf) else fun(leaf), tree, is_leaf=nnx.is_object)
+
+
+def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], use: Callable[[Taken], T]) -> T:
+    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it. If the function needs their
+    values (`if train:`, `range(n)`), with bools as they are; and if that does not help, with all numbers as they are.
+    """
+    numbers = [type(leaf) for leaf in jax.tree.leaves((args, kwargs)) if is_number(leaf)]
+    ways = [is_operand, *([_is_no_bool] if bool in numbers else []), *([is_given] if {*numbers} - {bool} else [])]
+    for traced in ways[:-1]:
+        try:
+            return use(take(fun, args, kwargs, traced=traced))
+        except VALUE_NEEDED as error:
+            if isinstance(error, JaxckptError):
+                raise
+    return use(take(fun, args, kwargs, traced=ways[-1]))
+
+
+def through(fun: Callable[..., Any], use: Callable[[Taken], Any]) -> Callable[..., Any]:
+    """Returns a function with `fun`'s signature whose calls are taken apart and are `use(call)`; see `attempt`."""
+    signature = signature_of(fun)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return attempt(fun, *by_position(signature, args, kwargs), use)
+
+    return call
+
+
+def transformed(
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]], fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `transform(fun)`, which may be called with anything: `transform` sees functions of arrays alone.
+
+    Args:
+      transform: returns a function that traces the one that it is given and has its values.
+      fun: any function; see `take`.
+    """
+    return through(fun, lambda call: call.finish(transform(call.fun)(*call.args, **call.kwargs)))
+
+
+def anything(
+    plain: Callable[..., Any],
+    fun: Callable[..., Any],
+    engine: Callable[[Callable[..., Any]], Callable[..., Any]],
+    static: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """Returns `plain`, which may be called with anything: where not all leaves are arrays it is what `transformed(engine, fun)` is.
+
+    Args:
+      plain: `fun` transformed, for arguments that are arrays.
+      fun, engine: as of `transformed`.
+      static: numbers of positional arguments that are passed as they are.
+    """
+
+    bare, owner = unbound(fun, ())
+
+    @functools.wraps(bare)
+    def unwrapped(*args: Any, **kwargs: Any) -> Any:
+        return bare(*(arg.value if isinstance(arg, Whole) else arg for arg in args), **kwargs)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        places = {number % len(args) for number in static if -len(args) <= number < len(args)}
+        dynamic = [arg for place, arg in enumerate(args) if place not in places]
+        if (
+            not owner
+            and not has_objects((dynamic, kwargs))
+            and all(map(is_operand, jax.tree.leaves((dynamic, kwargs))))
+        ):
+            return plain(*args, **kwargs)
+        wrapped = (Whole(arg) if place in places else arg for place, arg in enumerate(args))
+        use = lambda call: call.finish(engine(call.fun)(*call.args, **call.kwargs))
+        return attempt(unwrapped, (*owner, *wrapped), kwargs, use)
+
+    return call
+
+
+def trace_call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
+    """Returns the graph of `fun(*args, **kwargs)`, as `trace` does; the arguments may be anything."""
+    return attempt(fun, args, kwargs, lambda call: trace(call.fun, *call.args, **call.kwargs))
+
+
+def result_of(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns what a call returns, with abstract values for arrays; nothing is computed, no state is changed."""
+    found: list[Any] = []
+
+    @functools.wraps(fun)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        found.append(jax.tree.map(lambda leaf: jax.typeof(leaf) if is_operand(leaf) else leaf, out))
+        return out
+
+    attempt(noted, args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
+    return found[-1]
+
+
+def leaves(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    """Returns the arrays, shapes and numbers among the arguments of a call, those in objects too, each once."""
+    return [leaf for _, leaf in take(fun, args, {}).paths()]
+
+
+def refuse_traced(fun: Callable[..., Any], args: tuple[Any, ...], what: str) -> None:
+    """Raises ArgumentError where an argument is being traced, which what compiles a program of its own cannot take.
+
+    Args:
+      what: the name of the function that was called.
+    """
+    for path, leaf in take(fun, args, {}).paths():
+        if _compat.is_tracer(leaf):
+            hint = (
+                f"{what} compiles: call it outside of jax.jit and of other transformations, or give it shapes: "
+                "jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(init, key)."
+            )
+            raise ArgumentError(
+                path, "an array or a shape that is known; inside of jax.jit it is being traced", leaf, hint
+            )
+
+
+def by_position(
+    signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with those by keyword that can be positional by position: the first is the first, however it is passed."""
+    if kwargs and signature is not None:
+        # A call that does not fit is the function's own error, later.
+        with contextlib.suppress(TypeError):
+            bound = signature.bind(*args, **kwargs)
+            return bound.args, dict(bound.kwargs)
+    return args, kwargs
+
+
+def signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns a function's signature, or None where it has none."""
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):  # some builtins have none
+        return None
+
+
+def module_gradient(argument: Any, *, values: bool) -> Callable[..., Any] | None:
+    """Returns nnx's own gradient, with values or without, where an argument has modules of nnx in it; else None."""
+    nnx = _nnx()
+    return None if nnx is None or not nnx.has_modules(argument) else nnx.gradient(values)
+
+
+def _nnx() -> Any:
+    """Returns what knows nnx's objects, once the user has imported flax; before, there are none."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    from jaxckpt.flax import nnx
+
+    return nnx
+
+
+def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """Returns what to call the positional arguments, all different."""
+    signature = signature_of(fun)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [] if signature is None else [p.name for p in signature.parameters.values() if p.kind in by_position]
+    return [parameters[i] if i < len(parameters) else f"args[{i}]" for i in range(len(args))]
+
+
+def _label(path: tuple[Any, ...], names: list[str]) -> str:
+    place, key, *rest = path
+    head = names[key.idx] if place.idx == 0 else str(key.key)
+    return head + jax.tree_util.keystr(tuple(rest))

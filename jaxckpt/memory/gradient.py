@@ -1,0 +1,55 @@
+"""The gradient that a step takes where none is written out: in what can be differentiated of a function's first argument."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxckpt.core import lift
+from jaxckpt.memory.residuals import is_inexact
+
+Step = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+PLAIN = (jax.value_and_grad, jax.grad)
+"""Steps that are a gradient in all leaves of the first argument."""
+
+
+def suited(step: Step, args: tuple[Any, ...]) -> Step:
+    """Returns the step, or what stands for it where JAX's gradient cannot be taken of the first argument as it is.
+
+    Of a module of nnx `jax.value_and_grad` becomes `nnx.value_and_grad`, in its Params; of any other tree with leaves that are integers, random
+    keys or no arrays, the gradient in its other leaves.
+
+    Args:
+      step: as of `jaxckpt.plan`.
+      args: the step's arguments.
+    """
+    if step not in PLAIN or not args:
+        return step
+    instead = lift.module_gradient(args[0], values=step is jax.value_and_grad)
+    if instead is not None:
+        return instead
+    inexact = [is_inexact(leaf) for leaf in jax.tree.leaves(args[0])]
+    return step if all(inexact) or not any(inexact) else functools.partial(_of_inexact, step)
+
+
+def _of_inexact(transform: Step, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the gradient of a function in the inexact arrays of its first argument, as a list."""
+
+    @functools.wraps(fun)
+    def step(first: Any, *rest: Any) -> Any:
+        leaves, tree = jax.tree.flatten(first)
+        places = [place for place, leaf in enumerate(leaves) if is_inexact(leaf) and hasattr(leaf, "dtype")]
+
+        def of(moving: list[Any]) -> Any:
+            merged = list(leaves)
+            for place, leaf in zip(places, moving, strict=True):
+                merged[place] = leaf
+            return fun(jax.tree.unflatten(tree, merged), *rest)
+
+        return transform(of)([leaves[place] for place in places])
+
+    return step
