@@ -292,7 +292,9 @@ def _check(program: _Program, assignment: Message, values: Mapping[int, Message]
         _agree(allocation.number(_Allocation.index) == number, "allocations are not in order")
         size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
         given = False
-        for member in allocation.messages(_Allocation.members):
+        members = allocation.messages(_Allocation.members)
+        _agree(bool(members) or not size, "an allocation holds nothing")
+        for member in members:
             identity = member.number(_Allocation.member_value)
             value = values[identity]
             _agree(identity not in held, "a value is in two allocations")

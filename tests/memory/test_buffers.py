@@ -51,6 +51,37 @@ def test_it_holds_for_loops_whose_carries_are_updated_in_place(target):
     assert any("while" in label for label in report.timeline().labels)
 
 
+def _branches(x, which):
+    return jax.lax.switch(which, [lambda x: jnp.sin(x @ x).sum(), lambda x: x.sum(), lambda x: (x**3).sum()], x)
+
+
+def _loop_of_unknown_length(x, least):
+    return jax.lax.while_loop(lambda c: c[1].sum() < least, lambda c: (c[0] + 1, jnp.tanh(c[1] @ c[1])), (0, x))
+
+
+def _twice_and_as_it_came(x, y):
+    return x * 2, x * 2, y, jnp.ones((64, 64)), 3.0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        jax.grad(_branches), _loop_of_unknown_length, _twice_and_as_it_came,
+        jax.jit(lambda x, y: (x + y, x.sum()), donate_argnums=0), lambda x, y: (), lambda x, y: (jnp.sort(x), y),
+    ],
+    ids=["branches", "while", "results", "donated", "nothing", "sort"],
+)  # fmt: skip
+def test_what_is_unusual_is_read_all_the_same(target, fun, caplog):
+    """On a TPU the simulator frees a value from before a branch in each of them, and brings it to life again."""
+    scalar = jnp.int32 if fun is not _loop_of_unknown_length else jnp.float32
+    report = measure(
+        fun, jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((), scalar), target=target
+    )
+    assert not caplog.text
+    assert report.timeline().peak_bytes >= report.argument_bytes + report.output_bytes - report.alias_bytes
+
+
 def live_activations(report: MemoryReport) -> int:
     """How many temporaries of an activation's size are live at the peak."""
     return sum(b.kind == "temporary" and b.bytes == chain.ACTIVATION for b in report.largest(10_000))
