@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -343,6 +344,30 @@ def checkpoint_options(platform: str) -> dict[str, str]:
     if platform == "cpu" and JAX_VERSION < (0, 12):
         return {"xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander"}
     return {}
+
+
+def start_within(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Has JAX's backends start within a context, whoever is the first to need them; nothing changes once they have.
+
+    Up to 0.12 there is no hook: `jax.devices()`, a first computation and a compilation all come to `xla_bridge.backends`, which is replaced
+    until it has run.
+    """
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        return
+    start = xla_bridge.backends
+
+    @functools.wraps(start)
+    def backends() -> Any:
+        try:
+            with context():
+                return start()
+        finally:
+            if xla_bridge.backends is backends:
+                xla_bridge.backends = start
+
+    xla_bridge.backends = backends
 
 
 def cuda_topology(name: str, config: str, count: int) -> tuple[Any, ...]:
