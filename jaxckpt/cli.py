@@ -120,6 +120,8 @@ def _plan(options: argparse.Namespace) -> None:
     _check_files(options)
     if options.budget is None and not options.frontier:
         raise ArgumentError("--budget", "given, such as 4GiB or 60%", None, "Or ask for --frontier.")
+    if options.budget is None and options.output is not None:
+        raise ArgumentError("--output", "given with --budget", options.output, "A frontier is of many plans.")
     if options.budget is not None:
         check_budget(options.budget)
     factory = factories.load(options.factory)

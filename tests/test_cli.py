@@ -244,6 +244,7 @@ def test_measure_without_code_on_a_tpu_that_is_not_here(factory, capsys):
         (["plan", "{}:model", "--budget", "60%", "--time", "--target", "cuda:h100"], "What is not here cannot be run"),
         (["plan", "{}:nothing", "--budget", "60%", "--target", "cpu"], "nothing to differentiate"),
         (["plan", "{}:model", "--budget", "60%", "--output", "/no/such/folder/plan.json"], "folder"),
+        (["plan", "{}:model", "--frontier", "--output", "plan.json"], "--output must be given with --budget"),
         (["plan", "{}:model", "--budget", "-5GiB"], "budget must be a number of bytes above 0"),
         (["plan", "{}:model", "--budget=-5GiB"], "budget must be a number of bytes above 0"),
         (["plan", "{}:model", "--budget", "-5"], "budget must be a number of bytes above 0"),

@@ -88,7 +88,7 @@ def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
             raise ValueError("not what was written")
         head, _, dump = rest.partition(b"\n")
         stored = json.loads(head)
-        if set(stored["figures"]) != set(figures):
+        if set(stored["figures"]) != set(figures) or not all(map(_can_be, stored["figures"].values())):
             raise ValueError("the figures of another version")
         return Answer(stored["figures"], zlib.decompress(dump) if stored["dumped"] else None)
     except (ValueError, KeyError, TypeError, zlib.error) as error:
@@ -105,6 +105,11 @@ def store(path: pathlib.Path, answer: Answer) -> None:
         write_whole(path, _digest(rest) + b"\n" + rest)
     except (OSError, ArgumentError) as error:
         logger.warning("cannot keep what the compiler said in %s: %s", path, error)
+
+
+def _can_be(figure: Any) -> bool:
+    """Whether something can be a figure of a report: bytes, FLOPs or seconds, a name, or nothing."""
+    return figure is None or isinstance(figure, str) or (type(figure) in (int, float) and figure >= 0)
 
 
 def _digest(content: bytes) -> bytes:

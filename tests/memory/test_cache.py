@@ -147,6 +147,16 @@ def test_what_is_no_file_in_an_answers_place_is_said_and_left_alone(folder, comp
     assert (path.lstat().st_mode, path.lstat().st_ino) == (before.st_mode, before.st_ino)
 
 
+@pytest.mark.parametrize("peak", [-5, float("nan"), [5], {"bytes": 5}, True])
+def test_a_figure_that_can_be_none_is_no_answer_also_where_it_was_written_so(folder, compiles, caplog, peak):
+    first = measure(loss, X, target="cpu")
+    (path,) = folder.iterdir()
+    cache.store(path, cache.Answer(first.to_json() | {"peak_bytes": peak}, None))
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert measure(loss, X, target="cpu").peak_bytes == first.peak_bytes
+    assert len(compiles) == 2 and str(path) in caplog.text
+
+
 def test_a_file_that_vanishes_is_no_answer(folder, compiles, monkeypatch):
     measure(loss, X, target="cpu")
     read = cache.read_whole
