@@ -5,7 +5,8 @@ last to the first. Each time round it restores a carry, advances it to the start
 then it goes through the run forward once more, keeping what its backward pass needs, pulls the cotangents back step by step, and settles
 what could wait. Nothing in the compiled program depends on the length or on the number of slots but the tables.
 
-It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours.
+It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours. A custom_vjp gives a tangent to all of
+its results. Those that do not depend on what is differentiated lose it again, as they have none from lax.scan.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxckpt.core.actions import OFFLOAD, SAVE, Action
+from jaxckpt.transforms.host_rows import read_row, write_row
 from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.transforms.reverse_only import no_forward_mode, no_second_reverse
 from jaxckpt.transforms.schedules import Binomial, binomial, sweep
@@ -62,7 +64,29 @@ def scan_with_slots(
         return (no_second_reverse(engine.backward(work, plan, consts, init, xs, slots, *cotangents)),)
 
     call.defvjp(forward, reverse, symbolic_zeros=True)
-    return call(no_forward_mode([*scan.consts, *scan.init, *scan.xs]))
+    operands = [*scan.consts, *scan.init, *scan.xs]
+    last, ys = call(no_forward_mode(operands))
+    results = _without_tangents(scan.step, [*last, *ys], operands)
+    return results[: len(last)], results[len(last) :]
+
+
+def _without_tangents(step: Step, results: Values, operands: Values) -> Values:
+    """Returns the results of a scan, without tangents where lax.scan would give them none."""
+
+    @jax.custom_jvp
+    def same(results: Values, operands: Values) -> Values:
+        return results
+
+    def tangents(primals: tuple[Values, Values], tangents: tuple[Values, Values]) -> tuple[Values, Values]:
+        zero = jax.custom_derivatives.SymbolicZero
+        results, operands = primals
+        flags = [not isinstance(t, zero) and is_inexact(jax.typeof(x)) for x, t in zip(operands, tangents[1])]
+        carry, ys = perturbed(step, *split(flags, (step.consts, step.carries, step.xs)))
+        none = [zero(jax.typeof(value).to_tangent_aval()) for value in results]
+        return results, [t if flag else no for t, flag, no in zip(tangents[0], [*carry, *ys], none)]
+
+    same.defjvp(tangents, symbolic_zeros=True)
+    return same(results, operands)
 
 
 @jax.tree_util.register_static
@@ -194,7 +218,7 @@ class _Loops:
 
     def __init__(self, step: Step, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
         self.step, self.plan, self.consts, self.init, self.xs = step, plan, consts, init, xs
-        self.home = _Home(carry)
+        self.home = _Home(carry, step.carry_avals)
         # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before the loop.
         self.even = plan.last == plan.run
         tables = sweep(plan.units, plan.slots)
@@ -254,8 +278,9 @@ class _Loops:
 class _Home:
     """Where kept carries lie: in device memory, or in the host's."""
 
-    def __init__(self, carry: Action) -> None:
+    def __init__(self, carry: Action, leaves: Sequence[Any]) -> None:
         self.away = carry == OFFLOAD
+        self.leaves = leaves  # a carry's abstract values
 
     def buffer(self, value: Any, count: int) -> Any:
         """Returns room for `count` carries; made by broadcasting, which works for random keys too."""
@@ -264,17 +289,23 @@ class _Home:
 
     def read(self, slots: Values, i: Any) -> Values:
         """Returns the carry in slot i."""
-        rows = read(slots, i)
-        return [jax.device_put(row, jax.memory.Space.Device) if self._goes(row) else row for row in rows]
+        return [
+            jax.device_put(read_row(slot, i), jax.memory.Space.Device) if self._goes(leaf) else read([slot], i)[0]
+            for slot, leaf in zip(slots, self.leaves, strict=True)
+        ]
 
     def write(self, slots: Values, carry: Values, i: Any) -> Values:
         """Returns the slots with a carry put into slot i."""
-        away = [jax.device_put(leaf, jax.memory.Space.Host) if self._goes(leaf) else leaf for leaf in carry]
-        return write(slots, away, i)
+        return [
+            write_row(slot, jax.device_put(leaf, jax.memory.Space.Host), i)
+            if self._goes(leaf)
+            else write([slot], [leaf], i)[0]
+            for slot, leaf in zip(slots, carry, strict=True)
+        ]
 
     def _goes(self, leaf: Any) -> bool:
         """Whether a leaf of the carry lies on the host: arrays of floats do; counters and keys are not worth the way."""
-        return self.away and leaf.ndim > 0 and is_inexact(jax.typeof(leaf))
+        return self.away and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 class _Turns:

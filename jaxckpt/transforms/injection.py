@@ -51,9 +51,14 @@ def inject(eqn: Any, given: Mapping[int, Any], debug_info: Any) -> list[Any]:
 
 def has_tangents_apart(eqn: Any) -> bool:
     """Whether an equation's tangents can be had without its value: not where a loop, or a rule of reverse mode, computes both at once."""
-    params = jax.tree.leaves(list(_compat.equation_params(eqn).values()), is_leaf=_compat.is_jaxpr)
-    programs = any(_compat.is_jaxpr(param) for param in params)
-    return not eqn.effects and (eqn.primitive.name == "custom_jvp_call" or not programs)
+    return not eqn.effects and (eqn.primitive.name == "custom_jvp_call" or not inner_programs(eqn))
+
+
+def inner_programs(eqn: Any) -> list[Any]:
+    """Returns the open jaxprs that an equation holds."""
+    params = _compat.equation_params(eqn).values()
+    items = [item for param in params for item in (param if isinstance(param, (tuple, list)) else [param])]
+    return [_compat.open_jaxpr(item) for item in items if _compat.is_jaxpr(item)]
 
 
 def tangents_from(

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core.inline import inline
-from jaxckpt.transforms.injection import inject
+from jaxckpt.transforms.injection import has_tangents_apart, inject, inner_programs
 from jaxckpt.transforms.schedules import RunCosts
 from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
 
@@ -62,18 +62,11 @@ _SUMS = {"add", "add_any", "convert_element_type", "copy", "copy_p", "neg", "res
 # --------------------------------------------------------------------------------------------------------------- what to keep
 
 
-def _inner(eqn: Any) -> list[Any]:
-    """Returns the programs that an equation holds."""
-    params = _compat.equation_params(eqn).values()
-    items = [item for param in params for item in (param if isinstance(param, (tuple, list)) else [param])]
-    return [_compat.open_jaxpr(item) for item in items if _compat.is_jaxpr(item)]
-
-
 def is_cheap(eqn: Any) -> bool:
     """Whether an equation is in the table `CHEAP`, or calls what is."""
     name = _compat.primitive_name(eqn)
     if name in ("custom_jvp_call", "jit", "pjit", "closed_call"):
-        return all(is_cheap(e) for jaxpr in _inner(eqn) for e in jaxpr.eqns)
+        return all(is_cheap(e) for jaxpr in inner_programs(eqn) for e in jaxpr.eqns)
     return name in CHEAP
 
 
@@ -84,7 +77,7 @@ def dear_values(step: Step) -> list[Any] | None:
     of its own, jax.custom_jvp, brings that along.)
     """
     dear = [eqn for eqn in step.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
-    if any(_inner(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
+    if any(inner_programs(eqn) and not has_tangents_apart(eqn) for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
     return _carried_on(step.jaxpr.eqns, kept, step.jaxpr.outvars)

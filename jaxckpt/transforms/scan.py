@@ -99,9 +99,6 @@ def scan(
             taken, kept = _kept_by(policy, taken)
         run = taken.step.length if unroll is True else max(int(unroll), 1)
         return taken.finish(*scan_with_slots(taken, plan.count, run=run, kept=kept, carry=action))
-    if action == OFFLOAD and not plan.kept:
-        hint = "Use 'every', 'sqrt', 'log', an int, a tuple or Slots(n)."
-        raise ArgumentError("carry", "SAVE with a schedule that keeps no carries", action, hint)
     return taken.finish(*_scan_nested(taken, plan, policy, action, unroll))
 
 

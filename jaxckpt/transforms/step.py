@@ -199,22 +199,45 @@ def is_inexact(aval: Any) -> bool:
 def perturbed(
     step: Step, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
-    """Returns which carries and which ys depend on what is differentiated, over all steps together.
+    """Returns which carries and which ys have tangents, over all steps together: those that lax.scan gives tangents to.
 
     Args:
       consts, carry, xs: whether each is differentiated, the carry's at the first step.
     """
     carry = list(carry)
     while True:
-        flags = [*consts, *carry, *xs]
-        moved = {var for var, flag in zip(step.jaxpr.invars, flags) if flag}
-        for eqn in step.jaxpr.eqns:
-            if eqn.primitive.name != "stop_gradient" and not moved.isdisjoint(
-                v for v in eqn.invars if isinstance(v, _compat.Var)
-            ):
-                moved.update(var for var in eqn.outvars if is_inexact(var.aval))
-        out = [isinstance(var, _compat.Var) and var in moved for var in step.jaxpr.outvars]
+        out = _moved(step.jaxpr, [*consts, *carry, *xs])
         new = [a or b for a, b in zip(carry, out)]
         if new == carry:
             return carry, out[step.carries :]
         carry = new
+
+
+def _moved(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
+    """Returns which results of a jaxpr have tangents, as JAX's own rules say, where the inputs with a flag have some."""
+    found: list[bool] = []
+
+    @jax.custom_jvp
+    def look(out: Values) -> Values:
+        return out
+
+    def tangents(primals: tuple[Values], tangents: tuple[Values]) -> tuple[Values, Values]:
+        zero = jax.custom_derivatives.SymbolicZero
+        moving = zip(tangents[0], primals[0])
+        found[:] = [not isinstance(tangent, zero) and is_inexact(jax.typeof(value)) for tangent, value in moving]
+        return primals[0], tangents[0]
+
+    look.defjvp(tangents, symbolic_zeros=True)
+
+    def run(*operands: Any) -> Any:
+        def moved(moving: Values) -> Values:
+            rest = iter(moving)
+            values = [next(rest) if flag else operand for flag, operand in zip(flags, operands)]
+            return look(_compat.eval_jaxpr(jaxpr, [], *values))
+
+        moving = pick(operands, flags)
+        return jax.jvp(moved, (moving,), ([zeros(jax.typeof(x).to_tangent_aval()) for x in moving],))
+
+    if any(flags):
+        jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
+    return found or [False] * len(jaxpr.outvars)

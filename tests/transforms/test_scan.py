@@ -688,8 +688,6 @@ def test_bad_schedules_and_actions() -> None:
         run(carry=RECOMPUTE)
     with pytest.raises(ArgumentError, match="carry must be an action"):
         run(carry="keep")
-    with pytest.raises(ArgumentError, match="carry must be SAVE with a schedule that keeps no carries"):
-        run(schedule="none", carry=OFFLOAD)
     with pytest.raises(ArgumentError, match="policy must be a preset's name"):
         run(policy="dotz")
     with pytest.raises(ArgumentError, match="policy must be without OFFLOAD where the schedule is Slots"):

@@ -1,0 +1,93 @@
+"""Rows of buffers in host memory, read and written where they lie, under `vmap` too.
+
+JAX batches a dynamic slice as a gather. A gather's indices would have to be in host memory with the buffer, and nothing gathers there. These
+two operations stay slices: a batched buffer only has one axis more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def read_row(buffer: Any, i: Any) -> Any:
+    """Returns row i of a buffer, in the memory that the buffer lies in."""
+    return _read.bind(buffer, i, axis=0)
+
+
+def write_row(buffer: Any, row: Any, i: Any) -> Any:
+    """Returns the buffer with row i replaced by one that lies in the same memory."""
+    return _write.bind(buffer, row, i, axis=0)
+
+
+def _sliced(buffer: Any, i: Any, *, axis: int) -> Any:
+    return lax.dynamic_index_in_dim(buffer, i, axis, keepdims=False, allow_negative_indices=False)
+
+
+def _updated(buffer: Any, row: Any, i: Any, *, axis: int) -> Any:
+    return lax.dynamic_update_index_in_dim(buffer, row, i, axis, allow_negative_indices=False)
+
+
+def _primitive(name: str, fun: Any) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_impl(fun)
+    primitive.def_abstract_eval(
+        lambda *avals, axis: jax.make_jaxpr(lambda *values: fun(*values, axis=axis))(*avals).out_avals[0]
+    )
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    return primitive
+
+
+_read, _write = _primitive("jaxckpt_read_row", _sliced), _primitive("jaxckpt_write_row", _updated)
+
+
+def _read_batched(operands: Sequence[Any], dims: Sequence[Any], *, axis: int) -> tuple[Any, int]:
+    buffer, i = operands
+    place = dims[0]
+    out = _read.bind(buffer, i, axis=axis + (place <= axis))
+    return out, place - (place > axis)
+
+
+def _write_batched(operands: Sequence[Any], dims: Sequence[Any], *, axis: int) -> tuple[Any, int]:
+    buffer, row, i = operands
+    size = next(x.shape[dim] for x, dim in zip(operands, dims) if dim is not None)
+    front = [x if dim == 0 else _to_front(x, dim, size) for x, dim in zip((buffer, row), dims)]
+    return _write.bind(*front, i, axis=axis + 1), 0
+
+
+def _to_front(value: Any, dim: int | None, size: int) -> Any:
+    return batching.broadcast(value, size, 0, None) if dim is None else jnp.moveaxis(value, dim, 0)
+
+
+def _read_tangent(primals: Sequence[Any], tangents: Sequence[Any], *, axis: int) -> tuple[Any, Any]:
+    buffer, i = primals
+    out = _read.bind(buffer, i, axis=axis)
+    moved = tangents[0]
+    if isinstance(moved, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _read.bind(moved, i, axis=axis)
+
+
+def _write_tangent(primals: Sequence[Any], tangents: Sequence[Any], *, axis: int) -> tuple[Any, Any]:
+    buffer, row, i = primals
+    out = _write.bind(buffer, row, i, axis=axis)
+    moved = tangents[:2]
+    if all(isinstance(tangent, ad.Zero) for tangent in moved):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    there = [
+        jax.device_put(ad.instantiate_zeros(tangent), jax.memory.Space.Host)
+        if isinstance(tangent, ad.Zero)
+        else tangent
+        for tangent in moved
+    ]
+    return out, _write.bind(*there, i, axis=axis)
+
+
+batching.primitive_batchers[_read], batching.primitive_batchers[_write] = _read_batched, _write_batched
+ad.primitive_jvps[_read], ad.primitive_jvps[_write] = _read_tangent, _write_tangent
