@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxckpt import _compat
 from jaxckpt.core.graph import Body, Graph, Op, trace
 
 # What only moves data: computed where it is used.
@@ -160,20 +161,21 @@ def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
 def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str) -> Iterator[_Step]:
     inner = op.bodies[0]
     barrier = op.primitive in _CHECKPOINTS and op.params.get("differentiated") and op.params.get("prevent_cse", True)
-    # A body's inputs are the operands themselves, or, where literals or constants shift them, values of their own.
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
         yield _Step(BARRIER, list(operands.values()), list(behind.values()))
         slots.update(behind)
         operands = behind
-    own = [index for index in inner.inputs if index not in operands]
-    if len(own) == len(operands):
-        slots.update(zip(own, operands.values()))
+    # A body's inputs are the operands themselves, or values of their own; a literal operand takes no memory.
+    given = iter(op.inputs)
+    passed = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
+    if len(passed) == len(inner.inputs):
+        slots.update((own, operands[index]) for own, index in zip(inner.inputs, passed) if index not in (None, own))
     yield from _flatten(graph, inner, slots, platform)
     results = [
         _slot(graph, slots, index) if index is not None else _Slot(graph.values[outer].bytes)
-        for outer, index in zip(op.outputs, inner.outputs)
+        for outer, index in zip(op.outputs, inner.outputs, strict=True)
     ]
     slots.update(zip(op.inputs, inputs))  # what comes later reads them from before the barrier
     slots.update(zip(op.outputs, results))

@@ -154,3 +154,14 @@ def test_a_budget_that_a_step_around_no_operations_exceeds_is_infeasible():
         jaxckpt.plan(
             lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), budget=64, target="cpu", step=step, verify=False
         )
+
+
+def test_a_nested_checkpoint_may_take_a_value_twice_and_return_what_it_closes_over():
+    def loss(x, y):
+        scale = jnp.linalg.norm(jnp.nan_to_num(y), axis=0)
+        one, two = jax.checkpoint(lambda z: (scale, scale * z[0]))(y)
+        three = jax.checkpoint(lambda a, b, c: a * b + c)(x, x, 2.0)
+        return (one + two).astype(jnp.float32) + jnp.sum(three)
+
+    found = plan(loss, jnp.ones(8), jnp.ones(16, jnp.float16), budget="1MiB", target="cpu", verify=False)
+    assert found.predicted.peak_bytes > 0
