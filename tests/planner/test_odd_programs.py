@@ -163,5 +163,5 @@ def test_a_nested_checkpoint_may_take_a_value_twice_and_return_what_it_closes_ov
         three = jax.checkpoint(lambda a, b, c: a * b + c)(x, x, 2.0)
         return (one + two).astype(jnp.float32) + jnp.sum(three)
 
-    found = plan(loss, jnp.ones(8), jnp.ones(16, jnp.float16), budget="1MiB", target="cpu", verify=False)
+    found = jaxckpt.plan(loss, jnp.ones(8), jnp.ones(16, jnp.float16), budget="1MiB", target="cpu", verify=False)
     assert found.predicted.peak_bytes > 0
