@@ -131,8 +131,10 @@ def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].elts
-    return len(consts), len(carry)
+    consts, carry, _ = params[
+        "ft_in"
+    ].tree.children()  # `elts` is there in some of the trees alone, not in a transposed scan's
+    return consts.num_leaves, carry.num_leaves
 
 
 def remat_disallowed_effects(jaxpr: Any) -> list[Any]:
@@ -295,6 +297,16 @@ def clean_trace() -> Any:
     depends on no argument, so that a mask becomes a constant. `jax.core.eval_context` is not exported by every version.
     """
     return _core.eval_context()
+
+
+def is_ref_type(aval: Any) -> bool:
+    """Whether an abstract value is that of a `jax.Ref`; the class is not public."""
+    return type(aval).__name__ == "AbstractRef"
+
+
+def is_ref(value: Any) -> bool:
+    """Whether a value is a `jax.Ref`, or stands for one in a trace."""
+    return is_ref_type(getattr(value, "aval", None)) or type(value).__name__ in ("Ref", "ArrayRef", "MutableArray")
 
 
 # ------------------------------------------------------------------------------------------------------------- policies

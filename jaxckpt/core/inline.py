@@ -34,8 +34,12 @@ class Calls:
         self._bodies: dict[int, _Call] = {}
 
     def add(self, equation: Any, written: Sequence[Any]) -> None:
-        """Notes a call; one that it was written out inside of is noted after it."""
-        if len(written) > 1:
+        """Notes a call; one that it was written out inside of is noted after it.
+
+        A call with an operand that it does not use stays written out: as a call it would want a value that may not be there.
+        """
+        used = {id(var) for eqn in written for var in eqn.invars}
+        if len(written) > 1 and all(isinstance(var, _compat.Literal) or id(var) in used for var in equation.invars):
             self._by_first.setdefault(id(written[0]), []).append(_Call(equation, tuple(written)))
 
     def add_body(self, equation: Any, written: Any) -> None:

@@ -284,6 +284,12 @@ def has_objects(tree: Any) -> bool:
     return nnx is not None and any(map(nnx.is_object, jax.tree.leaves(tree, is_leaf=nnx.is_object)))
 
 
+def paths_of(tree: Any) -> dict[tuple[Any, ...], Any]:
+    """Returns the leaves of a pytree by path; objects are leaves."""
+    nnx = _nnx()
+    return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=None if nnx is None else nnx.is_object))
+
+
 def map_leaves(fun: Callable[[Any], Any], tree: Any) -> Any:
     """Returns the pytree with `fun` of its leaves, objects left as they are."""
     nnx = _nnx()

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.memory.residuals import is_inexact
 
@@ -26,14 +27,27 @@ def suited(step: Step, args: tuple[Any, ...]) -> Step:
     Args:
       step: as of `jaxckpt.plan`.
       args: the step's arguments.
+
+    Raises:
+      NotDifferentiableError: the first argument has nothing that can be differentiated.
     """
     if step not in PLAIN or not args:
         return step
     instead = lift.module_gradient(args[0], values=step is jax.value_and_grad)
     if instead is not None:
         return instead
-    inexact = [is_inexact(leaf) for leaf in jax.tree.leaves(args[0])]
-    return step if all(inexact) or not any(inexact) else functools.partial(_of_inexact, step)
+    paths = jax.tree_util.tree_leaves_with_path(args[0])
+    inexact = [is_inexact(leaf) for _, leaf in paths]
+    if not any(inexact):
+        kinds = [
+            f"args[0]{jax.tree_util.keystr(path)} is {getattr(leaf, 'dtype', type(leaf).__name__)}"
+            for path, leaf in paths
+        ]
+        raise NotDifferentiableError(
+            "The first argument must have arrays of floating-point or complex types, since the step takes gradients in them; "
+            f"{', '.join(kinds[:3]) or 'it has no arrays'}. Put the parameters first, or pass a step of your own."
+        )
+    return step if all(inexact) else functools.partial(_of_inexact, step)
 
 
 def _of_inexact(transform: Step, fun: Callable[..., Any]) -> Callable[..., Any]:

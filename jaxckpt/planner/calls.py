@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core import lift
+from jaxckpt.core import lift, purity
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def parse(
     described = lambda leaf: _aval(leaf) if numbers or not lift.is_number(leaf) else None
     bare, whole_args = lift.unbound(fun, args)
     if lift.has_objects((whole_args, kwargs)):
-        of_positions = _of_positions(bare, bool(kwargs))
+        of_positions = _of_positions(purity.refusing(bare), bool(kwargs))
         whole_args = (*whole_args, kwargs) if kwargs else whole_args
         # Wrapped, so that who plans takes nothing for an array that is none here.
         whole_args = lift.map_leaves(
@@ -229,9 +229,11 @@ def closed(call: Call, fun: Callable[..., Any]) -> Closed:
     """
     taken = call.taken
 
+    refusing = purity.refusing(fun)
+
     def of_arrays(*args: Any) -> Any:
         whole_args, kwargs = call.whole(jax.tree.leaves(args))
-        return fun(*whole_args, **kwargs)
+        return refusing(*whole_args, **kwargs)
 
     functools.update_wrapper(of_arrays, fun)
     shapes = shapes_of(call)

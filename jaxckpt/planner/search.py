@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
-from jaxckpt.core import lift
+from jaxckpt.core import lift, purity
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
@@ -140,6 +140,7 @@ def analyse(
     step = suited(step, args)
     seen = _observe(fun, step, args)
     graph = trace(seen.fun, *seen.args, **seen.kwargs)
+    purity.refuse_refs(fun, graph)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
     differentiated = [arguments[place] for place in seen.differentiated]
     shards = WHOLE
@@ -148,7 +149,10 @@ def analyse(
             progress(0, 1, "reading how the compiler shards")
         shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
-    model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
+    # A function without operations has no stages, and its problem no model: `Problem.plan` knows.
+    model: Any = None
+    if graph.ops:
+        model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
     return Problem(fun, args, step, resolved, graph, model)
 
 
@@ -175,11 +179,12 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
         calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
+        purity.refuse_ref_arguments(fun, call.paths())
         leaves = [_watch(asked, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(tree, leaves)
         return call.fun(*args, **kwargs)
 
-    watched = lift.through(fun, lambda call: call.finish(watch(call)))
+    watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
     lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
     for seen, asked in calls:
         if asked:
@@ -295,7 +300,23 @@ class Problem:
                 f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
                 f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices."
             )
+        if not self.graph.ops:
+            return self._nothing_to_plan(limit, verify)
         return _Search(self, limit, solve, verify, report).run()
+
+    def _nothing_to_plan(self, limit: int, verify: bool) -> Plan:
+        """Returns the empty plan of a function without operations."""
+        report = self.unplanned if verify else None
+        if report is not None and report.peak_bytes > limit:
+            raise InfeasibleBudgetError(
+                f"budget must be at least what the step needs, {report.peak_bytes} bytes, for the function has no operations to plan; "
+                f"got {limit} bytes. Use that."
+            )
+        peak = None if report is None else report.peak_bytes
+        return Plan(
+            (), self.graph.fingerprint, notes=("no operations",), budget=limit, target=self.target.name, measured=report,
+            measured_bytes=peak, unplanned_bytes=peak, overhead=0.0,
+        )  # fmt: skip
 
 
 class _Search:

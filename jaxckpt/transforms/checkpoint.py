@@ -13,6 +13,7 @@ import jax.ad_checkpoint
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
+from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.lift import anything
@@ -152,7 +153,8 @@ class _Emitted:
 def _emit(
     fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...], args: tuple[Any, ...], kwargs: Any
 ) -> _Emitted:
-    graph = trace_with_calls(fun, args, kwargs)
+    graph = trace_with_calls(purity.refusing(fun), args, kwargs)
+    purity.refuse_refs(fun, graph)
     consts = _compat.jaxpr_consts(graph.jaxpr)
     if not isinstance(prevent_cse, bool):
         given = jax.tree.broadcast(prevent_cse, (args, kwargs) if kwargs else args)

@@ -165,3 +165,14 @@ def test_a_nested_checkpoint_may_take_a_value_twice_and_return_what_it_closes_ov
 
     found = jaxckpt.plan(loss, jnp.ones(8), jnp.ones(16, jnp.float16), budget="1MiB", target="cpu", verify=False)
     assert found.predicted.peak_bytes > 0
+
+
+def test_a_gradient_of_a_scan_within_the_function_is_planned():
+    def inner(w, x):
+        return jnp.sum(lax.scan(lambda c, r: (jnp.sin(c * r * w), None), x, jnp.ones((3, 4)))[0])
+
+    def loss(w):
+        return jnp.sum(jax.grad(inner)(w, jnp.ones(4)) ** 2)
+
+    found = jaxckpt.plan(loss, jnp.full(4, 0.5), budget="1MiB", target="cpu", verify=False)
+    assert_trees_close(jax.grad(found.apply(loss))(jnp.full(4, 0.5)), jax.grad(loss)(jnp.full(4, 0.5)), rtol=1e-4)

@@ -1,0 +1,155 @@
+"""What a traced function must not do: put traced values into Python objects, change its arguments, work on `jax.Ref`s. Refused by name.
+
+JAX does not see any of that. The function is traced apart from the call, perhaps never again, so what it puts aside would be a value of a
+trace that is over. Objects of nnx are another matter: `jaxckpt.core.lift` puts their state back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt._errors import EffectsError
+from jaxckpt.core import lift
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.inline import called
+
+NODES = 2000
+"""Python objects that are looked at, at most."""
+DEPTH = 6
+"""Steps from the function to an object that is looked at."""
+_LIBRARIES = ("site-packages", "dist-packages")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HINT = "Return the value instead (has_aux=True in the gradient), or keep it in an nnx.Variable of an argument."
+
+
+def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, to be traced, with its side effects on Python objects as errors.
+
+    Raises:
+      EffectsError: at the call: it put a traced value into an object, or changed a container among its arguments.
+    """
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = lift.paths_of((args, kwargs))
+        refuse_ref_arguments(fun, [(_argument(path), leaf) for path, leaf in given.items()])
+        before = {id(value) for _, value in _tracers(fun)}
+        out = fun(*args, **kwargs)
+        for where, value in _tracers(fun):
+            if id(value) not in before:
+                raise EffectsError(
+                    f"{_name(fun)} must not put traced values into Python objects, for it is traced apart from its calls; it put one into "
+                    f"{where}. {_HINT}"
+                )
+        try:
+            after = lift.paths_of((args, kwargs))
+        except Exception:  # an argument that is used up, as an eqx.nn.State is after its `set`
+            return out
+        changed = [path for path in {**given, **after} if given.get(path, call) is not after.get(path, call)]
+        if changed:
+            where = ", ".join(map(_argument, changed[:3]))
+            raise EffectsError(
+                f"{_name(fun)} must not change its arguments, for it is traced apart from its calls; it changed {where}. {_HINT}"
+            )
+        return out
+
+    return call
+
+
+def refuse_ref_arguments(fun: Callable[..., Any], paths: list[tuple[str, Any]]) -> None:
+    """Raises EffectsError where an argument is a `jax.Ref`.
+
+    Args:
+      fun: the function.
+      paths: what to call each leaf of its arguments, and it.
+    """
+    for path, leaf in paths:
+        if _compat.is_ref(leaf):
+            raise EffectsError(
+                f"{_name(fun)} must not take a jax.Ref, which it may change as a side effect; {path} is one. "
+                "Pass its value, ref[...], and return the new one."
+            )
+
+
+def refuse_refs(fun: Callable[..., Any], graph: Graph) -> None:
+    """Raises EffectsError where the operations of a function read or write a `jax.Ref`."""
+    ops = list(graph.ops)
+    for op in ops:  # grows while it is gone through
+        equation = op.equation
+        if called(equation) is not None:
+            ops.extend(inner for body in op.bodies for inner in body.ops)
+        if any(_compat.is_ref_type(var.aval) for var in (*equation.invars, *equation.outvars)):
+            raise EffectsError(
+                f"{_name(fun)} must not work on jax.Refs, whose order of reads and writes a recomputation would change; it does so in "
+                f"{op.primitive} at {op.source}. Carry the value from one operation to the next instead."
+            )
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return f"fun ({getattr(fun, '__name__', type(fun).__name__)})"
+
+
+def _argument(path: tuple[Any, ...]) -> str:
+    place, *rest = path
+    head, rest = (f"args[{rest[0].idx}]", rest[1:]) if place.idx == 0 else ("kwargs", rest)
+    return head + jax.tree_util.keystr(tuple(rest))
+
+
+def _tracers(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the traced values that a function can reach in its closure, its globals and what they hold, each with the way to it."""
+    seen: set[int] = set()
+    queue: list[tuple[str, Any, int]] = [("", fun, 0)]
+    while queue and len(seen) < NODES:
+        name, value, depth = queue.pop(0)
+        if _compat.is_tracer(value):
+            yield name, value
+            continue
+        if id(value) in seen or depth > DEPTH:
+            continue
+        seen.add(id(value))
+        queue.extend((path, held, depth + 1) for path, held in itertools.islice(_held(name, value), NODES))
+
+
+def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a Python object holds that a function may change: (the way to it, it)."""
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        if code.co_filename.startswith(_PACKAGE):
+            yield name, getattr(value, "__wrapped__", None)
+            return
+        if any(library in code.co_filename for library in _LIBRARIES):
+            return
+        for variable, cell in zip(code.co_freevars, value.__closure__ or ()):
+            try:
+                yield variable, cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+        for variable in code.co_names:
+            if variable in value.__globals__:
+                yield variable, value.__globals__[variable]
+        yield from ((f"a default of {name or value.__name__}", held) for held in value.__defaults__ or ())
+    elif isinstance(value, types.MethodType):
+        yield name, value.__func__
+        yield f"{name}.__self__" if name else "self", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from ((name, held) for held in (value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", held) for key, held in list(value.items()))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"{name}[{i}]", held) for i, held in enumerate(list(value)))
+    elif not isinstance(value, (types.ModuleType, type, jax.Array)) and not callable(
+        inspect.getattr_static(value, "lower", None)
+    ):
+        attributes = inspect.getattr_static(value, "__dict__", None)
+        if attributes is not None and not lift.has_objects([value]):
+            own = getattr(value, "__dict__", {})
+            yield from ((f"{name}.{key} (of a {type(value).__name__})", held) for key, held in list(own.items()))

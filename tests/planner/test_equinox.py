@@ -1,0 +1,126 @@
+"""equinox models, and other trees with leaves that are no arrays: they work as they are."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from jaxckpt import ArgumentError, NotDifferentiableError, Policy
+from tests.helpers import assert_trees_close
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "equinox.md"
+
+
+def test_the_pages_code_runs(capsys):
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(block, names)
+    for plan in (names["plan"], names["whole"], names["stateful"]):
+        assert plan.measured_bytes <= plan.budget < plan.unplanned_bytes and plan.regions
+    args = names["model"], names["x"], names["y"]
+    grad = lambda fun: eqx.filter_jit(eqx.filter_value_and_grad(fun))(*args)
+    for fun in (names["planned"], names["checkpointed_loss"]):
+        assert_trees_close(jax.tree.leaves(grad(fun)), jax.tree.leaves(grad(names["loss"])))
+    peaks = [jaxckpt.measure(eqx.filter_value_and_grad(names[fun]), *args).peak_bytes for fun in ("planned", "loss")]
+    assert peaks[0] <= 0.62 * peaks[1]
+    expected = names["with_state"](names["stateful_loss"])(names["normed"], names["statistics"], *args[1:])
+    got = names["with_state"](names["stateful"].apply(names["stateful_loss"]))(
+        names["normed"], names["statistics"], *args[1:]
+    )
+    assert_trees_close(jax.tree.leaves(got), jax.tree.leaves(expected), rtol=1e-4)
+    assert "planned" in capsys.readouterr().out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    ws: list
+    activation: object
+    mode: str
+    depth: int
+    key: jax.Array
+    nothing: object = None
+
+
+def model(**changes):
+    made = Model([jnp.eye(32) * 0.5] * 6, jnp.tanh, "residual", 6, jax.random.key(0))
+    return dataclasses.replace(made, **changes)
+
+
+def loss(model, x, *, scale=1.0):
+    for i in range(model.depth):  # needs the number's value
+        y = model.activation(x @ model.ws[i])
+        x = x + y if model.mode == "residual" else y
+    return jnp.mean(x**2) * scale + 0 * jax.random.normal(model.key)
+
+
+X = jnp.linspace(-1, 1, 512 * 32).reshape(512, 32)
+
+
+def test_strings_functions_keys_and_numbers_go_with_the_arrays():
+    plan = jaxckpt.plan(loss, model(), X, budget="70%")
+    assert plan.regions and plan.measured_bytes <= plan.budget
+    auto = jaxckpt.autocheckpoint(loss, budget="70%")
+    assert auto.plan(model(), X).measured_bytes == pytest.approx(plan.measured_bytes, rel=1e-3)
+    gradient = lambda fun: jax.value_and_grad(lambda ws: fun(model(ws=ws), X, scale=2.0))(model().ws)
+    scaled = jaxckpt.plan(functools.partial(loss, scale=2.0), model(), X, budget="70%")
+    assert scaled.measured_bytes <= scaled.budget
+    assert_trees_close(gradient(auto), gradient(loss))
+    planned = scaled.apply(functools.partial(loss, scale=2.0))
+    assert_trees_close(gradient(lambda model, x, scale: planned(model, x)), gradient(loss))
+
+
+@pytest.mark.parametrize("policy", [None, "dots", Policy({}, default=jaxckpt.SAVE)], ids=str)
+def test_checkpoint_takes_leaves_that_are_no_arrays(policy):
+    checkpointed = jaxckpt.checkpoint(loss, policy=policy)
+    gradient = lambda fun: jax.value_and_grad(lambda ws: fun(model(ws=ws), X, scale=2.0))(model().ws)
+    assert_trees_close(gradient(checkpointed), gradient(loss))
+
+
+def test_a_number_is_a_model():
+    assert jaxckpt.plan(lambda p: p, 1.0, budget=10**6).regions == ()
+    assert jaxckpt.plan(lambda p: p["a"] ** 2, {"a": 1.0, "b": None}, budget=10**6).measured_bytes <= 64
+
+
+def test_nothing_to_differentiate_names_a_leaf():
+    with pytest.raises(NotDifferentiableError, match=r"args\[0\]\['n'\] is int32"):
+        jaxckpt.plan(lambda p: p["n"].sum() * 1.0, {"n": jnp.arange(3)}, budget=10**6)
+    with pytest.raises(NotDifferentiableError, match="first argument"):
+        jaxckpt.compare({"a": lambda p: p["n"].sum() * 1.0}, {"n": jnp.arange(3)})
+
+
+@pytest.mark.parametrize("what", ["plan", "measure", "compare", "verify", "frontier"])
+def test_what_is_traced_is_named_and_shapes_are_the_way_out(what):
+    calls = {
+        "plan": lambda ws: jaxckpt.plan(summed, ws, budget="100%"),
+        "measure": lambda ws: jaxckpt.measure(summed, ws),
+        "compare": lambda ws: jaxckpt.compare({"a": summed}, ws),
+        "verify": lambda ws: jaxckpt.verify(summed, summed, ws),
+        "frontier": lambda ws: jaxckpt.frontier(summed, ws, budgets=("80%",)),
+    }
+
+    def step(ws):
+        calls[what](ws)
+        return summed(ws)
+
+    with pytest.raises(ArgumentError, match=rf"args\[0\]\['w'\] must be .* traced.*{what}.*ShapeDtypeStruct"):
+        jax.jit(step)({"w": X})
+    shapes = {"w": jax.ShapeDtypeStruct((32, 32), jnp.float32)}
+    if what in ("plan", "measure"):
+        jax.jit(lambda ws: (calls[what](shapes), summed(ws))[1])({"w": X})
+
+
+def summed(ws):
+    return jnp.sum(jnp.tanh(jnp.tanh(ws["w"])))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_budget_larger_than_anything_fits(verify):
+    plan = jaxckpt.plan(summed, {"w": X}, budget=2**200, verify=verify)
+    assert jaxckpt.core.plan.Plan.from_json(plan.to_json()).budget == 2**200
