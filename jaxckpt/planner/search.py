@@ -498,6 +498,8 @@ def _per_device(args: Any) -> int:
     """Returns the bytes of arguments on one device."""
     total = 0
     for leaf in jax.tree.leaves(args):
+        if lift.is_number(leaf):
+            leaf = jax.typeof(leaf)
         sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", None)
         if shape is None:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxckpt
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Plan, Region
@@ -449,3 +451,21 @@ def test_an_error_in_the_function_is_the_users_own(planner):
 
     with pytest.raises(KeyError, match="mine"):
         autocheckpoint(broken, budget="60%")(WS, X)
+
+
+def test_numbers_among_the_arguments_count_as_the_plan_counts_them():
+    def loss(w, scale, steps):
+        for _ in range(3):
+            w = jnp.tanh(w @ w) * scale
+        return jnp.sum(w) * steps
+
+    args = jnp.ones((32, 32)), 2.0, 3
+    least = []
+    for refused in (
+        lambda: jaxckpt.plan(loss, *args, budget="5KiB", target="cpu", verify=False),
+        lambda: autocheckpoint(loss, budget="5KiB", target="cpu", verify=False)(*args),
+    ):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            refused()
+        least.append(re.search(r"is (\d+) bytes", str(caught.value))[1])
+    assert least[0] == least[1]
