@@ -29,11 +29,12 @@ from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner.budget import resident_bytes, resolve_budget
-from jaxckpt.planner.chain import Chain, Schedule, Solver, cost
+from jaxckpt.planner.chain import Chain, Drop, Schedule, Solver, cost, items
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.shards import WHOLE, read
 from jaxckpt.planner.solvers import solver as solver_named
 from jaxckpt.planner.solvers.optimal import Table
+from jaxckpt.planner.solvers.sqrt import leanest, single
 
 logger = logging.getLogger("jaxckpt")
 
@@ -45,6 +46,8 @@ MARGIN = 0.005
 """After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
 ENDLESS = 2**62
 """Bytes that hold anything; solvers count in 64 bits."""
+NESTED = 5000
+"""Operations inside nested regions, up to which the step of the plan that needs least is traced to estimate what stands."""
 COSTS = ("roofline", "measured")
 
 _OPAQUE = {
@@ -332,7 +335,8 @@ class _Search:
         if self.verify and (found := self._as_it_is()) is not None:
             return found
         least = self._least()
-        standing = self._standing(least)
+        # JAX traces what a region holds once for each region around it: of a large program a plan without nested ones is looked at.
+        standing = self._standing(least if self._nested(least) <= NESTED else single(self.chain, leanest))
         best: _Try | None = None
         seen: set[Schedule] = set()
         while self.compiles < COMPILES:
@@ -399,6 +403,12 @@ class _Search:
         planned = problem.model.plan(schedule).apply(problem.fun)
         peak = graph_peak(trace(problem.step(planned), *problem.args), problem.target.platform)
         return max(peak - modelled, problem.argument_bytes)
+
+    def _nested(self, schedule: Schedule) -> int:
+        """Returns how many operations regions hold that others are in, those in several such once for each."""
+        places = self.problem.model.places
+        drops = (item for _, item in items(schedule) if isinstance(item, Drop))
+        return sum(places[item.stop] - places[item.start] for item in drops)
 
     def _offset(self, standing: int) -> int:
         """Returns what to take off the budget before the chain is solved for it: compiled minus modelled bytes of the plans nearest to it."""

@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import jaxckpt
 from benchmarks.models import gpt, lstm
+from jaxckpt.memory import liveness
 from jaxckpt.memory.liveness import estimate_peak
 
 MIB = 2**20
@@ -137,3 +139,58 @@ def test_what_is_offloaded_does_not_count_and_what_is_saved_does():
 
     assert peak("save") - peak("offload") > 10 * MIB
     assert peak("recompute") <= peak("offload")
+
+
+def buffers(written, steps):
+    slots = [liveness._Slot(size) for size, _ in written]
+    return liveness._Buffers({slot: time for slot, (_, time) in zip(slots, written)}, steps)
+
+
+def first_fit(written, values):
+    """Says of each value (bytes, first, last) whether an output has room for it: one after the other, the largest first."""
+    taken = [[(time, steps)] for steps in (10**9,) for _, time in sorted(written, key=lambda each: -each[0])]
+    sizes = sorted((size for size, _ in written), reverse=True)
+    found = []
+    for size, first, last in values:
+        rooms = (
+            room
+            for room, bytes_ in zip(taken, sizes)
+            if bytes_ >= size and all(last < start or stop < first for start, stop in room)
+        )
+        room = next(rooms, None)
+        if room is not None:
+            room.append((first, last))
+        found.append(room is not None)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_value_lives_in_the_first_output_that_is_free_for_all_of_its_life(seed):
+    random = np.random.default_rng(seed)
+    steps = int(random.choice([7, 100, 3000]))
+    written = [(int(random.integers(1, 6)), int(random.integers(0, steps))) for _ in range(random.integers(1, 40))]
+    values = []
+    for _ in range(300):
+        first = int(random.integers(0, steps))
+        values.append((int(random.integers(0, 7)), first, min(first + int(random.exponential(steps / 20)), steps)))
+    waiting = buffers(written, steps)
+    assert [waiting.take(*value) for value in values] == first_fit(written, values)
+
+
+@pytest.mark.parametrize("outputs", [500, 4000])
+def test_few_outputs_are_asked_for_room(outputs, monkeypatch):
+    asked = []
+    is_free = liveness._Buffers._is_free
+    monkeypatch.setattr(liveness._Buffers, "_is_free", lambda *args: asked.append(1) or is_free(*args))
+    steps = 2 * outputs  # a chain: the activation of layer i lives until the gradient of layer i is written
+    waiting = buffers([(4, steps - layer) for layer in range(outputs)], steps)
+    assert sum(waiting.take(4, layer, steps - layer - 1) for layer in range(outputs)) > 0
+    assert len(asked) < 12 * outputs
+
+
+def test_a_sum_of_many_arrays_is_stored_half_way():
+    def loss(ws):
+        return jnp.sum(functools.reduce(jnp.add, ws) ** 2)
+
+    peak = estimate_peak(loss, [W] * 1000)
+    assert 1000 * 64 * 64 * 4 < peak <= 1003 * 64 * 64 * 4
