@@ -260,6 +260,7 @@ def _peak(steps: list[_Step], outputs: list[_Slot]) -> int:
 
 def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[int, int]], time: int) -> None:
     """Ends the lives of operands a step early where a result of the same size takes their place."""
+    # In the order of the operands: a set's order would make the estimate another one from run to run.
     dying = dict.fromkeys(source for slot in read for source in ((slot.owner(),) if slot.stored else slot.sources))
     sizes = Counter(slot.bytes for slot in made)
     for slot in dying:

@@ -1,9 +1,9 @@
 """The engine of `Slots`: a scan whose backward pass runs revolve's schedule in one compiled loop.
 
 The forward pass stores the carries that the schedule asks for in a buffer. The backward pass is a loop over *runs* of a few steps, from the
-last to the first. Each time round it restores a carry, advances it to the start of the run and stores carries on the way, all as tables say;
-then it goes through the run forward once more, keeping what its backward pass needs, pulls the cotangents back step by step, and settles
-what could wait. Nothing in the compiled program depends on the length or on the number of slots but the tables.
+last to the first. Each time round it restores a carry, advances it to the start of the run and stores carries on the way, where
+`schedules.Places` says. Then it goes through the run forward once more, keeping what its backward pass needs, pulls the cotangents back step by
+step, and settles what could wait. Nothing in the compiled program depends on the length or on the number of slots but a few integers a slot.
 
 It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours. A custom_vjp gives a tangent to all of
 its results. Those that do not depend on what is differentiated lose it again, as they have none from lax.scan.
@@ -17,25 +17,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxckpt.core.actions import OFFLOAD, SAVE, Action
-from jaxckpt.transforms.host_rows import read_row, write_row
+from jaxckpt.transforms.budget import Runs
 from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.transforms.reverse_only import no_forward_mode, no_second_reverse
-from jaxckpt.transforms.schedules import Binomial, binomial, sweep
+from jaxckpt.transforms.rows import read_row, write_row
+from jaxckpt.transforms.schedules import Binomial, binomial, places
 from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, perturbed, pick, split, zeros
 
 
 def scan_with_slots(
-    scan: Scan, slots: int, *, run: int = 1, kept: Sequence[Any] | None = None, carry: Action = SAVE
+    scan: Scan, slots: int | Runs, *, run: int = 1, kept: Sequence[Any] | None = None, carry: Action = SAVE
 ) -> tuple[Values, Values]:
     """Runs a scan; differentiated in reverse it keeps no more than `slots` carries.
 
     Args:
       scan: what to run.
-      slots: carries whose bytes may be kept, the initial one counted.
+      slots: carries whose bytes may be kept, the initial one counted; or what chooses runs and slots by bytes.
       run: steps that one turn of the backward loop takes. 1: as many as are best for the slots, what is kept of them being paid for in
         slots. More: so many, and what is kept of them comes on top.
       kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
@@ -100,7 +100,7 @@ class _Static:
 class _Engine:
     """The loops of one scan."""
 
-    def __init__(self, step: Step, slots: int, run: int, kept: Sequence[Any] | None, carry: Action) -> None:
+    def __init__(self, step: Step, slots: int | Runs, run: int, kept: Sequence[Any] | None, carry: Action) -> None:
         self.step, self.slots, self.run, self.carry = step, slots, run, carry
         self.kept = dear_values(step) if kept is None else list(kept)
 
@@ -109,6 +109,9 @@ class _Engine:
         step = self.step
         carry, ys = perturbed(step, consts, init, xs)
         wanted = Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
+        if isinstance(self.slots, Runs):
+            plan = self.slots.choose(wanted)
+            return backward(step, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1), plan
         if self.run > 1 or self.kept is not None:
             work = backward(step, wanted, self.kept, defer=True)
             if self.run > 1:
@@ -134,19 +137,22 @@ class _Engine:
         ys = [zeros(aval, self.step.length) for aval in self.step.y_avals]
         slots = [loops.home.buffer(value, plan.slots) for value in init]
         if loops.home.away:  # only what is kept goes to the host
-            carry, ys, slots = loops.fetch(0, loops.forward, 0, init, ys, slots)
+            whole = loops.parts_of(*loops.places.whole)
+            carry, ys, slots, _ = loops.advance(plan.units - 1, 0, init, ys, slots, whole)
             slots = loops.home.write(slots, carry, loops.spare)
             return loops.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
         # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So the number of turns is
         # known, and if nobody uses the ys, JAX sees it.
-        def turn(i: Any, state: tuple[Values, Values, Values]) -> tuple[Values, Values, Values]:
-            carry, ys, slots = state
-            slots = loops.home.write(slots, carry, loops.rows[i])
+        def turn(i: Any, state: tuple[Values, Values, Values, Any]) -> tuple[Values, Values, Values, Any]:
+            carry, ys, slots, part = state
+            kept = i == loops.parts.starts[part]
+            slots = loops.home.write(slots, carry, jnp.where(kept, loops.row(part), loops.spare))
             carry, ys = loops.steps(carry, i * plan.run, plan.run, ys)
-            return carry, ys, slots
+            return carry, ys, slots, part + kept
 
-        carry, ys, slots = lax.fori_loop(0, plan.units - (not loops.even), turn, (init, ys, slots))
+        turns, first = plan.units - (not loops.even), jnp.int32(0)
+        carry, ys, slots, _ = lax.fori_loop(0, turns, turn, (init, ys, slots, first))
         if loops.even:
             return (carry, ys), slots
         slots = loops.home.write(slots, carry, loops.spare)
@@ -187,14 +193,15 @@ class _Engine:
             state = state._replace(stacks=rows(plan.last))
             state = turns.adjoint(plan.units - 1, plan.last, loops.home.read(slots, loops.spare), state)
 
-        def turn(i: Any, both: tuple[Values, _State]) -> tuple[Values, _State]:
-            slots, state = both
-            carry, slots = loops.restore(i, slots)
-            return slots, turns.adjoint(plan.units - 1 - i, plan.run, carry, state)
+        def turn(i: Any, both: tuple[Values, _Parts, _State]) -> tuple[Values, _Parts, _State]:
+            slots, parts, state = both
+            carry, slots, parts = loops.restore(i, slots, parts)
+            return slots, parts, turns.adjoint(plan.units - 1 - i, plan.run, carry, state)
 
         if loops.even or plan.units > 1:
             state = state._replace(stacks=rows(plan.run))
-            _, state = lax.fori_loop(0 if loops.even else 1, plan.units, turn, (slots, state))
+            first = 0 if loops.even else 1
+            _, _, state = lax.fori_loop(first, plan.units, turn, (slots, loops.parts, state))
         ct_init = [ct if asked else None for ct, asked in zip(_spread(state.ct, wanted.carry), wanted.init)]
         return [*_spread(state.totals, wanted.consts), *ct_init, *_spread(state.ct_xs, wanted.xs)]
 
@@ -213,28 +220,36 @@ class _State(NamedTuple):
     stacks: Values
 
 
+class _Parts(NamedTuple):
+    """The parts of the scan that are still to be reversed, as of `schedules.Places`: JAX integers."""
+
+    starts: Any
+    left: Any
+    top: Any
+
+
 class _Loops:
-    """Taking carries forward: by steps, by runs, and as the tables of the schedule say."""
+    """Taking carries forward: by steps, by runs, and as the schedule places them."""
 
     def __init__(self, step: Step, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
         self.step, self.plan, self.consts, self.init, self.xs = step, plan, consts, init, xs
         self.home = _Home(carry, step.carry_avals)
         # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before the loop.
         self.even = plan.last == plan.run
-        tables = sweep(plan.units, plan.slots)
-        self.forward = int(tables.first[1])  # the first adjoint's way to its run is the forward pass
         # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row that is to spare the
-        # carry at the start of the last run; nothing is read from it later, so what goes to slot 0 may be written there.
+        # carry at the start of the last run; nothing is read from it later, so what need not be kept may be written there.
         self.spare = plan.slots - 1
-        row = lambda slots: np.where(slots == 0, self.spare, slots - 1).astype(np.int32)
-        initial, at, first = tables.load == 0, tables.at.copy(), tables.first.copy()
-        initial[0], at[0], first[0] = False, plan.units - 1, first[1]
-        rows = np.full(plan.units, self.spare, np.int32)  # where the forward pass puts the carry of each run
-        kept = np.cumsum(tables.advance[: self.forward]) - tables.advance[: self.forward]
-        rows[kept] = row(tables.store[: self.forward])
-        self.load, self.initial, self.at, self.first, self.store, self.advance, self.rows = map(
-            jnp.asarray, (row(tables.load), initial, at, first, row(tables.store), tables.advance, rows)
-        )
+        self.places = places(plan.units, plan.slots)
+        self.table = jnp.asarray(self.places.reach)
+        self.parts = self.parts_of(self.places.starts, self.places.left, self.places.top)
+
+    def parts_of(self, starts: Any, left: Any, top: int) -> _Parts:
+        """Returns parts as arrays."""
+        return _Parts(jnp.asarray(starts, jnp.int32), jnp.asarray(left, jnp.int32), jnp.int32(top))
+
+    def row(self, slot: Any) -> Any:
+        """Returns the row of the buffer for a slot."""
+        return jnp.where(slot == 0, self.spare, slot - 1)
 
     def steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
         """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
@@ -247,32 +262,48 @@ class _Loops:
 
         return loop(count, one, (carry, ys))
 
-    def fetch(
-        self, begin: Any, end: Any, at: Any, carry: Values, ys: Values, slots: Values
-    ) -> tuple[Values, Values, Values]:
-        """Takes the carry of run `at` through stretches `begin` .. `end`-1 of the tables, storing it before each."""
+    def advance(
+        self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: _Parts
+    ) -> tuple[Values, Values, Values, _Parts]:
+        """Takes the carry of run `at`, the start of the last part, to run `to`, storing carries of the parts that it makes on the way."""
         run = self.plan.run
         if self.plan.units == 1:
-            return carry, ys, slots
+            return carry, ys, slots, parts
 
         def one(unit: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
             return self.steps(state[0], unit * run, run, state[1])
 
-        def stretch(g: Any, state: tuple[Any, Values, Values, Values]) -> tuple[Any, Values, Values, Values]:
-            at, carry, ys, slots = state
-            slots = self.home.write(slots, carry, self.store[g])
-            to = at + self.advance[g]
-            carry, ys = lax.fori_loop(at, to, one, (carry, ys))
-            return to, carry, ys, slots
+        def stretch(state: tuple[Any, Values, Values, Values, _Parts]) -> tuple[Any, Values, Values, Values, _Parts]:
+            at, carry, ys, slots, parts = state
+            left = parts.left[parts.top]
+            end = at + self.places.cut(self.table, to + 1 - at, self.places.slots - parts.top, left)
+            carry, ys = lax.fori_loop(at, end, one, (carry, ys))
+            # What lies after `end` is a part of its own, unless it is run `to` alone, whose turn it is.
+            more = end < to
+            top = parts.top + more
+            reduced = parts.left.at[parts.top].add(-1)
+            parts = _Parts(
+                parts.starts.at[top].set(jnp.where(more, end, parts.starts[top])),
+                reduced.at[top].set(jnp.where(more, left, reduced[top])),
+                top,
+            )
+            slots = self.home.write(slots, carry, jnp.where(more, self.row(top), self.spare))
+            return end, carry, ys, slots, parts
 
-        return lax.fori_loop(begin, end, stretch, (jnp.asarray(at, jnp.int32), carry, ys, slots))[1:]
+        state = (jnp.asarray(at, jnp.int32), carry, ys, slots, parts)
+        return lax.while_loop(lambda state: state[0] < to, stretch, state)[1:]
 
-    def restore(self, i: Any, slots: Values) -> tuple[Values, Values]:
-        """Returns the carry at the start of adjoint i's run, and the slots after coming by it."""
-        kept = self.home.read(slots, self.load[i])
-        carry = [lax.select(self.initial[i], first, later) for first, later in zip(self.init, kept)]
-        carry, _, slots = self.fetch(self.first[i], self.first[i + 1], self.at[i], carry, [], slots)
-        return carry, slots
+    def restore(self, i: Any, slots: Values, parts: _Parts) -> tuple[Values, Values, _Parts]:
+        """Returns the carry at the start of adjoint i's run, and the slots and parts after obtaining it."""
+        unit = self.plan.units - 1 - i
+        last = i == 0  # the forward pass left its carry in the spare row
+        kept = self.home.read(slots, jnp.where(last, self.spare, self.row(parts.top)))
+        initial = (parts.top == 0) & ~last
+        carry = [lax.select(initial, first, later) for first, later in zip(self.init, kept)]
+        at = jnp.where(last, unit, parts.starts[parts.top])
+        carry, _, slots, parts = self.advance(unit, at, carry, [], slots, parts)
+        ended = parts.starts[parts.top] == unit
+        return carry, slots, parts._replace(top=jnp.maximum(parts.top - ended, 0))
 
 
 class _Home:

@@ -138,6 +138,7 @@ class Backward:
 
     Attributes:
       wanted: which cotangents it computes.
+      defers: whether cotangents of constants may wait for the end of a run.
       again: whether `pull` runs the step again, or part of it that is not cheap.
       keep: (consts, carry, x) -> (next carry, kept): runs a step and returns what is kept of it. None: nothing is, so a run need not be run to
         its end, and `pull` runs each of its steps again.
@@ -152,6 +153,7 @@ class Backward:
     """
 
     wanted: Wanted
+    defers: bool
     again: bool
     keep: Callable[..., tuple[Values, Values]] | None
     pull: Callable[..., tuple[Values, Values, Values, Values]]
@@ -284,6 +286,7 @@ class _Splitter:
             takes.append(same[0] if same else len(stacks) - 1)
         return Backward(
             wanted=self.wanted,
+            defers=self.defer,
             again=self._runs_again(
                 [*self.ct_carry, *self.ct_x, *(var for _, var in at_once), *roots], kept=bool(kept_rows)
             ),

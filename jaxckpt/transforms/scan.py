@@ -6,9 +6,8 @@ them; `Slots` goes to `jaxckpt.transforms.binomial`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,17 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
+from jaxckpt._errors import ArgumentError
 from jaxckpt.core.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import trace
-from jaxckpt.core.units import format_bytes, parse_bytes
+from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax
 from jaxckpt.policies import resolve as resolve_policy
 from jaxckpt.transforms.binomial import scan_with_slots
+from jaxckpt.transforms.budget import Runs, fit
 from jaxckpt.transforms.checkpoint import checkpoint
-from jaxckpt.transforms.pullback import Wanted, backward, dear_values
-from jaxckpt.transforms.schedules import Nested, RunCosts, Schedule, Slots, binomial, plain, resolve, segmented
-from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, nbytes, perturbed, take_apart
+from jaxckpt.transforms.schedules import Nested, Schedule, Slots, resolve
+from jaxckpt.transforms.step import Scan, Values, is_inexact, take_apart
 
 _CARRY = "jaxckpt.scan:carry"  # the name of carries that are kept on the host
 
@@ -64,15 +63,18 @@ def scan(
         tuple of ints (nested lengths, outermost first; their product at least the length), or `Slots(n)`: at most n carries' bytes, placed
         by the binomial optimum. Lengths need not divide: a shorter last segment takes what is left, and nothing is padded.
       policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
-      carry: SAVE, or OFFLOAD to keep the carries between segments in host memory.
-      budget: bytes ("64MiB") that kept carries and residuals may take, instead of a schedule: the one with the least recomputation that fits.
+      carry: SAVE, or OFFLOAD to keep the carries between segments in host memory; nothing moves where none are kept.
+      budget: bytes ("64MiB") that differentiating the scan may take, instead of a schedule: the one with the least recomputation that fits.
+        It bounds what the compiled value and gradient takes beside arguments, results and their cotangents, and beside what the compiler
+        takes for the scan without a gradient: kept carries, residuals, copies, and what a step's backward pass works with. Whatever the
+        target, and if all that can be is differentiated.
 
     Returns:
       The carry after the last step, and the ys with one row a step.
 
     Raises:
       ArgumentError: the schedule, the policy, the action or the budget is none.
-      InfeasibleBudgetError: not even one carry fits into the budget.
+      InfeasibleBudgetError: no schedule fits into the budget; the error names the least bytes that one takes.
       ForwardModeError: when a scan with `Slots` is differentiated forward.
       TypeError, ValueError: lax.scan's own.
 
@@ -92,11 +94,14 @@ def scan(
     taken = take_apart(f, init, xs, length, reverse, unroll)
     if taken is None:
         return lax.scan(f, init, xs, length, reverse, unroll)
-    plan = resolve(taken.step.length, schedule) if limit is None else fit(taken.step, limit)
-    if isinstance(plan, Slots):
+    plan = resolve(taken.step.length, schedule) if limit is None else fit(taken.step, limit, policy=policy is not None)
+    if not isinstance(plan, Nested):
         kept = None
         if policy is not None:
             taken, kept = _kept_by(policy, taken)
+        if not isinstance(plan, Slots):
+            assert limit is not None
+            return taken.finish(*scan_with_slots(taken, Runs(taken.step, limit, kept), kept=kept, carry=action))
         run = taken.step.length if unroll is True else max(int(unroll), 1)
         return taken.finish(*scan_with_slots(taken, plan.count, run=run, kept=kept, carry=action))
     return taken.finish(*_scan_nested(taken, plan, policy, action, unroll))
@@ -221,87 +226,3 @@ def _kept_by(policy: Any, taken: Scan) -> tuple[Scan, list[Any]]:
     extra = _compat.jaxpr_consts(graph.jaxpr)
     step = replace(taken.step, jaxpr=opened, consts=taken.step.consts + len(extra))
     return replace(taken, step=step, consts=[*extra, *taken.consts]), kept
-
-
-# ------------------------------------------------------------------------------------------------------------------- budgets
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A schedule, what it costs, and the bytes of carries and residuals that it keeps at most."""
-
-    plan: Nested | Slots
-    steps: int
-    bytes: int
-
-
-def fit(step: Step, limit: int) -> Nested | Slots:
-    """Returns the schedule with the least recomputation whose kept carries and residuals fit into `limit` bytes.
-
-    Of equals, the one that JAX can differentiate in every way comes first, and then the one that keeps less.
-
-    Raises:
-      InfeasibleBudgetError: one carry and what one step's backward pass needs are more than the limit.
-    """
-    one = step.carry_bytes
-    if one > limit:
-        raise InfeasibleBudgetError(
-            f"budget must be at least {format_bytes(one)} ({one} bytes), the bytes of one carry; got {format_bytes(limit)}. "
-            "Shrink the carry, or keep it on the host with a schedule and carry=OFFLOAD."
-        )
-    fitting = [choice for choice in _choices(step, limit) if choice.bytes <= limit]
-    return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Slots), choice.bytes)).plan
-
-
-def _choices(step: Step, limit: int) -> Iterator[_Choice]:
-    length, one, residuals = step.length, step.carry_bytes, residual_bytes(step)
-    yield _Choice(plain(length), length, length * residuals)
-    if not one:  # a carry of nothing: there is nothing to keep but a step's residuals
-        yield _Choice(plain(length, remat=True), 2 * length, 0)
-        return
-    best = math.sqrt(length * one / max(residuals, 1))
-    for size in {max(1, math.floor(best)), math.ceil(best)}:
-        nest = segmented(length, min(size, length))
-        yield _Choice(nest, nest.steps, nest.carries * one + nest.residuals * residuals)
-    slots = min(limit // one, length * max(1, -(-residuals // one)))
-    row, again, costs = run_costs(step)
-    mixed = binomial(length, slots, row=row, again=again, costs=costs)
-    yield _Choice(Slots(slots), mixed.steps, math.ceil(mixed.carries(row if mixed.run > 1 else 0.0) * one))
-
-
-def residual_bytes(step: Step) -> int:
-    """Returns the bytes that differentiating the step keeps of it, if all that can be is differentiated; constants and xs not counted."""
-    inputs = [var.aval for var in step.jaxpr.invars]
-
-    def residuals(*flat: Any) -> Values:
-        moving = [is_inexact(aval) for aval in inputs]
-
-        def run(*values: Any) -> Values:
-            rest = iter(values)
-            out = _compat.eval_jaxpr(
-                step.jaxpr, [], *(next(rest) if flag else value for flag, value in zip(moving, flat))
-            )
-            return [value for value in out if is_inexact(jax.typeof(value))]
-
-        return jax.tree.leaves(jax.vjp(run, *(value for value, flag in zip(flat, moving) if flag))[1])
-
-    traced = _compat.open_jaxpr(jax.make_jaxpr(residuals)(*inputs))
-    there = {*traced.constvars, *traced.invars[: step.consts], *traced.invars[step.consts + step.carries :]}
-    kept = {var for var in traced.outvars if isinstance(var, _compat.Var) and var not in there}
-    return sum(nbytes(var.aval) for var in kept)
-
-
-def run_costs(step: Step) -> tuple[float, bool, RunCosts]:
-    """Returns what a run of steps keeps of each, in carries; whether it runs them again; and what else is weighed."""
-    kept = dear_values(step)
-    if kept is None:
-        return math.inf, False, RunCosts()
-    inexact = [is_inexact(var.aval) for var in step.jaxpr.invars]
-    consts, init, xs = (
-        inexact[: step.consts],
-        inexact[step.consts : step.consts + step.carries],
-        inexact[step.consts + step.carries :],
-    )
-    carry, ys = perturbed(step, consts, init, xs)
-    work = backward(step, Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys)), kept, defer=True)
-    return work.bytes_a_step / max(step.carry_bytes, 1), work.again, work.costs(step)

@@ -16,9 +16,11 @@ carry is kept after j steps, the rest is reversed with one slot less, and then t
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -155,10 +157,25 @@ def sqrt_size(length: int) -> int:
     >>> sqrt_size(10000), sqrt_size(1000), sqrt_size(10007)
     (100, 25, 100)
     """
-    root = math.sqrt(max(length, 1))
-    near = [size for size in range(math.ceil(root / 1.5), int(root * 1.5) + 1) if length % size == 0]
+    root = math.isqrt(max(length, 1))
+    far = min(root // 2, 2**16)  # of a scan that long nobody minds the rest
+    near = [size for size in range(max(1, root - far), root + far + 1) if length % size == 0]
+    near = [size for size in near if length <= 2.25 * size * size and size * size <= 2.25 * length]
     # Residuals of a step are larger than a carry, so of two divisors as near, the shorter segment.
-    return min(near, key=lambda size: (max(size / root, root / size), size)) if near else max(1, round(root))
+    closest = min(near, key=lambda size: (max(size * size, length) / min(size * size, length), size), default=None)
+    return root + (length > root * (root + 1)) if closest is None else closest
+
+
+def nearest_divisors(length: int, size: int) -> list[int]:
+    """Returns the largest divisor of a length that is at most `size`, and the smallest that is more; the length's own if there is no other.
+
+    >>> nearest_divisors(20_000, 141), nearest_divisors(10_007, 100)
+    ([125, 160], [1, 10007])
+    """
+    small = [d for d in range(1, min(math.isqrt(length), 2**20) + 1) if length % d == 0]
+    divisors = sorted({*small, *(length // d for d in small)})
+    below = [d for d in divisors if d <= max(size, 1)][-1:]
+    return below + [d for d in divisors if d > max(size, 1)][:1]
 
 
 def log_lengths(length: int) -> tuple[int, ...]:
@@ -222,10 +239,10 @@ def repetitions(length: int, slots: int) -> int:
     """
     if slots == 1:
         return max(length - 1, 0)
-    r = 0
-    while math.comb(slots + r, slots) < length:
-        r += 1
-    return r
+    high = 1
+    while math.comb(slots + high, slots) < length:
+        high *= 2
+    return bisect.bisect_left(range(high), length, key=lambda r: math.comb(slots + r, slots))
 
 
 def extra_steps(length: int, slots: int) -> int:
@@ -396,133 +413,124 @@ def binomial(
     >>> binomial(1024, 32).steps == 1024 + 1 + extra_steps(1024, 32)
     True
     """
-    best = Binomial(length, 1, min(slots, length))
-    most = best.steps
+
+    def left(run: int) -> int:
+        beside = Binomial(length, run, 1, again).carries(row) - 1
+        return math.floor(slots - beside) if beside < slots else 0
+
+    best = best_runs(length, left, row=row, again=again, costs=costs)
+    assert best is not None  # revolve itself always fits
+    return best
+
+
+def best_runs(
+    length: int,
+    left: Callable[[int], int],
+    *,
+    row: float = 1.0,
+    again: bool = False,
+    costs: RunCosts = RunCosts(),
+) -> Binomial | None:
+    """Returns the runs that take least time, and no more runs of the step than revolve where that fits; None where nothing fits.
+
+    Args:
+      length: steps, at least 1.
+      left: steps in a run -> slots that there is room for then; 0 where such a run does not fit.
+      row: what a run keeps of a step, in carries: of equally fast runs the one that keeps less is taken.
+      again: whether a run keeps carries alone.
+      costs: what else is weighed.
+    """
 
     def score(plan: Binomial) -> tuple[float, float]:
         kept = length * costs.kept if plan.run > 1 else 0.0
         return plan.steps + plan.units * (costs.turn + costs.waiting) + kept, plan.carries(row)
 
-    lowest = score(best)
-    for run in range(2, min(length, LONGEST_RUN) + 1):
-        plan = Binomial(length, run, 1, again)
-        beside = plan.carries(row) - 1
-        if beside > slots - 1:
-            continue
-        left = math.floor(slots - beside)
-        plan = replace(plan, slots=min(left, plan.units))
-        if plan.steps <= most and score(plan) < lowest:
-            best, lowest = plan, score(plan)
-    return best
+    plans = [
+        Binomial(length, run, min(slots, -(-length // run)), again and run > 1)
+        for run in range(1, max(1, min(length, LONGEST_RUN)) + 1)
+        if (slots := left(run)) >= 1
+    ]
+    if plans and plans[0].run == 1:
+        plans = [plan for plan in plans if plan.steps <= plans[0].steps]
+    return min(plans, key=score, default=None)
 
 
-# ------------------------------------------------------------------------------------------------------- tables for a loop
+# ------------------------------------------------------------------------------------------------------- places for a loop
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Revolve's moves as tables, for a compiled loop: adjoint i is that of step length-1-i.
+class Places:
+    """What a compiled loop has to know to place carries as revolve does: a few integers for each slot, however long the scan is.
 
-    To come by the carry of its step, adjoint i restores the carry of step `at[i]` from slot `load[i]`, and then for each g in
-    first[i] .. first[i+1]-1 stores the carry at hand in slot `store[g]` and advances it by `advance[g]` steps. The first store is of what was
-    just restored, into the slot that it came from: nothing changes. Adjoint 0's are the forward pass.
+    A slot holds the carry of the first step of a *part* that is still to be reversed; the parts lie one after the other, in the order of the
+    slots. A part with s slots free, its own included, and r repetitions left has at most C(s+r, s) steps. When it is reversed, the next carry
+    is kept at its step `cut`: what lies after that has a slot less, what lies before it keeps its slot and has a repetition less. That is
+    t(l, s) = j + t(l-j, s-1) + t(j, s), with a j for which both sides stay optimal.
 
     Attributes:
-      length, slots: what was asked.
-      load, at: int32 of shape (length,).
-      first: int32 of shape (length + 1,).
-      store, advance: int32, one entry for each advance.
+      length, slots: steps, and slots that are used.
+      reach: int32 of shape (slots + 1, repetitions): C(s+r, s), or the length where that is less. Of shape (1, 1) for one slot.
+      starts: int32, one a slot: first steps of the parts once the forward pass has placed its carries; the length where there is no part.
+      left: int32, one a slot: repetitions that the parts have left then.
+      top: the slot of the last part then.
     """
 
     length: int
     slots: int
-    load: np.ndarray
-    at: np.ndarray
-    first: np.ndarray
-    store: np.ndarray
-    advance: np.ndarray
+    reach: np.ndarray
+    starts: np.ndarray
+    left: np.ndarray
+    top: int
 
     @property
-    def advances(self) -> int:
-        """Runs of the step that the tables make: `extra_steps(length, slots)`."""
-        return int(self.advance.sum())
+    def whole(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """`starts`, `left` and `top` before the forward pass: one part."""
+        starts, left = np.full(self.slots, self.length, np.int32), np.zeros(self.slots, np.int32)
+        starts[0], left[0] = 0, repetitions(self.length, self.slots)
+        return starts, left, 0
+
+    def cut(self, reach: Any, steps: Any, free: Any, left: Any) -> Any:
+        """Returns the step of a part at which the next carry is kept; where only one slot is free, its last step, which needs no carry.
+
+        Args:
+          reach: the table, as an array of NumPy's or JAX's.
+          steps, free, left: of the part, ints or arrays.
+        """
+        if self.slots == 1:
+            return steps - 1
+        most, rest = reach[free, left - 1], steps - reach[free - 1, left - 1]
+        return most + (rest - most) * (rest < most)
 
 
-def sweep(length: int, slots: int) -> Sweep:
-    """Returns the tables of `revolve(length, slots)`; equal parts of the recursion are made once, so that 100,000 steps take milliseconds.
+def places_bytes(length: int, slots: int) -> int:
+    """Returns the bytes of the integers of `places(length, slots)`, as constants and as what a loop changes."""
+    slots = min(slots, length)
+    table = (slots + 1) * repetitions(length, slots) if slots > 1 else 1
+    return 4 * (table + 4 * slots)
 
-    >>> sweep(10, 3).advances
-    15
+
+def places(length: int, slots: int) -> Places:
+    """Returns how `slots` carries are placed over `length` steps, both at least 1.
+
+    >>> places(10, 3).starts, places(10, 3).left
+    (array([0, 4, 7], dtype=int32), array([1, 1, 1], dtype=int32))
     """
-    load, at, counts, store, advance = _tables(length, min(slots, max(length, 1)))
-    first = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
-    return Sweep(length, slots, load, at, first, store, advance)
-
-
-_Tables = tuple[
-    np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray
-]  # load, at, advances of each adjoint, store, advance
-
-
-def _tables(length: int, slots: int) -> _Tables:
-    made: dict[tuple[int, int], _Tables] = {}
-    todo = [(length, slots)]
-    while todo:  # depth first, but no recursion of Python's: either the slots or the repetitions may be many
-        key = todo[-1]
-        cuts = _spine(*key)
-        missing = [(steps, free) for steps, free, _ in cuts if (steps, free) not in made]
-        if missing:
-            todo += missing
-            continue
-        made[todo.pop()] = _compose(*key, cuts, made)
-    return made[length, slots]
-
-
-def _spine(length: int, slots: int) -> list[tuple[int, int, int]]:
-    """Returns (steps, slots, first step) of the parts that are left behind on the way to the last step, outermost first."""
-    cuts: list[tuple[int, int, int]] = []
-    at = 0
-    while 1 < slots < length:
-        j = split(length, slots)
-        cuts.append((j, min(slots, j), at))
-        at, length, slots = at + j, length - j, min(slots - 1, length - j)
-    return cuts
-
-
-def _compose(
-    length: int, slots: int, cuts: list[tuple[int, int, int]], made: dict[tuple[int, int], _Tables]
-) -> _Tables:
-    start = cuts[-1][2] + cuts[-1][0] if cuts else 0
-    depth = len(cuts)
-    load, at, counts, store, advance = (table.copy() for table in _end(length - start, slots - depth))
-    load, at, store = load + depth, at + start, store + depth
-    # The last step is reached from the first: its advances are those of every cut.
-    load[0], at[0] = 0, 0
-    counts[0] += depth
-    parts = [
-        (
-            load,
-            at,
-            counts,
-            np.concatenate([np.arange(depth), store]),
-            np.concatenate([[steps for steps, _, _ in cuts], advance]),
-        ),
-    ]
-    for slot, (steps, free, first) in reversed(list(enumerate(cuts))):
-        load, at, counts, store, advance = made[steps, free]
-        parts.append((load + slot, at + first, counts, store + slot, advance))
-    return tuple(np.concatenate(column).astype(np.int32) for column in zip(*parts))  # type: ignore[return-value]
-
-
-def _end(length: int, slots: int) -> _Tables:
-    """Returns the tables where there is one slot, and each step is reached from the first, or one for every step."""
-    down = np.arange(length - 1, -1, -1)
-    if slots == 1:
-        zero = np.zeros(length, int)
-        return zero, zero, np.minimum(down, 1), zero[1:], down[:-1]
-    counts, load = np.zeros(length, int), down.copy()
-    counts[0], load[0] = length - 1, 0
-    return load, load, counts, np.arange(length - 1), np.ones(length - 1, int)
+    slots = min(slots, length)
+    total = repetitions(length, slots)
+    columns = [np.ones(slots + 1, np.int64)]
+    for _ in range(1, total if slots > 1 else 0):
+        columns.append(np.minimum(np.cumsum(columns[-1]), length))
+    reach = np.stack(columns, axis=1).astype(np.int32) if slots > 1 else np.ones((1, 1), np.int32)
+    empty = Places(length, slots, reach, np.empty(0), np.empty(0), 0)
+    starts, left, top = empty.whole
+    while (steps := length - int(starts[top])) > 1:
+        to = int(starts[top]) + int(empty.cut(reach, steps, slots - top, int(left[top])))
+        left[top] -= 1
+        if to == length - 1:
+            break
+        top += 1
+        starts[top], left[top] = to, left[top - 1] + 1
+    return replace(empty, starts=starts, left=left, top=top)
 
 
 # -------------------------------------------------------------------------------------------------------------- description
@@ -554,11 +562,15 @@ class Description:
         return (self.forward_steps - self.length) / self.length if self.length else 0.0
 
     def __str__(self) -> str:
-        steps = f"{self.residual_steps} step{'s' * (self.residual_steps != 1)}"
         return (
-            f"{self.schedule} over {self.length} steps: keeps {self.kept_carries} carries, at most {self.peak_carries} at once and the "
-            f"residuals of {steps}; runs the step {self.forward_steps} times, {self.overhead:.2f} again for each."
+            f"{self.schedule} over {_counted(self.length, 'step')}: keeps {_counted(self.kept_carries, 'carry', 'carries')}, at most "
+            f"{self.peak_carries} at once and the residuals of {_counted(self.residual_steps, 'step')}; runs the step "
+            f"{_counted(self.forward_steps, 'time')}, {self.overhead:.2f} again for each."
         )
+
+
+def _counted(count: int, one: str, several: str = "") -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
 
 
 def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Description:

@@ -15,16 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxckpt._errors import ArgumentError, ForwardModeError, InfeasibleBudgetError
+from jaxckpt._errors import ArgumentError, ForwardModeError
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
 from jaxckpt.policies import Policy, op
 from jaxckpt.transforms import pullback
 from jaxckpt.transforms.checkpoint import tag
-from jaxckpt.transforms.scan import fit, scan
-from jaxckpt.transforms.schedules import Nested, Slots, binomial, extra_steps, resolve
-from jaxckpt.transforms.step import take_apart
+from jaxckpt.transforms.scan import scan
+from jaxckpt.transforms.schedules import Nested, Slots, extra_steps, resolve
 from tests.helpers import assert_trees_close, gradient_executions, kept_bytes
 
 TARGETS = [
@@ -627,48 +626,6 @@ def test_a_policy_says_what_a_run_of_slots_keeps() -> None:
     for policy in ("everything", jax.checkpoint_policies.dots_saveable, Policy({"up": "save"})):
         gradient = jax.grad(functools.partial(tagged_loss, schedule=Slots(2), unroll=5, policy=policy))
         assert_trees_close(jax.jit(gradient)(*ARGS), expected)
-
-
-def test_a_budget_chooses_the_least_recomputation_that_fits() -> None:
-    weights, h = jnp.ones((16, 16)), jnp.ones((8, 16))
-    taken = take_apart(lambda c, _: (jnp.tanh(c @ weights), None), h, None, 400, False, 1)
-    assert taken is not None
-    one, steps = h.nbytes, []
-    for carries in (2000, 400, 60, 12, 3, 1):
-        plan = fit(taken.step, carries * one)
-        if isinstance(plan, Nested):
-            assert plan.carries * one <= carries * one
-            steps.append(plan.steps)
-        else:
-            assert plan.count <= carries
-            steps.append(binomial(400, plan.count, row=2.0).steps)
-    assert isinstance(fit(taken.step, 2000 * one), Nested) and steps[0] == 400
-    assert steps == sorted(steps) and steps[-1] > 10 * steps[0]
-
-
-@pytest.mark.parametrize("budget", ["2MiB", "8MiB"])
-def test_a_budget_bounds_the_compiled_temporaries(budget: str) -> None:
-    def gradient(**options: Any) -> int:
-        loss = lambda w, h: jnp.sum(scan(lambda c, _: (jnp.tanh(c @ w), None), h, length=500, **options)[0])
-        args = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
-        return measure(jax.grad(loss), *args, target="cpu").temp_bytes
-
-    limit = int(budget[0]) * 2**20
-    working = gradient(schedule=Slots(1))  # of one step
-    assert 0.5 * limit < gradient(budget=budget) <= limit + 2 * working < gradient(schedule="none")
-
-
-def test_a_budget_of_less_than_a_carry_says_how_much_a_carry_is() -> None:
-    run = lambda budget: scan(lambda c, _: (c * 2, None), jnp.ones(256), length=9, budget=budget)
-    with pytest.raises(
-        InfeasibleBudgetError, match=r"at least 1.0 KiB \(1024 bytes\), the bytes of one carry; got 1023 B"
-    ):
-        run(1023)
-    assert run(1024)[0].shape == (256,)
-    with pytest.raises(ArgumentError, match="budget must be a number of bytes"):
-        run("much")
-    with pytest.raises(ArgumentError, match="schedule must be left out where there is a budget"):
-        scan(lambda c, _: (c, None), 0.0, length=9, budget="1GiB", schedule=Slots(3))
 
 
 # -------------------------------------------------------------------------------------------------------------- bad input

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,20 +13,21 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.transforms.schedules import (
     Binomial,
     Nested,
+    Places,
     RunCosts,
     Slots,
-    Sweep,
     binomial,
     describe,
     extra_steps,
     nested,
+    places,
+    places_bytes,
     plain,
     repetitions,
     resolve,
     revolve,
     segmented,
     split,
-    sweep,
 )
 
 KNOWN = [(10, 3, 15), (56, 3, 210), (100, 5, 316), (100, 10, 222), (1000, 10, 3636), (1000, 50, 1948)]
@@ -63,20 +65,28 @@ def run_moves(length: int, slots: int) -> int:
     return advanced
 
 
-def run_tables(tables: Sweep) -> int:
-    """Does what the tables say, checking that each adjoint has its carry; returns the steps advanced."""
-    stored: dict[int, int] = {}
-    advanced = 0
-    for i in range(tables.length):
-        at = int(tables.at[i])
-        assert i == 0 or stored[int(tables.load[i])] == at
-        for g in range(tables.first[i], tables.first[i + 1]):
-            assert 0 <= tables.store[g] < tables.slots
-            stored[int(tables.store[g])] = at
-            at += int(tables.advance[g])
-            advanced += int(tables.advance[g])
-        assert at == tables.length - 1 - i
-    return advanced
+def run_places(where: Places) -> list[int]:
+    """Does what a compiled loop does, checking that each adjoint has its carry; returns the steps advanced for each adjoint."""
+    starts, left, top = where.whole
+    advances = []
+    for unit in range(where.length - 1, -1, -1):
+        at, advanced = int(starts[top]), 0
+        while at < unit:
+            step = int(where.cut(where.reach, unit + 1 - at, where.slots - top, int(left[top])))
+            assert 1 <= step <= unit - at
+            repetitions_left, left[top] = left[top], left[top] - 1
+            at, advanced = at + step, advanced + step
+            if at < unit:
+                top += 1
+                assert top < where.slots
+                starts[top], left[top] = at, repetitions_left
+        if unit == where.length - 1:
+            assert top == where.top and list(starts) == list(where.starts) and list(left) == list(where.left)
+        if starts[top] == unit:
+            top -= 1
+        advances.append(advanced)
+    assert top == -1
+    return advances
 
 
 @pytest.mark.parametrize(("length", "slots", "steps"), KNOWN)
@@ -114,19 +124,22 @@ def test_moves_reverse_every_step_with_the_slots_there_are_in_the_fewest_advance
 
 @given(length=st.integers(1, 200), slots=st.integers(1, 210))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_tables_say_what_the_moves_do(length: int, slots: int) -> None:
-    tables = sweep(length, slots)
-    assert run_tables(tables) == tables.advances == extra_steps(length, slots)
-    assert len(tables.load) == len(tables.at) == length and len(tables.first) == length + 1
+def test_places_take_the_fewest_advances(length: int, slots: int) -> None:
+    where = places(length, slots)
+    assert sum(run_places(where)) == extra_steps(length, slots)
+    assert {table.dtype for table in (where.reach, where.starts, where.left)} == {np.dtype(np.int32)}
 
 
-@pytest.mark.parametrize(("length", "slots"), [(100_000, 32), (100_000, 2000), (20_000, 2), (3_000, 1)])
-def test_tables_of_long_scans_have_the_optimal_count_and_int32_entries(length: int, slots: int) -> None:
-    tables = sweep(length, slots)
-    assert tables.advances == extra_steps(length, slots)
-    assert {table.dtype for table in (tables.load, tables.at, tables.first, tables.store, tables.advance)} == {
-        np.dtype(np.int32)
-    }
+@pytest.mark.parametrize(("length", "slots"), [(20_000, 64), (5_000, 2), (3_000, 1), (5_000, 4_000)])
+def test_places_of_long_scans_take_the_fewest_advances(length: int, slots: int) -> None:
+    assert sum(run_places(places(length, slots))) == extra_steps(length, slots)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 12, 64, 2000])
+def test_places_take_few_bytes_whatever_the_length(slots: int) -> None:
+    where = places(1_000_000, slots)
+    tables = where.reach.nbytes + where.starts.nbytes + where.left.nbytes
+    assert tables <= places_bytes(1_000_000, slots) <= max(20_000, 64 * slots)
 
 
 # --------------------------------------------------------------------------------------------------------- nested segments
@@ -205,13 +218,12 @@ def test_runs_never_take_more_steps_than_revolve_nor_more_bytes_than_the_slots(
 
 
 def count_steps(plan: Binomial) -> int:
-    """Runs of the step when the plan is executed: forward pass, carries fetched by the tables, every run gone through."""
-    tables = sweep(plan.units, plan.slots)
+    """Runs of the step when the plan is executed: forward pass, carries obtained from the slots, every run gone through."""
     total = plan.length
     for unit in range(plan.units):
         size = min(plan.run, plan.length - unit * plan.run)
         total += 2 * size - 1 if plan.again else size
-    return total + plan.run * int(tables.advance[tables.first[1] :].sum())
+    return total + plan.run * sum(run_places(places(plan.units, plan.slots))[1:])
 
 
 @given(length=st.integers(1, 400), run=st.integers(1, 30), slots=st.integers(1, 40), again=st.booleans())
@@ -258,6 +270,10 @@ def test_describe_counts_what_each_schedule_does() -> None:
         slotted = describe(length, Slots(slots))
         assert slotted.forward_steps == length + 1 + steps and slotted.peak_carries == slots
     assert "runs the step 200 times" in str(describe(100, "sqrt"))
+    assert "over 1 step: keeps 1 carry, at most 1 at once and the residuals of 1 step; runs" in str(
+        describe(1, Slots(3))
+    )
+    assert "runs the step 1 time, 0.00 again" in str(describe(1, "none"))
 
 
 @pytest.mark.parametrize("length", [0, 1])
@@ -302,3 +318,16 @@ def test_bad_lengths(length: object) -> None:
 
 def test_nested_without_levels_is_plain() -> None:
     assert nested(7, (7,)) == plain(7) and nested(0, (3, 3)) == plain(0)
+
+
+@pytest.mark.parametrize("length", [2**70, 2**70 + 1, 10**30])
+@pytest.mark.parametrize(
+    "schedule",
+    ["none", "every", "sqrt", "log", 7, (2**40, 2**60), (2,) * 100, Slots(1), Slots(64), Slots(2**80)],
+    ids=str,
+)
+def test_describe_ends_at_once_for_lengths_that_no_machine_runs(length: int, schedule: object) -> None:
+    start = time.process_time()
+    described = describe(length, schedule)  # type: ignore[arg-type]
+    assert described.forward_steps >= length
+    assert time.process_time() - start < 1

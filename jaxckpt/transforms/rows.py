@@ -1,7 +1,7 @@
 """Rows of buffers in host memory, read and written where they lie, under `vmap` too.
 
-JAX batches a dynamic slice as a gather. A gather's indices would have to be in host memory with the buffer, and nothing gathers there. These
-two operations stay slices: a batched buffer only has one axis more.
+JAX batches a dynamic slice as a gather. A gather's indices would have to be in host memory with the buffer,
+and nothing gathers there. These two operations stay slices: a batched buffer only has one axis more.
 """
 
 from __future__ import annotations

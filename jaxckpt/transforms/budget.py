@@ -1,0 +1,264 @@
+"""What schedules of a scan take in bytes, as compilers will report it, and the fastest one that fits into a budget.
+
+`jaxckpt.scan` is called while a program is traced, when nothing can be compiled. So bytes are counted:
+
+  - what is kept: carries, residuals of plain steps, what a run of `Slots` keeps, integers that place the slots;
+  - copies: rows of xs that a segment reads as a block, and xs and ys cut and put together where a length does not divide;
+  - sums of constants' cotangents that an inner loop has beside the outer one's;
+  - what one step and its backward pass work with: the liveness of that program, for the compilers of CPUs and of GPUs the larger one.
+
+What is there anyway does not count: operands and results of the scan, and their cotangents. One program is traced for all targets, so where
+compilers differ the count is of the one that takes more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt._errors import InfeasibleBudgetError
+from jaxckpt.core.graph import Graph, graph_of
+from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.liveness import graph_peak
+from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
+from jaxckpt.transforms.schedules import (
+    LONGEST_RUN,
+    Binomial,
+    Nested,
+    RunCosts,
+    best_runs,
+    nearest_divisors,
+    places_bytes,
+    plain,
+    segmented,
+)
+from jaxckpt.transforms.step import Step, Values, is_inexact, nbytes, perturbed
+
+# A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the parts. These are an H100's.
+CORES, TILE, SHORTEST = 132, 128, 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, the runs of the step that it takes, and the bytes that it takes at most."""
+
+    plan: Nested | Binomial
+    steps: int
+    bytes: int
+
+
+def fit(step: Step, limit: int, *, policy: bool = False) -> Nested | Binomial:
+    """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is differentiated.
+
+    Args:
+      step: of the scan.
+      limit: bytes.
+      policy: whether something is kept of steps that are checkpointed.
+
+    Of equals, the one that JAX can differentiate in every way comes first, and then the one that takes less.
+
+    Raises:
+      InfeasibleBudgetError: no schedule fits; it names the bytes of the one that takes least.
+    """
+    choices = list(_choices(step, limit, policy))
+    fitting = [choice for choice in choices if choice.bytes <= limit]
+    if not fitting:
+        least = min(choice.bytes for choice in choices)
+        raise InfeasibleBudgetError(
+            f"budget must be at least {format_bytes(least)} ({least} bytes), which the schedule takes that keeps least: one carry, and what a "
+            f"step and its backward pass work with; got {format_bytes(limit)} ({limit} bytes). Give it as much, or make the step smaller."
+        )
+    return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Binomial), choice.bytes)).plan
+
+
+def _choices(step: Step, limit: int, policy: bool) -> Iterator[Choice]:
+    length, one, residuals = step.length, step.carry_bytes, residual_bytes(step)
+    wanted = everything(step)
+    at_once = backward(step, wanted, None, defer=False)
+    working = working_bytes(step, at_once)
+    yield Choice(plain(length), length, length * residuals + working)
+    yield Choice(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
+    xs = sum(nbytes(var.aval) for var in step.jaxpr.invars[step.consts + step.carries :])
+    ys = sum(map(nbytes, step.y_avals))
+    sums = sum(nbytes(var.aval) for var in step.jaxpr.invars[: step.consts] if is_inexact(var.aval))
+    # Every row of a segment: residuals, and as blocks the rows of xs, of the ys' cotangents, and of cotangents of xs.
+    row = residuals + 2 * xs + 2 * ys
+    best = math.isqrt(length * one // max(row, 1))
+    for size in {min(max(size, 1), length) for size in (best, best + 1, *nearest_divisors(length, best))}:
+        nest = segmented(length, size)
+        if nest.inner is not None:
+            copies = 2 * length * (xs + ys) if nest.rest else 0
+            yield Choice(nest, nest.steps, nest.count * one + nest.residuals * row + copies + sums + working)
+    if one:
+        runs = Runs(step, limit)
+        mixed = runs.choose(wanted)
+        yield Choice(mixed, mixed.steps, runs.bytes(wanted, mixed))
+
+
+def everything(step: Step) -> Wanted:
+    """Returns the cotangents of all that can be differentiated."""
+    inexact = [is_inexact(var.aval) for var in step.jaxpr.invars]
+    carries = step.consts + step.carries
+    consts, init, xs = inexact[: step.consts], inexact[step.consts : carries], inexact[carries:]
+    carry, ys = perturbed(step, consts, init, xs)
+    return Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
+
+
+def residual_bytes(step: Step) -> int:
+    """Returns the bytes that differentiating the step keeps of it, if all that can be is differentiated; constants and xs not counted."""
+    inputs = [var.aval for var in step.jaxpr.invars]
+
+    def residuals(*flat: Any) -> Values:
+        moving = [is_inexact(aval) for aval in inputs]
+
+        def run(*values: Any) -> Values:
+            rest = iter(values)
+            out = _compat.eval_jaxpr(
+                step.jaxpr, [], *(next(rest) if flag else value for flag, value in zip(moving, flat))
+            )
+            return [value for value in out if is_inexact(jax.typeof(value))]
+
+        return jax.tree.leaves(jax.vjp(run, *(value for value, flag in zip(flat, moving) if flag))[1])
+
+    traced = _compat.open_jaxpr(jax.make_jaxpr(residuals)(*inputs))
+    there = {*traced.constvars, *traced.invars[: step.consts], *traced.invars[step.consts + step.carries :]}
+    kept = {var for var in traced.outvars if isinstance(var, _compat.Var) and var not in there}
+    return sum(nbytes(var.aval) for var in kept)
+
+
+# ------------------------------------------------------------------------------------------------------------- runs of slots
+
+
+class Runs:
+    """Which runs of several steps, and how many slots, take at most so many bytes.
+
+    Args:
+      step: of the scan.
+      limit: bytes.
+      kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
+    """
+
+    def __init__(self, step: Step, limit: int, kept: Sequence[Any] | None = None) -> None:
+        self.step, self.limit = step, limit
+        self.kept = dear_values(step) if kept is None else list(kept)
+        self._counted: dict[Wanted, Callable[[int], float]] = {}
+
+    def choose(self, wanted: Wanted) -> Binomial:
+        """Returns the runs and slots that fit and take the least time; those that take the fewest bytes where none fit."""
+        step, beside = self.step, self._beside(wanted)
+        work = None if self.kept is None else backward(step, wanted, self.kept, defer=True)
+
+        def left(run: int) -> int:
+            if run > 1 and work is None:
+                return 0
+            return self._slots(self.limit - beside(run), -(-step.length // run))
+
+        again = work is not None and work.again
+        costs = RunCosts() if work is None else work.costs(step)
+        chosen = best_runs(step.length, left, again=again, costs=costs)
+        if chosen is not None:
+            return chosen
+        longest = 1 if work is None else min(step.length, LONGEST_RUN)
+        single = (Binomial(step.length, run, 1, again and run > 1) for run in range(1, longest + 1))
+        return min(single, key=lambda plan: self.bytes(wanted, plan))
+
+    def bytes(self, wanted: Wanted, plan: Binomial) -> int:
+        """Returns the bytes that a plan takes."""
+        slots = plan.slots * self.step.carry_bytes + places_bytes(plan.units, plan.slots)
+        return math.ceil(slots + self._beside(wanted)(plan.run))
+
+    def _slots(self, room: float, units: int) -> int:
+        """Returns how many slots there is room for, at most `units`."""
+        low, high = 0, min(max(int(room // max(self.step.carry_bytes, 1)), 0), units)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = middle * self.step.carry_bytes + places_bytes(units, middle) <= room
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _beside(self, wanted: Wanted) -> Callable[[int], float]:
+        """Returns the function from steps in a run to what is needed beside the slots, in bytes."""
+        if wanted in self._counted:
+            return self._counted[wanted]
+        step = self.step
+        alone = working_bytes(step, backward(step, wanted, None, defer=False))
+        work = None if self.kept is None else backward(step, wanted, self.kept, defer=True)
+        longest = min(step.length, LONGEST_RUN)
+
+        def beside(run: int) -> float:
+            if run == 1 or work is None:
+                return alone
+            rest = step.length % run
+            rows = (run + rest) * sum(map(nbytes, work.stacks))
+            return rows + max(pulling, settling(run))
+
+        if work is not None and longest > 1:
+            pulling = working_bytes(step, work)
+            ends = [settling_bytes(step, work, run) for run in (2, longest)]
+            # The bytes that live at once are the largest of several sums, so between two lengths they are at most on the line.
+            slope = (ends[1] - ends[0]) / max(longest - 2, 1)
+            settling = lambda run: ends[0] + slope * (run - 2)
+        self._counted[wanted] = beside
+        return beside
+
+
+# ------------------------------------------------------------------------------------------------------------- working memory
+
+
+def working_bytes(step: Step, work: Backward) -> int:
+    """Returns the bytes that taking the cotangents back through one step works with, a carry and its cotangents among them."""
+    consts, carry, xs = _inputs(step)
+    cts = [aval.to_ct_aval() for aval in (*step.carry_avals, *step.y_avals)]
+    flags = [*work.wanted.carry, *work.wanted.ys]
+    sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
+    rows = list(work.stacks[: work.rows]) if work.defers else [carry[i] for i in work.carry_rows]
+    args = consts, rows, xs, [ct for ct, flag in zip(cts, flags) if flag], sums
+    forward = graph_of(_compat.close_jaxpr(step.jaxpr, ()))
+    back = graph_of(jax.make_jaxpr(work.pull)(*args))
+    return max(_live(forward), _live(back)) + step.carry_bytes
+
+
+def settling_bytes(step: Step, work: Backward, run: int) -> int:
+    """Returns the bytes that adding what waited at the end of a run works with, rows of xs that it reads among them."""
+    if work.settle is None:
+        return 0
+    consts, _, xs = _inputs(step)
+    rows = lambda avals: [jax.ShapeDtypeStruct((run, *aval.shape), aval.dtype) for aval in avals]
+    sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
+    graph = graph_of(jax.make_jaxpr(work.settle)(consts, rows(work.stacks), rows(xs), sums))
+    return _live(graph) + run * sum(map(nbytes, work.gathered))
+
+
+def _inputs(step: Step) -> tuple[list[Any], list[Any], list[Any]]:
+    avals = [var.aval for var in step.jaxpr.invars]
+    carries = step.consts + step.carries
+    return avals[: step.consts], avals[step.consts : carries], avals[carries:]
+
+
+def _live(graph: Graph) -> int:
+    """Returns the most bytes that live at once beside what is given, by the compiler that takes more."""
+    given = sum(value.bytes for value in graph.values if value.kind in ("argument", "constant"))
+    cpu, gpu = (graph_peak(graph, platform) - given for platform in ("cpu", "cuda"))
+    return max(cpu, gpu + max((_parts(op, graph) for op in graph.walk()), default=0))
+
+
+def _parts(op: Any, graph: Graph) -> int:
+    """Returns the bytes of the parts of a matmul's result where a GPU's compiler splits its contraction, the result not counted."""
+    if op.primitive != "dot_general":
+        return 0
+    (left_axes, _), (batch, _) = op.params["dimension_numbers"]
+    left, right = (graph.values[index] for index in op.inputs[:2])
+    result = graph.values[op.outputs[0]]
+    contracted = math.prod(left.shape[axis] for axis in left_axes)
+    batches = math.prod(left.shape[axis] for axis in batch)
+    rows = math.prod(left.shape) // max(contracted * batches, 1)
+    columns = math.prod(right.shape) // max(contracted * batches, 1)
+    tiles = batches * -(-rows // TILE) * -(-columns // TILE)
+    split = min(contracted // SHORTEST, CORES // max(tiles, 1))
+    split = 2 ** (split.bit_length() - 1) if split > 0 else 1
+    return (split - 1) * result.bytes
