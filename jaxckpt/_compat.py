@@ -299,6 +299,27 @@ def clean_trace() -> Any:
     return _core.eval_context()
 
 
+def manual_axes(aval: Any) -> dict[str, Any]:
+    """Returns what `jax.ShapeDtypeStruct` is told besides shape and dtype of a value within jax.shard_map: over which axes it varies.
+
+    The argument is not documented; what it takes is not public.
+    """
+    kind = getattr(aval, "manual_axis_type", None)
+    return {} if kind is None or kind.empty else {"manual_axis_type": kind, "sharding": aval.sharding}
+
+
+def within_named_axes(jaxpr: Any) -> bool:
+    """Whether a program belongs into the axes that are being mapped over: it has collectives over them, or they are jax.shard_map's.
+
+    Such a program cannot be compiled by itself. No public function lists the axes.
+    """
+    names = set(_core.get_axis_env().axis_names())
+    if not names:
+        return False
+    used = {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
+    return bool(names & used) or bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def is_ref_type(aval: Any) -> bool:
     """Whether an abstract value is that of a `jax.Ref`; the class is not public."""
     return type(aval).__name__ == "AbstractRef"

@@ -296,9 +296,14 @@ def _tied(fun: Flat) -> Flat:
     """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on before all are there."""
 
     def call(*inputs: Any) -> list[Any]:
-        movable = [place for place, x in enumerate(inputs) if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)]
-        held = iter(_hold([inputs[place] for place in movable]))
-        return fun(*(next(held) if place in movable else x for place, x in enumerate(inputs)))
+        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all, and their tangents not.
+        alike: dict[Any, list[int]] = {}
+        for place, x in enumerate(inputs):
+            aval = jax.typeof(x)
+            if jax.dtypes.issubdtype(aval.dtype, np.inexact):
+                alike.setdefault(getattr(aval, "manual_axis_type", None), []).append(place)
+        held = {place: x for places in alike.values() for place, x in zip(places, _hold([inputs[i] for i in places]))}
+        return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
 
     return call
 

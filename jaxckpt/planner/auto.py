@@ -30,6 +30,7 @@ from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import suited
+from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import calls, search
 from jaxckpt.planner.budget import DEVICE, check_budget, normal, resident_bytes, resolve_budget
@@ -225,7 +226,7 @@ class _Auto:
             closed = calls.closed(call, self.fun)
             # Nothing here is to become part of a trace that the call may be in: planning compiles, and may run, functions of its own.
             with _compat.clean_trace():
-                plan = self._stored_or_new(call, closed.fun, closed.shapes)
+                plan = self._stored_or_new(call, closed)
                 if closed.closes:
                     return _Planned(plan)
                 if call.taken is None:
@@ -235,9 +236,17 @@ class _Auto:
                 assert call.taken.lifted is not None
                 return _Planned(plan, jaxpr, results=call.taken.lifted.results)
 
-    def _stored_or_new(self, call: Call, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> Plan:
-        settings = self.settings
+    def _stored_or_new(self, call: Call, closed: calls.Closed) -> Plan:
+        settings, fun, shapes = self.settings, closed.fun, closed.shapes
         budget = settings.budget
+        if closed.bound:
+            logger.warning(
+                "%s is planned within axes that are mapped over, where nothing can be compiled: unverified", self._name
+            )
+            if normal(budget).endswith("%"):
+                budget = resolve_budget(
+                    budget, unplanned=lambda: self._estimate(fun, shapes), target=settings.target, resident=0
+                )
         if normal(budget) == DEVICE:
             here = resident_bytes(call.arrays, settings.target)
             budget = resolve_budget(budget, unplanned=_unasked, target=settings.target, resident=here)
@@ -252,7 +261,7 @@ class _Auto:
             step=settings.step,
             actions=settings.actions,
             costs=settings.costs,
-            verify=settings.verify,
+            verify=settings.verify and not closed.bound,
             solver=settings.solver,
         )
         peak = plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else 0)
@@ -264,6 +273,11 @@ class _Auto:
             except (OSError, JaxckptError) as error:
                 logger.warning("the plan of %s could not be kept in %s: %s", self._name, file, error)
         return plan
+
+    def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
+        """Returns the peak of the step without a plan, as its trace lets one expect."""
+        step = suited(self.settings.step, shapes)
+        return graph_peak(trace(step(fun), *shapes), resolve(self.settings.target).platform)
 
     def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
         try:

@@ -192,7 +192,8 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     aval, weak, sharding = described
     if sharding is None and not aval.sharding.mesh.empty:
         sharding = aval.sharding  # explicit sharding is part of the type, in a trace too
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+    rest: dict[str, Any] = {"sharding": sharding, "weak_type": weak} | _compat.manual_axes(aval)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **rest)
 
 
 def array(leaf: Any) -> Any:
@@ -213,12 +214,14 @@ class Closed:
       fun, args: a function of positional arguments, pytrees of arrays and objects, and its arguments.
       shapes: the arguments with shapes for arrays.
       closes: whether the function closes over values being traced. Those are one argument more.
+      bound: whether it belongs into axes that are being mapped over, and so cannot be compiled by itself.
     """
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     shapes: tuple[Any, ...]
     closes: bool
+    bound: bool
 
 
 def closed(call: Call, fun: Callable[..., Any]) -> Closed:
@@ -240,6 +243,7 @@ def closed(call: Call, fun: Callable[..., Any]) -> Closed:
     jaxpr, out = jax.make_jaxpr(of_arrays if taken is None else taken.fun, return_shape=True)(*shapes)
     captured = _compat.jaxpr_consts(jaxpr)
     closes = any(map(_compat.is_tracer, captured))
+    bound = _compat.within_named_axes(_compat.open_jaxpr(jaxpr))
     out_tree = jax.tree.structure(out)
     run = functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(jaxpr))
     if taken is None:
@@ -250,14 +254,14 @@ def closed(call: Call, fun: Callable[..., Any]) -> Closed:
 
         args = call.positional()
         if not closes:
-            return Closed(of_arrays, args, shapes, False)
+            return Closed(of_arrays, args, shapes, False, bound)
         functools.update_wrapper(of_everything, fun)
-        return Closed(of_everything, (*args, captured), (*shapes, jax.tree.map(abstract, captured)), True)
+        return Closed(of_everything, (*args, captured), (*shapes, jax.tree.map(abstract, captured)), True, bound)
 
     assert call.fun is not None and taken.lifted is not None
     abstract_args, _ = taken.restore((shapes, {}))
     if not closes:
-        return Closed(call.fun, call.args, abstract_args, False)
+        return Closed(call.fun, call.args, abstract_args, False, bound)
     positions, results = call.fun, taken.lifted.results
 
     def of_objects(*args: Any) -> Any:
@@ -267,4 +271,4 @@ def closed(call: Call, fun: Callable[..., Any]) -> Closed:
         again.lifted.results = results
         return again.finish(run(captured, *jax.tree.leaves(again.args)))
 
-    return Closed(of_objects, (*call.args, captured), (*abstract_args, jax.tree.map(abstract, captured)), True)
+    return Closed(of_objects, (*call.args, captured), (*abstract_args, jax.tree.map(abstract, captured)), True, bound)

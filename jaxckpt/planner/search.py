@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.core import lift, purity
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
@@ -205,7 +206,9 @@ def _with(seen: _Seen, asked: set[int]) -> _Seen:
 
 def _weakly(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype; a weak type (of `jnp.full(shape, 0.5)`, of a number) stays weak, for it decides what is promoted."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(jax.typeof(leaf), "weak_type", False)))
+    aval = jax.typeof(leaf)
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, **_compat.manual_axes(aval))
 
 
 def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:

@@ -22,7 +22,7 @@ from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Plan, Region
 from jaxckpt.memory.report import measure
-from jaxckpt.planner import auto, calls
+from jaxckpt.planner import auto, calls, search
 from jaxckpt.planner.auto import autocheckpoint
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes
 
@@ -409,6 +409,60 @@ def test_the_compiled_peak_is_within_the_budget():
     plain = measure(jax.value_and_grad(loss), ws, x, scale).peak_bytes
     assert measure(jax.value_and_grad(planned), ws, x, scale).peak_bytes <= 0.7 * plain
     assert_trees_close(jax.value_and_grad(planned)(ws, x, scale), jax.value_and_grad(loss)(ws, x, scale))
+
+
+def masked(ws, x):
+    mask = jnp.tril(jnp.ones((256, 256), bool))
+    for w in ws:
+        x = jnp.tanh(jnp.where(mask, x @ x.T, 0.0) @ x @ w + jnp.ones(16))
+    return jnp.mean(x**2)
+
+
+MASKED = [jnp.eye(16)] * 4, jnp.ones((256, 16)) / 16
+
+
+def test_constants_of_the_function_are_computed_and_not_held():
+    plan = search.plan(masked, *MASKED, budget="80%")
+    auto = autocheckpoint(masked, budget="80%")
+    assert auto.plan(*MASKED).fingerprint == plan.fingerprint
+    assert auto.plan(*MASKED).measured_bytes == pytest.approx(plan.measured_bytes, rel=1e-3)
+    assert measure(jax.value_and_grad(auto), *MASKED).peak_bytes == pytest.approx(plan.measured_bytes, rel=1e-3)
+    least = []
+    for call in (lambda **to: search.plan(masked, *MASKED, **to), lambda **to: autocheckpoint(masked, **to)(*MASKED)):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            call(budget=100_000)
+        least.append(re.search(r"least budget found to fit is (\d+)", str(caught.value))[1])
+    assert int(least[0]) == pytest.approx(int(least[1]), rel=1e-3)
+
+
+def test_a_scan_whose_body_ignores_its_carry_is_planned():
+    def ignores(w, x):
+        return jnp.sum(jax.lax.scan(lambda c, _: (jnp.zeros(4), jnp.sum(jnp.sin(x @ w))), jnp.ones(4), None, 4)[1])
+
+    planned = autocheckpoint(ignores, budget="100%")
+    assert_trees_close(jax.grad(planned)(MASKED[0][0], X), jax.grad(ignores)(MASKED[0][0], X))
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_the_first_call_may_be_within_a_mapped_function(check, caplog):
+    P, mesh = jax.sharding.PartitionSpec, jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def collective(ws, x):
+        return jax.lax.psum(masked(ws, x), "d")
+
+    def step(fun):
+        each = lambda ws, x: jax.value_and_grad(fun)(ws, x)
+        specs = {"in_specs": (P(), P("d")), "out_specs": (P(), P()), "check_vma": check}
+        return jax.jit(jax.shard_map(each, mesh=mesh, **specs))
+
+    planned = autocheckpoint(collective, budget="70%")
+    assert_trees_close(step(planned)(*MASKED), step(collective)(*MASKED), rtol=1e-4)
+    assert "unverified" in caplog.text
+    assert executions(step(planned), *MASKED)["tanh"] > executions(step(collective), *MASKED)["tanh"]
+    several = MASKED[1][None]
+    axis = {"in_axes": (None, 0), "axis_name": "d"}
+    expected = jax.vmap(collective, **axis)(MASKED[0], several)
+    assert_trees_close(jax.vmap(planned, **axis)(MASKED[0], several), expected)
 
 
 def test_later_calls_cost_nothing_within_jit_and_a_lookup_outside(planner, monkeypatch):
