@@ -221,6 +221,8 @@ class Policy:
             if isinstance(error, ArgumentError):
                 raise
             raise ArgumentError("rules", "a mapping, or pairs, from selector to action", rules) from error
+        if not isinstance(strict, bool):
+            raise ArgumentError("strict", "a bool", strict)
         self.default = action_from(default, "default")
         self.strict = strict
 

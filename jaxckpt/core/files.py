@@ -78,6 +78,8 @@ def read_whole(path: str | os.PathLike[str]) -> bytes:
       ArgumentError: `path` is a device, a pipe or a socket.
       OSError: there is no such file, it is a folder, or it cannot be read.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError("path", "the path of a file", path)
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(handle).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

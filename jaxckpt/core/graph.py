@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
 from jaxckpt.core import reads
 from jaxckpt.core.flops import flops as _primitive_flops
 from jaxckpt.core.flops import size as _size
@@ -249,6 +250,8 @@ def count_flops(fun: Callable[..., Any], *args: Any) -> int:
     >>> count_flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 4)))
     48
     """
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
     return trace(fun, *args).flops
 
 

@@ -409,9 +409,10 @@ def refuse_traced(fun: Callable[..., Any], args: tuple[Any, ...], what: str) -> 
                 f"{what} compiles: call it outside of jax.jit and of other transformations, or give it shapes: "
                 "jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(init, key)."
             )
-            raise ArgumentError(
-                path, "an array or a shape that is known; inside of jax.jit it is being traced", leaf, hint
+            rule = (
+                "an array or a shape that is known; inside of a transformation (jax.jit, jax.grad) it is being traced"
             )
+            raise ArgumentError(path, rule, jax.typeof(leaf), hint)
 
 
 def by_position(

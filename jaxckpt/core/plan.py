@@ -167,6 +167,8 @@ class Plan:
         from jaxckpt.core.emit import apply_plan
         from jaxckpt.core.lift import transformed
 
+        if not callable(fun):
+            raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
         return transformed(functools.partial(apply_plan, self), fun)
 
     def check(self, graph: Graph) -> None:

@@ -94,6 +94,9 @@ def verify(
     """
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol >= 0):
         raise ArgumentError("rtol", "a number of at least 0, or None", rtol)
+    for argument, given in (("fun", fun), ("reference", reference)):
+        if not callable(given):
+            raise ArgumentError(argument, "a function; verify(fun, reference, *args) compares two", given)
     lift.refuse_traced(reference, args, "verify")
     args = fill(args, seed)
     if rtol is None:

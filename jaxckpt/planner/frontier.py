@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +185,7 @@ def frontier(
     >>> [point.peak_bytes <= point.budget_bytes for point in found.points]
     [True, True]
     """
-    budgets = tuple(budgets) if not isinstance(budgets, str) else (budgets,)
+    budgets = tuple(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else (budgets,)
     if not budgets:
         raise ArgumentError("budgets", "at least one budget", budgets)
     refuse_traced(fun, args, "frontier")

@@ -10,7 +10,7 @@ import functools
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,6 +131,9 @@ def analyse(
         raise ArgumentError("fun", "a function", fun)
     if not callable(step):
         raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
+    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
+        raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
+    actions = tuple(actions)
     wanted = {action_from(action, "actions") for action in actions}
     if not {RECOMPUTE, SAVE} >= wanted or RECOMPUTE not in wanted or SAVE not in wanted:
         hint = "Values on the host and encoded ones are for a Policy yet: jaxckpt.checkpoint(policy=...)."
@@ -141,6 +144,10 @@ def analyse(
     if costs == "measured" and not (resolved.local or resolved.platform == jax.default_backend() == "cpu"):
         hint = "Leave out the target to plan for this machine."
         raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
+    if not args:
+        raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
+    if not callable(step(fun)):
+        raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
     step = suited(step, args)
     seen = _observe(fun, step, args)
     graph = trace(seen.fun, *seen.args, **seen.kwargs)
@@ -489,7 +496,8 @@ class _Search:
     def _infeasible(self, least: Schedule, needed: int | None = None) -> InfeasibleBudgetError:
         known = self.problem._tries.get(least)
         needed = needed or (known.compiled if known is not None else None)
-        text = "" if needed is None else f" The least budget found to fit is {needed} bytes ({format_bytes(needed)})."
+        found = "found" if self.verify else "predicted"
+        text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
         return InfeasibleBudgetError(
             f"budget must be enough for the plan that keeps least; got {format_bytes(self.limit)} ({self.limit} bytes).{text} "
             f"Use that, a smaller batch, or shard the arguments over more devices. {self._dearest()}"

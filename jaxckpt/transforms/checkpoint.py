@@ -153,7 +153,14 @@ class _Emitted:
 def _emit(
     fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...], args: tuple[Any, ...], kwargs: Any
 ) -> _Emitted:
-    graph = trace_with_calls(purity.refusing(fun), args, kwargs)
+    try:
+        graph = trace_with_calls(purity.refusing(fun), args, kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f"{getattr(fun, '__qualname__', fun)} is checkpointed, so its arguments are traced. Where its program depends on the value of one "
+            "(`if train:`, `range(n)`), name that one in static_argnums or static_argnames of jaxckpt.checkpoint."
+        )
+        raise
     purity.refuse_refs(fun, graph)
     consts = _compat.jaxpr_consts(graph.jaxpr)
     if not isinstance(prevent_cse, bool):

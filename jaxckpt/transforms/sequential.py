@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,8 @@ def checkpoint_sequential(
     >>> float(f(0.0)), checkpoint_sequential([])("anything")
     (0.0, 'anything')
     """
+    if not isinstance(layers, Iterable):
+        raise ArgumentError("layers", "a sequence of functions x -> x", layers)
     layers = tuple(layers)
     for i, layer in enumerate(layers):
         if not callable(layer):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
     """Returns which arguments of a function are static; None where none are.
 
     Raises:
-      ArgumentError: `numbers` holds something else than ints, or `names` something else than strings.
+      ArgumentError: `numbers` holds something else than ints, or `names` something else than names of the function's arguments.
     """
     listed = (numbers,) if isinstance(numbers, int) and not isinstance(numbers, bool) else numbers
     if not isinstance(listed, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in listed):
@@ -71,6 +71,11 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
     parameters: list[inspect.Parameter] = []
     with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
         parameters = list(inspect.signature(fun).parameters.values())
+    kinds = {p.kind for p in parameters}
+    unknown = called - {p.name for p in parameters} if parameters and inspect.Parameter.VAR_KEYWORD not in kinds else ()
+    if unknown:
+        near = did_you_mean(min(unknown), [p.name for p in parameters])
+        raise ArgumentError("static_argnames", "names of arguments of fun", min(unknown), near)
     positions = tuple(
         i for i, p in enumerate(parameters) if p.name in called and p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
     )
