@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core.inline import inline
-from jaxckpt.transforms.injection import has_tangents_apart, inject, inner_programs
+from jaxckpt.core.reads import INTERNAL, redirect
 from jaxckpt.transforms.schedules import RunCosts
 from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
 
@@ -62,11 +62,18 @@ _SUMS = {"add", "add_any", "convert_element_type", "copy", "copy_p", "neg", "res
 # --------------------------------------------------------------------------------------------------------------- what to keep
 
 
+def _inner_programs(eqn: Any) -> list[Any]:
+    """Returns the programs that an equation holds."""
+    params = _compat.equation_params(eqn).values()
+    items = [item for param in params for item in (param if isinstance(param, (tuple, list)) else [param])]
+    return [_compat.open_jaxpr(item) for item in items if _compat.is_jaxpr(item)]
+
+
 def is_cheap(eqn: Any) -> bool:
     """Whether an equation is in the table `CHEAP`, or calls what is."""
     name = _compat.primitive_name(eqn)
     if name in ("custom_jvp_call", "jit", "pjit", "closed_call"):
-        return all(is_cheap(e) for jaxpr in inner_programs(eqn) for e in jaxpr.eqns)
+        return all(is_cheap(e) for jaxpr in _inner_programs(eqn) for e in jaxpr.eqns)
     return name in CHEAP
 
 
@@ -77,7 +84,7 @@ def dear_values(step: Step) -> list[Any] | None:
     of its own, jax.custom_jvp, brings that along.)
     """
     dear = [eqn for eqn in step.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
-    if any(inner_programs(eqn) and not has_tangents_apart(eqn) for eqn in dear):
+    if any(_inner_programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
     return _carried_on(step.jaxpr.eqns, kept, step.jaxpr.outvars)
@@ -104,16 +111,42 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
     return list(chosen)
 
 
-def _with_injected(step: Step, kept: Sequence[Any]) -> Any:
-    """Returns the step's jaxpr with the values of `kept` as further inputs, put in place of the computed ones."""
-    given = {var: _compat.fresh_var(var.aval) for var in kept}
+_KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
+
+
+def _with_names(step: Step, kept: Sequence[Any]) -> Any:
+    """Returns the step's jaxpr with names at the values of `kept`."""
+    places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
     for eqn in step.jaxpr.eqns:
-        places = {place: given[var] for place, var in enumerate(eqn.outvars) if var in given}
-        eqns += inject(eqn, places, step.jaxpr.debug_info) if places else [eqn]
-    return _compat.build_jaxpr(
-        [], [*step.jaxpr.invars, *given.values()], step.jaxpr.outvars, eqns, step.jaxpr.debug_info
-    )
+        outvars = [_compat.fresh_var(var.aval) if var in places else var for var in eqn.outvars]
+        eqns.append(eqn.replace(outvars=outvars))
+        eqns += (
+            _compat.name_equation(computed, var, f"{_KEPT}{places[var]}", eqn)
+            for computed, var in zip(outvars, eqn.outvars)
+            if var in places
+        )
+    return _compat.with_equations(step.jaxpr, eqns, step.jaxpr.outvars)
+
+
+def _given(traced: Any, given: Sequence[Any]) -> Any:
+    """Returns the jaxpr of a pulled-back step that reads the kept values from the variables `given`.
+
+    What computes them is then needed no more, also where a derivative reads the result of its own operation.
+    """
+    closed = redirect(traced)
+    jaxpr = _compat.open_jaxpr(closed)
+    renamed: dict[Any, Any] = {}
+    read = lambda atom: atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        name = _compat.equation_name(eqn) or ""
+        if name.startswith(_KEPT):
+            renamed[eqn.outvars[0]] = given[int(name.removeprefix(_KEPT))]
+        else:
+            eqns.append(eqn.replace(invars=list(map(read, eqn.invars))))
+    rebuilt = _compat.with_equations(jaxpr, eqns, list(map(read, jaxpr.outvars)))
+    return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
 
 
 # ------------------------------------------------------------------------------------------------------------ the backward step
@@ -186,23 +219,24 @@ def backward(step: Step, wanted: Wanted, kept: Sequence[Any] | None, *, defer: b
       defer: whether cotangents of constants may wait for the end of a run.
     """
     kept = list(kept or ())
-    injected = _with_injected(step, kept)
+    named = _with_names(step, kept)
     groups = _Inputs.of(step, wanted, kept)
 
     def pulled(*flat: Any) -> Values:
-        consts, carry, x, extra, ct_carry, ct_ys = groups.split(flat)
+        consts, carry, x, _, ct_carry, ct_ys = groups.split(flat)
         primals = [*pick(consts, wanted.consts), *pick(carry, wanted.carry), *pick(x, wanted.xs)]
 
         def run(*moving: Any) -> Values:
             rest = iter(moving)
             fill = lambda values, flags: [next(rest) if flag else value for value, flag in zip(values, flags)]
             operands = [*fill(consts, wanted.consts), *fill(carry, wanted.carry), *fill(x, wanted.xs)]
-            out = _compat.eval_jaxpr(injected, [], *operands, *extra)
+            out = _compat.eval_jaxpr(named, [], *operands)
             return [*pick(out[: step.carries], wanted.carry), *pick(out[step.carries :], wanted.ys)]
 
         return list(jax.vjp(run, *primals)[1]([*ct_carry, *ct_ys]))
 
     traced = inline(jax.make_jaxpr(pulled)(*groups.avals))
+    traced = _given(traced, groups.split(_compat.open_jaxpr(traced).invars)[3])
     return _Splitter(step, wanted, kept, groups, traced, defer=defer).split()
 
 
