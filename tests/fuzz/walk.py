@@ -104,10 +104,14 @@ def _scan(params: dict[str, Any], values: list[Any]) -> list[Any]:
 
 
 def _consts_and_carries(params: dict[str, Any]) -> tuple[int, int]:
-    operands = params.get("ft_in")
-    if operands is None or hasattr(operands, "elts"):
-        return _compat.num_scan_consts_carry(params)
-    consts, carry, _ = operands.tree.children()  # jax 0.12, of a scan that was transposed
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    operands = params[
+        "ft_in"
+    ]  # jax 0.12: (consts, carry, xs), of one class in a scan as it was written, of another in a transposed one
+    if hasattr(operands, "elts"):
+        return len(operands.elts[0]), len(operands.elts[1])
+    consts, carry, _ = operands.tree.children()
     return consts.num_leaves, carry.num_leaves
 
 
