@@ -296,7 +296,6 @@ def _tied(fun: Flat) -> Flat:
     """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on before all are there."""
 
     def call(*inputs: Any) -> list[Any]:
-<<<<<<< HEAD
         # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all, and their tangents not.
         alike: dict[Any, list[int]] = {}
         for place, x in enumerate(inputs):
@@ -304,10 +303,6 @@ def _tied(fun: Flat) -> Flat:
             if jax.dtypes.issubdtype(aval.dtype, np.inexact):
                 alike.setdefault(getattr(aval, "manual_axis_type", None), []).append(place)
         held = {place: x for places in alike.values() for place, x in zip(places, _hold([inputs[i] for i in places]))}
-=======
-        movable = [place for place, x in enumerate(inputs) if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)]
-        held = dict(zip(movable, _hold([inputs[place] for place in movable])))
->>>>>>> d3da0e0 (A tied region's inputs are told apart in one pass)
         return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
 
     return call
