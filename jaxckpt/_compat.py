@@ -131,9 +131,11 @@ def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params[
-        "ft_in"
-    ].tree.children()  # `elts` is there in some of the trees alone, not in a transposed scan's
+    tree = params["ft_in"]
+    if hasattr(tree, "elts"):
+        consts, carry, _ = tree.elts
+        return len(consts), len(carry)
+    consts, carry, _ = tree.tree.children()  # of a scan that is another one's transposition
     return consts.num_leaves, carry.num_leaves
 
 
