@@ -159,7 +159,7 @@ def _rewrite(
     named: set[int] = set()
     ops = iter(enumerate(body.ops))
     pending: list[Any] = []  # names given to inputs before the first operation
-    actions = _used_for_results(body, actions)
+    before: dict[Any, Any] = {}  # variable with a name -> the one without
     for eqn in body.jaxpr.eqns:
         if _is_alias(eqn):
             index = body.values[eqn.invars[0]]
@@ -170,7 +170,12 @@ def _rewrite(
                 (groups[-1] if groups else pending).append(eqn)
             continue
         place, op = next(ops)
+        if reads.is_effect(eqn):
+            groups.append([*pending, eqn.replace(invars=[_get(before, var) for var in eqn.invars])])
+            pending = []
+            continue
         group = _rewrite_op(eqn, op, names, actions, loops.get(place))
+        before.update((var, new) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
         groups.append([*pending, *group])
         pending = []
     if pending:
@@ -182,19 +187,8 @@ def _is_alias(eqn: Any) -> bool:
     return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
 
 
-def _used_for_results(body: Body, actions: Mapping[int, Action]) -> Mapping[int, Action]:
-    """Returns the actions without those of values that a body uses for its side effects alone, such as a debugging print.
-
-    No derivative needs them, and jax.checkpoint fails on a kept value that only its effects read (a KeyError, up to jax 0.12.0.1).
-    """
-    if not any(op.equation.effects for op in body.ops):
-        return actions
-    used = {index for index in body.outputs if index is not None}
-    for op in reversed(body.ops):
-        if not used.isdisjoint(op.outputs):
-            used.update(op.inputs)
-    outside = {index for op in body.ops for index in op.outputs} - used
-    return {index: action for index, action in actions.items() if index not in outside}
+def _get(renamed: Mapping[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
 
 
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:

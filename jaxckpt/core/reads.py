@@ -68,7 +68,7 @@ class _Redirect:
         for eqn in opened.eqns:
             if id(eqn) not in early:
                 new = inside[id(eqn)]
-                eqns.append(new.replace(invars=[_read(named, var) for var in new.invars]))
+                eqns.append(new if is_effect(new) else new.replace(invars=[_read(named, var) for var in new.invars]))
                 name(eqn.outvars)
         outvars = [_read(named, var) for var in opened.outvars]
         rebuilt = _compat.with_equations(opened, eqns, outvars)
@@ -174,6 +174,15 @@ def call_reading_names(closed: Any) -> Flat:
 
 def _tangent_aval(value: Any) -> Any:
     return jax.typeof(value).to_tangent_aval()
+
+
+def is_effect(eqn: Any) -> bool:
+    """Whether an equation is run for its side effects alone, such as a debugging print.
+
+    It reads its operands from before they are named: jax.checkpoint fails on a kept value that such an equation reads (a KeyError, up to jax
+    0.12.0.1).
+    """
+    return bool(eqn.effects) and all(isinstance(var, _compat.DropVar) for var in eqn.outvars)
 
 
 def is_call(eqn: Any) -> bool:

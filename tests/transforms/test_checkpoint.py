@@ -504,3 +504,17 @@ def test_random_programs_have_equal_gradients_under_every_policy_and_keep_nothin
         }
         if policy != policies.everything:
             assert set(kept_shapes(wrapped, *args)) <= allowed
+
+
+def test_a_print_in_a_loop_under_two_checkpoints_may_read_a_value_that_both_keep():
+    every = Policy([(op("*"), SAVE)])
+
+    def body(c, _):
+        scale = jnp.full((2,), 0.5)
+        jax.debug.callback(lambda v: None, scale)
+        return jnp.sin(c) * jnp.mean(scale), None
+
+    fun = lambda x: jnp.sum(lax.scan(body, x, None, length=3)[0])
+    inner = jaxckpt.checkpoint(fun, policy=every)
+    outer = jaxckpt.checkpoint(lambda x: inner(x), policy=every)
+    assert_trees_close(jax.grad(outer)(X), jax.grad(fun)(X))
