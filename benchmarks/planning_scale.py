@@ -173,6 +173,9 @@ def figure(rows: Sequence[dict[str, Any]]) -> bytes:
         low = min(value(row) / row["size"] for row in rows) / 2
         ends = min(row["size"] for row in rows), max(row["size"] for row in rows)
         axes.loglog(ends, [low * end for end in ends], ":", color="#8a939c", label="in proportion: 1")
+        ticks = [size for size in (300, *OPERATIONS) if ends[0] <= size <= ends[1]]
+        axes.set_xticks(ticks, [f"{size:,}" for size in ticks], rotation=45)
+        axes.set_xticks([], minor=True)
         axes.set(xlabel="operations or leaves", ylabel=unit)
         axes.legend(loc="upper left", fontsize=7.5, title="exponent", alignment="left")
         axes.spines[["top", "right"]].set_visible(False)

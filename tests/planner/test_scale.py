@@ -12,6 +12,7 @@ import pytest
 import jaxckpt
 from benchmarks.planning_scale import exponent, leaves
 from jaxckpt.core.graph import trace
+from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.planner import model, search, stages
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.search import _Search, analyse
@@ -34,10 +35,27 @@ def counted_calls() -> Iterator[list[int]]:
         sys.setprofile(before)
 
 
+def test_the_estimate_of_a_peak_takes_calls_in_proportion_to_the_leaves():
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    rows = []
+    for size in (200, 800):
+        # activations are no larger than gradients, and live in them
+        args = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * size, jax.ShapeDtypeStruct((2, 8), jnp.float32)
+        graph = trace(jax.grad(loss), *args)
+        with counted_calls() as count:
+            graph_peak(graph, "cuda")
+        rows.append({"size": size, "calls": count[0]})
+    assert exponent(rows, lambda row: row["calls"]) < 1.2, rows
+
+
 def test_planning_takes_calls_in_proportion_to_the_leaves(monkeypatch):
     monkeypatch.setattr(model, "EFFORT", 0)  # what is spent on wider stretches is bounded, and no small part here
     rows = []
-    for size in (100, 400):
+    for size in (100, 300):
         fun, args = leaves(size)
         with counted_calls() as count:
             jaxckpt.plan(fun, *args, budget="1GiB", target="cpu", verify=False)
