@@ -252,12 +252,14 @@ def is_unspecified(sharding: Any) -> bool:
 def source_line(eqn: Any) -> str:
     """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
 
-    JAX's own frames are left out, and jaxckpt's, and those of libraries that users build models with, unless there are no others.
+    JAX's own frames are left out, and jaxckpt's, and, unless there are no others, those of libraries that users build models with.
     """
     from jax._src import source_info_util
 
     first = None
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if frame.file_name.startswith(_PACKAGE):
+            continue
         first = first or frame
         if not any(library in frame.file_name for library in _LIBRARIES):
             first = frame
@@ -265,10 +267,8 @@ def source_line(eqn: Any) -> str:
     return "" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
 
 
-_LIBRARIES = (
-    *(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops")),
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = tuple(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops"))
 
 
 def name_stack(eqn: Any) -> str:

@@ -132,6 +132,12 @@ def _one_line(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------------------------ calling
 
 
+def _default(factory: Callable[..., Any], name: str) -> Any:
+    """Returns the default of a factory's parameter; None where it has none."""
+    parameter = inspect.signature(factory).parameters.get(name)
+    return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+
+
 def parameters(factory: Factory) -> frozenset[str]:
     """Returns the names of the keyword arguments that a factory takes; "*" is among them where it takes any."""
     found = inspect.signature(factory).parameters.values()
@@ -276,7 +282,7 @@ def build(
             more["checkpoint"] = functools.partial(checkpoint, policy=variant.policy)
             if "segment_size" in known or variant.segment_size != 1:
                 more["segment_size"] = variant.segment_size
-        elif "checkpoint" in known:
+        elif "checkpoint" in known and _default(factory, "checkpoint") is None:
             more["checkpoint"] = None
         if real and "real" in known and not functions:  # once: the arguments are the same for all
             more["real"] = True

@@ -190,3 +190,13 @@ def test_arguments_that_depend_on_the_checkpoint_are_an_error():
 def test_what_variants_vary_cannot_be_set(key):
     with pytest.raises(ArgumentError, match=rf"set must be without '{key}'.* Choose variants instead"):
         factories.build(full, factories.variants_for(full), settings={key: 3})
+
+
+def test_a_factorys_own_default_for_checkpoint_stands():
+    def factory(checkpoint=lambda fun: fun):
+        block = checkpoint(lambda w, x: jnp.tanh(x @ w))
+        return (lambda w, x: jnp.sum(block(w, x))), (jnp.eye(4), jnp.ones((2, 4)))
+
+    functions, args = factories.build(factory, factories.variants_for(factory))
+    assert {"none", "whole"} <= functions.keys()
+    assert float(functions["none"](*args)) == float(functions["whole"](*args))

@@ -510,7 +510,8 @@ class _Search:
             return "The function itself has no operations."
         start, stop, needed = model.dearest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
-        where = f"operations {start}–{stop}, {largest.primitive} at {pathlib.PurePath(largest.source).name}"
+        place = pathlib.PurePath(largest.source).name or largest.scope
+        where = f"operations {start}–{stop}, {largest.primitive}{f' at {place}' if place else ''}"
         text = f"The dearest stretch needs {format_bytes(needed)} at once: {where}."
         return f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 

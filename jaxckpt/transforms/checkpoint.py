@@ -55,8 +55,9 @@ def checkpoint(
     each few layers (`checkpoint_sequential`).
 
     Args:
-      fun: a function of pytrees of arrays, with any number of outputs. Leaves that are no arrays (functions, strings) are passed as they are;
-        modules of nnx among the arguments change as `fun` changes them, once a call. Left out: a decorator is returned.
+      fun: a function of pytrees of arrays, with any number of outputs, or a module of equinox or nnx that is called. Leaves that are no
+        arrays (functions, strings) are passed as they are; modules of nnx among the arguments change as `fun` changes them, once a call.
+        Left out: a decorator is returned.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`. With None, or JAX's
         own, or a policy that keeps nothing or everything, the result is `jax.checkpoint(fun)`.
         Another `Policy` is decided when `fun` is traced, at each call with new shapes.
@@ -90,6 +91,9 @@ def checkpoint(
         )
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
+    if _is_model(fun):
+        called = checkpoint(_call, policy=policy, prevent_cse=prevent_cse if isinstance(prevent_cse, bool) else True)
+        return functools.partial(called, fun)
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
     resolved = resolve(policy)
@@ -101,6 +105,21 @@ def checkpoint(
         return _calling(fun, static, plain, old=isinstance(resolved, Policy))
     assert isinstance(resolved, Policy)
     return _calling(fun, static, functools.partial(_by_policy, policy=resolved, prevent_cse=barriers), old=True)
+
+
+def _is_model(fun: Any) -> bool:
+    """Whether a function is a pytree of arrays that is called, as a module of equinox is: its arrays are arguments then."""
+    if jax.tree_util.all_leaves([fun]):
+        return False
+    try:
+        hash(fun)
+    except TypeError:
+        return True
+    return False
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
 
 def _barriers(prevent_cse: Any) -> bool | tuple[Any, ...]:

@@ -12,7 +12,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import ArgumentError, NotDifferentiableError, Policy
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, kept_bytes
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "equinox.md"
 
@@ -124,3 +124,15 @@ def summed(ws):
 def test_a_budget_larger_than_anything_fits(verify):
     plan = jaxckpt.plan(summed, {"w": X}, budget=2**200, verify=verify)
     assert jaxckpt.core.plan.Plan.from_json(plan.to_json()).budget == 2**200
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "dots"])
+def test_a_module_that_is_called_is_checkpointed_with_its_arrays_as_arguments(policy):
+    model, x = eqx.nn.MLP(4, 4, 64, 4, key=jax.random.key(0)), jnp.linspace(0.0, 1.0, 4)
+    loss = lambda wrap: lambda model, x: jnp.sum(wrap(model)(x))
+    wrap = lambda model: jaxckpt.checkpoint(model, policy=policy)
+    plain, ours = (eqx.filter_grad(loss(each))(model, x) for each in (lambda model: model, wrap))
+    assert_trees_close(eqx.filter(ours, eqx.is_array), eqx.filter(plain, eqx.is_array), rtol=1e-5)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    kept = lambda each: kept_bytes(lambda arrays, x: loss(each)(eqx.combine(arrays, static), x), arrays, x)
+    assert kept(wrap) < kept(lambda model: model)
