@@ -6,6 +6,7 @@ all". A value that is kept is named where it is computed; in a loop's body too, 
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -44,7 +45,8 @@ def emit(
     actions = {i: a for region in regions for i, a in _all_actions(region).items()}
     if stray := [loop.op for loop in loops if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
-    rewritten = _rewrite(graph.body, names, actions, {loop.op: loop for loop in loops})
+    cuts = sorted({place for region in regions for place in _boundaries(region)})
+    rewritten = _rewrite(graph.body, names, actions, {loop.op: loop for loop in loops}, cuts)
     if len(regions) == 1 and (regions[0].start, regions[0].stop) == (0, len(graph.ops)):
         return _region(regions[0], graph, rewritten, names, prevent_cse)
     return _stretch(0, len(graph.ops), regions, graph, rewritten, names, prevent_cse)
@@ -76,7 +78,7 @@ class Named:
         self.graph, self.body = graph, body
         values = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
         self.names = _Names(graph, whole=True)
-        self.groups = _rewrite(body, self.names, values)
+        self.groups = _rewrite(body, self.names, values, cuts=range(len(body.ops)))
 
     def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:
         """Returns the operations start..stop as a jaxpr with the values `outputs` for results, and the values that its inputs are."""
@@ -148,18 +150,28 @@ def _all_actions(region: Region) -> dict[int, Action]:
 # ------------------------------------------------------------------------------------------------------- names into jaxprs
 
 
+def _boundaries(region: Region) -> Iterator[int]:
+    yield from (region.start, region.stop)
+    for inner in region.regions:
+        yield from _boundaries(inner)
+
+
 def _rewrite(
-    body: Body, names: _Names, actions: Mapping[int, Action], loops: Mapping[int, Loop] = MappingProxyType({})
+    body: Body,
+    names: _Names,
+    actions: Mapping[int, Action],
+    loops: Mapping[int, Loop] = MappingProxyType({}),
+    cuts: Sequence[int] = (),
 ) -> list[list[Any]]:
     """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that follow it.
 
-    `loops` are by the operation's place in the body.
+    `loops` are by the operation's place in the body. `cuts` are places, rising, across which only named values are passed.
     """
     groups: list[list[Any]] = []
     named: set[int] = set()
     ops = iter(enumerate(body.ops))
     pending: list[Any] = []  # names given to inputs before the first operation
-    before: dict[Any, Any] = {}  # variable with a name -> the one without
+    before: dict[Any, tuple[int, Any]] = {}  # variable with a name -> where it is made, and the one without
     for eqn in body.jaxpr.eqns:
         if _is_alias(eqn):
             index = body.values[eqn.invars[0]]
@@ -171,11 +183,13 @@ def _rewrite(
             continue
         place, op = next(ops)
         if reads.is_effect(eqn):
-            groups.append([*pending, eqn.replace(invars=[_get(before, var) for var in eqn.invars])])
+            invars = [_bare(before, var, cuts, place) for var in eqn.invars]
+            groups.append([*pending, eqn.replace(invars=invars)])
             pending = []
             continue
         group = _rewrite_op(eqn, op, names, actions, loops.get(place))
-        before.update((var, new) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
+        if place not in loops:
+            before.update((var, (place, new)) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
         groups.append([*pending, *group])
         pending = []
     if pending:
@@ -187,8 +201,12 @@ def _is_alias(eqn: Any) -> bool:
     return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
 
 
-def _get(renamed: Mapping[Any, Any], atom: Any) -> Any:
-    return atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
+def _bare(before: Mapping[Any, tuple[int, Any]], atom: Any, cuts: Sequence[int], place: int) -> Any:
+    """Returns the variable without a name, where it is made in the stretch between cuts that `place` is in."""
+    if isinstance(atom, _compat.Literal) or atom not in before:
+        return atom
+    made, bare = before[atom]
+    return bare if bisect.bisect(cuts, made) == bisect.bisect(cuts, place) else atom
 
 
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -62,7 +63,10 @@ def _check_checkpoint(case: Case) -> None:
     kept = rules.decide(graph)
     if not rules.as_jax()[0] or rules.default != jaxckpt.SAVE:
         _nothing_kept_unasked(wrapped, args, graph, kept)
-    _nothing_kept_computed_again(reference, actual, graph, kept)
+    keeping = functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable, static_argnums=statics
+    )
+    _nothing_kept_computed_again(reference, actual, graph, kept, lambda: Differentiated(keeping(fun), args))
 
 
 def _traced(fun: Callable[..., Any], args: tuple[Any, ...]) -> Graph:
@@ -164,7 +168,11 @@ RULES = ("checkpoint", "remat", "remat2", "custom_vjp_call", "custom_jvp_call")
 
 
 def _nothing_kept_computed_again(
-    reference: Differentiated, actual: Differentiated, graph: Graph, kept: dict[int, Any]
+    reference: Differentiated,
+    actual: Differentiated,
+    graph: Graph,
+    kept: dict[int, Any],
+    everything: Callable[[], Differentiated],
 ) -> None:
     """An operation runs as often as without a checkpoint, and once more for each run of which a result is dropped."""
     before, after = _executions(reference.closed), _executions(actual.closed)
@@ -178,6 +186,9 @@ def _nothing_kept_computed_again(
     for primitive in SPARED:
         if inside and primitive in ("sin", "cos"):  # a rule may have the one for the other
             continue
+        if after[primitive] > before[primitive] + again[primitive]:
+            # Cotangents that are zero go on through a checkpoint, where without one they stop.
+            before = _executions(everything().closed)
         if after[primitive] > before[primitive] + again[primitive]:
             raise Failed(
                 "nothing is computed again that is kept",
@@ -226,7 +237,7 @@ def _check_scan(case: Case) -> None:
 
 def _least(error: InfeasibleBudgetError) -> int:
     """Returns the bytes that an error says would be enough."""
-    found = re.search(r"least budget found to fit is (\d+) bytes", str(error)) or re.search(
+    found = re.search(r"least budget (?:found|predicted) to fit is (\d+) bytes", str(error)) or re.search(
         r"at least [^(]*\((\d+) bytes\)", str(error)
     )
     if found is None:

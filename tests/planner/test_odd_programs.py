@@ -1,5 +1,7 @@
 """Programs with literals for operands, results that nobody reads, arrays of no bytes, or no operations at all are planned like others."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxckpt
+from jaxckpt import InfeasibleBudgetError
 from jaxckpt.memory.liveness import estimate_peak
 from jaxckpt.planner.search import analyse
 from tests.helpers import assert_trees_close, executions
@@ -176,3 +179,23 @@ def test_a_gradient_of_a_scan_within_the_function_is_planned():
 
     found = jaxckpt.plan(loss, jnp.full(4, 0.5), budget="1MiB", target="cpu", verify=False)
     assert_trees_close(jax.grad(found.apply(loss))(jnp.full(4, 0.5)), jax.grad(loss)(jnp.full(4, 0.5)), rtol=1e-4)
+
+
+def test_values_of_earlier_stages_may_be_printed():
+    def loss(x):
+        y = jnp.sin(x @ x)
+        for _ in range(4):
+            z = jnp.sin(y @ x)
+            jax.debug.callback(lambda v: None, y)
+            y = z
+        return jnp.sum(y)
+
+    x = jnp.eye(64) * 0.5
+    analysis = analyse(loss, x, target="cpu")
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        analysis.plan(40_000, verify=False)
+    least = int(re.search(r"is (\d+) bytes", str(caught.value))[1])
+    for budget in (10**6, least):
+        found = analysis.plan(budget, verify=False)
+        assert_trees_close(jax.grad(found.apply(loss))(x), jax.grad(loss)(x), rtol=1e-4)
+        assert_trees_close(jax.jit(jax.grad(found.apply(loss)))(x), jax.grad(loss)(x), rtol=1e-4)
