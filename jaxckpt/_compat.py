@@ -211,16 +211,6 @@ def _name_template(aval: Any) -> Any:
     return open_jaxpr(jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"))(aval)).eqns[-1]
 
 
-def copy_equation(operand: Any, result: Any, maker: Any) -> Any:
-    """Returns an equation that copies a variable: an identity that is no name."""
-    return _copy_template().replace(invars=[operand], outvars=[result], source_info=maker.source_info)
-
-
-@cache_in_context
-def _copy_template() -> Any:
-    return open_jaxpr(jax.make_jaxpr(jax.numpy.copy)(jax.ShapeDtypeStruct((), "float32"))).eqns[-1]
-
-
 def primitive_name(eqn: Any) -> str:
     """Returns the name of an equation's primitive; that of the hi primitive where it is one."""
     prim = eqn.params.get("_prim")

@@ -15,9 +15,9 @@ import jax
 from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
 from jaxckpt.core import lift
 from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, suited
-from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, compiler_options, resolve
@@ -44,7 +44,7 @@ class Row:
     Attributes:
       name: as the caller named it.
       report: what the compiler says of its step.
-      estimate_bytes: the peak as estimated from the traced step alone: see `jaxckpt.memory.liveness`. None where an argument is sharded over
+      estimate_bytes: the peak as estimated from the traced step alone: see `jaxckpt.core.liveness`. None where an argument is sharded over
         several devices: the estimate would be of all of them together.
       flops: FLOPs of the traced step, recomputation counted.
       recompute_flops: how many of them are more than the leanest variant has.

@@ -27,10 +27,10 @@ from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import suited
-from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import calls, search
 from jaxckpt.planner.budget import DEVICE, check_budget, normal, resident_bytes, resolve_budget

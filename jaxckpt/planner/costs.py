@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt.core.graph import Graph, Op
-from jaxckpt.memory.liveness import BARRIER, FUSED, MOVES, ROOTS
+from jaxckpt.core.liveness import BARRIER, FUSED, MOVES, ROOTS
 from jaxckpt.memory.targets import Target
 
 VECTOR = 1 / 8

@@ -16,8 +16,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Op, graph_of
-from jaxckpt.core.reads import redirect
-from jaxckpt.memory.liveness import passed_on, stretch_peak
+from jaxckpt.core.liveness import passed_on, stretch_peak
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import mincut
@@ -150,7 +149,7 @@ class _Joint:
         with _compat.working_checkpoints():
             closed = jax.make_jaxpr(both)([var.aval for var in jaxpr.invars], [out_avals[i] for i in through])
         origins: dict[Any, int] = {}
-        self.graph = graph = graph_of(_with_copies(closed, named, origins))
+        self.graph = graph = graph_of(_without_names(closed, named, origins))
         opened = graph.body.jaxpr
         place = graph.body.values
         arriving = [place[var] for var in opened.invars[len(inputs) :]]
@@ -173,24 +172,27 @@ class _Joint:
         self.origin = {place[var]: original for var, original in origins.items() if place[var] in self.made}
 
 
-def _with_copies(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
-    """Returns the program with copies for names, and fills `origins`: result of a copy -> the value that was named.
+def _without_names(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
+    """Returns the program without the names, and fills `origins`: variable -> the value that it was named as.
 
-    A derivative that reads its operation's own result (that of `tanh`) reads it behind the name, as in what is emitted.
+    A value and its name are one: what reads the value, its own operation's derivative too, reads it behind the name in what is emitted.
     """
-    closed = redirect(closed)
     jaxpr = _compat.open_jaxpr(closed)
+    renamed: dict[Any, Any] = {}
+    read = lambda atom: atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
     eqns = []
     seen: set[int] = set()
     for eqn in jaxpr.eqns:
+        invars = list(map(read, eqn.invars))
         original = named.value(eqn)
-        if original is not None and not isinstance(eqn.invars[0], _compat.Literal):
-            if original not in seen:
-                seen.add(original)
-                origins[eqn.outvars[0]] = original
-            eqn = _compat.copy_equation(eqn.invars[0], eqn.outvars[0], eqn)
-        eqns.append(eqn)
-    rebuilt = _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.debug_info)
+        if original is None:
+            eqns.append(eqn.replace(invars=invars))
+            continue
+        renamed[eqn.outvars[0]] = invars[0]
+        if original not in seen and not isinstance(invars[0], _compat.Literal):
+            seen.add(original)
+            origins.setdefault(invars[0], original)
+    rebuilt = _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, list(map(read, jaxpr.outvars)), eqns, jaxpr.debug_info)
     return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
 
 

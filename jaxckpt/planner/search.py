@@ -22,10 +22,10 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import suited
-from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, resolve
@@ -160,10 +160,7 @@ def analyse(
             progress(0, 1, "reading how the compiler shards")
         shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
-    # A function without operations has no stages, and its problem no model: `Problem.plan` knows.
-    model: Any = None
-    if graph.ops:
-        model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
+    model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
     return Problem(fun, args, step, resolved, graph, model)
 
 
@@ -313,23 +310,7 @@ class Problem:
                 f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
                 f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices."
             )
-        if not self.graph.ops:
-            return self._nothing_to_plan(limit, verify)
         return _Search(self, limit, solve, verify, report).run()
-
-    def _nothing_to_plan(self, limit: int, verify: bool) -> Plan:
-        """Returns the empty plan of a function without operations."""
-        report = self.unplanned if verify else None
-        if report is not None and report.peak_bytes > limit:
-            raise InfeasibleBudgetError(
-                f"budget must be at least what the step needs, {report.peak_bytes} bytes, for the function has no operations to plan; "
-                f"got {limit} bytes. Use that."
-            )
-        peak = None if report is None else report.peak_bytes
-        return Plan(
-            (), self.graph.fingerprint, notes=("no operations",), budget=limit, target=self.target.name, measured=report,
-            measured_bytes=peak, unplanned_bytes=peak, overhead=0.0,
-        )  # fmt: skip
 
 
 class _Search:

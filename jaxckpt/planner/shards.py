@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _compat
 from jaxckpt.core.graph import Body, Graph, Op
-from jaxckpt.memory.liveness import FUSED
+from jaxckpt.core.liveness import FUSED
 from jaxckpt.memory.report import abstract, output_shardings
 from jaxckpt.memory.targets import Target
 

@@ -23,8 +23,8 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import InfeasibleBudgetError
 from jaxckpt.core.graph import Graph, graph_of
+from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.liveness import graph_peak
 from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.transforms.schedules import (
     LONGEST_RUN,

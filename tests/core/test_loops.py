@@ -132,8 +132,8 @@ def test_a_loop_goes_through_json_and_prints():
 def test_a_loop_that_is_no_scan_of_the_function_is_refused(change):
     _, graph, place = looped(False, Run(12))
     op, run = change(place)
-    plan = Plan((), graph.fingerprint, loops=(Loop(op, (run,)),))
     with pytest.raises(PlanMismatchError):
+        plan = Plan((), graph.fingerprint, loops=(Loop(op, (run,)),))
         plan.apply(lambda *a: loss(*a, False))(*arguments())
 
 

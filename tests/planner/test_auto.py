@@ -458,7 +458,7 @@ def test_the_first_call_may_be_within_a_mapped_function(check, caplog):
     planned = autocheckpoint(collective, budget="70%")
     assert_trees_close(step(planned)(*MASKED), step(collective)(*MASKED), rtol=1e-4)
     assert "unverified" in caplog.text
-    assert executions(step(planned), *MASKED)["tanh"] > executions(step(collective), *MASKED)["tanh"]
+    assert jaxckpt.count_flops(step(planned), *MASKED) > jaxckpt.count_flops(step(collective), *MASKED)  # it recomputes
     several = MASKED[1][None]
     axis = {"in_axes": (None, 0), "axis_name": "d"}
     expected = jax.vmap(collective, **axis)(MASKED[0], several)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt.core.graph import trace
-from jaxckpt.memory.liveness import estimate_peak
+from jaxckpt.core.liveness import estimate_peak
 from jaxckpt.memory.targets import resolve
 from jaxckpt.planner.costs import roofline
 

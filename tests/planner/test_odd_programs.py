@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError
-from jaxckpt.memory.liveness import estimate_peak
+from jaxckpt.core.liveness import estimate_peak
 from jaxckpt.planner.search import analyse
 from tests.helpers import assert_trees_close, executions
 

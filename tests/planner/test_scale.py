@@ -12,7 +12,7 @@ import pytest
 import jaxckpt
 from benchmarks.planning_scale import exponent, leaves
 from jaxckpt.core.graph import trace
-from jaxckpt.memory.liveness import graph_peak
+from jaxckpt.core.liveness import graph_peak
 from jaxckpt.planner import model, search, stages
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.search import _Search, analyse

@@ -10,8 +10,8 @@ from jax import lax
 
 import jaxckpt
 from benchmarks.models import gpt, lstm
-from jaxckpt.memory import liveness
-from jaxckpt.memory.liveness import estimate_peak
+from jaxckpt.core import liveness
+from jaxckpt.core.liveness import estimate_peak
 
 MIB = 2**20
 X = jax.ShapeDtypeStruct((4096, 64), jnp.float32)  # 1 MiB
