@@ -321,7 +321,7 @@ def test_a_saved_plan_gives_the_same_peak_in_a_fresh_process(problem, tmp_path):
     "spoil",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: text.replace(f'"format": {FORMAT}', '"format": 1'),
         lambda text: json.dumps({**json.loads(text), "regions": [{"start": 5}]}),
         lambda text: json.dumps({**json.loads(text), "predicted": {"peak": 1}}),
     ],
