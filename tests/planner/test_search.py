@@ -18,6 +18,7 @@ import jaxckpt
 from benchmarks.models import gpt, lstm, moe, resnet, unet
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
 from jaxckpt.core.graph import count_flops
+from jaxckpt.core.plan import FORMAT
 from jaxckpt.planner import model
 from jaxckpt.planner.search import COMPILES, analyse
 
