@@ -16,6 +16,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Op, graph_of
+from jaxckpt.core.inline import inline
 from jaxckpt.core.liveness import passed_on, stretch_peak
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
@@ -149,7 +150,7 @@ class _Joint:
         with _compat.working_checkpoints():
             closed = jax.make_jaxpr(both)([var.aval for var in jaxpr.invars], [out_avals[i] for i in through])
         origins: dict[Any, int] = {}
-        self.graph = graph = graph_of(_without_names(closed, named, origins))
+        self.graph = graph = graph_of(_without_names(inline(closed), named, origins))
         opened = graph.body.jaxpr
         place = graph.body.values
         arriving = [place[var] for var in opened.invars[len(inputs) :]]

@@ -199,3 +199,14 @@ def test_values_of_earlier_stages_may_be_printed():
         found = analysis.plan(budget, verify=False)
         assert_trees_close(jax.grad(found.apply(loss))(x), jax.grad(loss)(x), rtol=1e-4)
         assert_trees_close(jax.jit(jax.grad(found.apply(loss)))(x), jax.grad(loss)(x), rtol=1e-4)
+
+
+def test_a_derivative_may_call_jitted_functions_whose_results_are_planned():
+    def loss(x):
+        for _ in range(2):
+            x = jnp.sort(jnp.cumprod(jnp.sin(x @ x), axis=0), axis=0)
+        return jnp.sum(x)
+
+    x = jnp.eye(8) * 0.5 + 0.1
+    found = jaxckpt.plan(loss, x, budget="1MiB", target="cpu", verify=False)
+    assert_trees_close(jax.grad(found.apply(loss))(x), jax.grad(loss)(x), rtol=1e-4)
