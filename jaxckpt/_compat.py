@@ -365,9 +365,14 @@ def checkpoint_options(platform: str) -> dict[str, str]:
     On the CPU of jax 0.10.2 XLA's pass "cse_barrier_expander" removes the optimization barriers before the common subexpressions are
     merged, so that the recomputation is merged with what it was to replace. jax 0.12.0.1 keeps the barriers. There is nothing between to
     try; with the pass disabled jax 0.12.0.1 compiles to the same memory, so up to there the options do no harm.
+
+    Loops over less than a KiB become one kernel by "small-while-loop-hoisting", and what emits that kernel does not know barriers: the
+    compiler fails ("Unhandled opcode for elemental IR emission"). So that pass goes too.
     """
     if platform == "cpu" and JAX_VERSION < (0, 12):
-        return {"xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander"}
+        return {
+            "xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander,small-while-loop-hoisting"
+        }
     return {}
 
 
