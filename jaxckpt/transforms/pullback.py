@@ -338,10 +338,16 @@ class _Splitter:
     # ------------------------------------------------------------------------------------------------------ what can wait
 
     def _summands(self, var: Any) -> list[Any]:
-        eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
-        if eqn is not None and eqn.primitive.name == "add_any":
-            return [part for operand in eqn.invars for part in self._summands(operand)]
-        return [var]
+        """Returns what a sum is of, in order; one of as many as the step uses a constant is as deep, so this does not recurse."""
+        found, waiting = [], [var]
+        while waiting:
+            var = waiting.pop()
+            eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
+            if eqn is not None and eqn.primitive.name == "add_any":
+                waiting.extend(reversed(eqn.invars))
+            else:
+                found.append(var)
+        return found
 
     def _waiting(self, summands: list[tuple[int, Any]]) -> list[_Term]:
         """Returns the summands that wait: large matmuls, and sums of what is stacked for those anyway."""
@@ -421,8 +427,8 @@ class _Splitter:
 
     def _pull(self, rows: list[Any], at_once: list[tuple[int, Any]], roots: list[Any]) -> Callable[..., Any]:
         # What is scattered goes straight into the sum so far, one such summand of each constant, before others are added.
-        uses = Counter(id(var) for _, var in at_once)
-        scattered = {i: var for i, var in reversed(at_once) if uses[id(var)] == 1 and self._is_scattered(var)}
+        reads = self._reads([*self.ct_carry, *self.ct_x, *(var for _, var in at_once), *roots])
+        scattered = {i: var for i, var in reversed(at_once) if self._is_scattered(var, reads)}
         added = [(i, var) for i, var in at_once if scattered.get(i) is not var]
         targets = [self.made[var].invars[0] for var in scattered.values()]
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
@@ -445,8 +451,16 @@ class _Splitter:
 
         return pull
 
-    def _is_scattered(self, var: Any) -> bool:
-        """Whether a summand is rows scattered into zeros that serve nothing else: an embedding's."""
+    def _reads(self, outputs: Sequence[Any]) -> Counter[int]:
+        """Returns how often each variable (its id) is read on the way to `outputs`, or is one of them."""
+        run = needed(self.eqns, self.inputs, outputs, effects=not self.defer)
+        return Counter(map(id, [*outputs, *(var for eqn in run for var in eqn.invars)]))
+
+    def _is_scattered(self, var: Any, reads: Counter[int]) -> bool:
+        """Whether a summand is rows scattered into zeros, an embedding's, and neither it nor the zeros serve anything else.
+
+        For it becomes the sum so far, which nothing else may take for the summand.
+        """
         eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
         if eqn is None or eqn.primitive.name not in ("scatter-add", "scatter_add"):
             return False
@@ -454,7 +468,7 @@ class _Splitter:
         if target is None or target.primitive.name != "broadcast_in_dim":
             return False
         fill = target.invars[0]
-        alone = sum(v is eqn.invars[0] for e in self.eqns for v in e.invars) == 1
+        alone = reads[id(var)] == reads[id(eqn.invars[0])] == 1
         return isinstance(fill, _compat.Literal) and not fill.val and alone
 
     def _settle(
