@@ -34,11 +34,6 @@ def working_checkpoints() -> Any:
 
 def name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
     """Returns an equation `result = name[name] operand`, in the form that this JAX and its flags use, at the source line of `maker`."""
-    _check_kept_names()
-    return _name_equation(operand, result, name, maker)
-
-
-def _name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
     template = _name_template(operand.aval)
     prim = template.params.get("_prim")
     params = {"name": name} if prim is None else {**template.params, "_prim": type(prim)(name, operand.aval)}
@@ -46,7 +41,16 @@ def _name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
 
 
 def keep_names(saved: Sequence[str], offloaded: Sequence[str] = ()) -> Any:
-    """Returns JAX's policy that keeps values of some names on the device and of others on the host; None where there are none."""
+    """Returns JAX's policy that keeps values of some names on the device and of others on the host; None where there are none.
+
+    Raises:
+      UnsupportedJaxError: checkpoints of this JAX lose such names.
+    """
+    _check_kept_names()
+    return _names_policy(saved, offloaded)
+
+
+def _names_policy(saved: Sequence[str], offloaded: Sequence[str]) -> Any:
     if not offloaded:
         return jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -107,13 +111,13 @@ def _check_kept_names() -> None:
         plain = open_jaxpr(jax.make_jaxpr(gradient)(aval))
         sine, *rest = plain.eqns
         bare = fresh_var(sine.outvars[0].aval)
-        naming = _name_equation(bare, sine.outvars[0], "jaxckpt:probe", sine)
+        naming = name_equation(bare, sine.outvars[0], "jaxckpt:probe", sine)
         named = build_jaxpr(
             [], plain.invars, plain.outvars, [sine.replace(outvars=[bare]), naming, *rest], plain.debug_info
         )
         for title, policy in (
-            ("save_only_these_names", keep_names(["jaxckpt:probe"])),
-            ("save_and_offload_only_these_names", keep_names([], ["jaxckpt:probe"])),
+            ("save_only_these_names", _names_policy(["jaxckpt:probe"], [])),
+            ("save_and_offload_only_these_names", _names_policy([], ["jaxckpt:probe"])),
         ):
             kept = jax.checkpoint(lambda x: eval_jaxpr(named, [], x)[0], policy=policy)
             count = _count("sin", jax.make_jaxpr(jax.grad(kept))(aval))
