@@ -399,6 +399,11 @@ def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -
         peak = assignment.timeline.peak_bytes
     else:
         peak = stats.peak_memory_in_bytes
+    if peak <= 0 and (assignment is None or assignment.timeline.peak_bytes):
+        raise UnreadableDumpError(
+            f"XLA for {target.platform} must say what memory a program needs; it says a peak of {peak} bytes, and its buffer assignment "
+            f"{'cannot be read' if assignment is None else 'more'}. Install versions of jax that jaxckpt is tested with."
+        )
     if target.platform == "tpu":
         temp = peak - argument - output + alias
     on_chip = assignment.on_chip_bytes if assignment else 0
