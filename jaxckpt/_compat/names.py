@@ -88,7 +88,7 @@ def _complex_templates(aval: Any) -> list[Any]:
 @cache_in_context
 def _name_template(aval: Any) -> Any:
     made = open_jaxpr(jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"))(aval)).eqns
-    if [equation_name(eqn) for eqn in made] != ["name"]:
+    if not made or equation_name(made[-1]) != "name":
         found = f"makes the operations {[str(eqn.primitive) for eqn in made]}, in which no name can be read"
         raise unsupported("jax.ad_checkpoint.checkpoint_name", "name the values that a checkpoint keeps", found)
     return made[-1]
