@@ -19,6 +19,7 @@ from jaxckpt._errors import (
     UnknownTargetError,
     UnmatchedTagError,
     UnreadableDumpError,
+    UnsupportedJaxError,
     VerificationError,
 )
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
@@ -75,6 +76,7 @@ __all__ = [
     "UnknownTargetError",
     "UnmatchedTagError",
     "UnreadableDumpError",
+    "UnsupportedJaxError",
     "Verification",
     "VerificationError",
     "autocheckpoint",

@@ -13,6 +13,7 @@
     │   ├── DoesNotFitError (MemoryError)       the target's compiler gives up, for the program does not fit the device
     │   └── UnreadableDumpError (ValueError)    what the target's compiler wrote of its buffers is not of a known layout
     ├── MissingPackageError (ImportError)   an optional package is not installed; the extra to install is given
+    ├── UnsupportedJaxError (ImportError)   the installed JAX (or Flax) lacks, or has changed, something private that jaxckpt needs
     ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
     ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that does is given
     ├── VerificationError (AssertionError)  two functions that should agree do not
@@ -100,6 +101,29 @@ class UnreadableDumpError(TargetError, ValueError):
 
 class MissingPackageError(JaxckptError, ImportError):
     """An optional package is not installed."""
+
+
+class UnsupportedJaxError(JaxckptError, ImportError):
+    """The installed JAX (or Flax) lacks something private that jaxckpt needs, or has it in another form.
+
+    Args:
+      symbol: what is needed, such as "jax._src.core.DropVar".
+      why: what jaxckpt needs it for, as a phrase that follows "to".
+      found: what is there instead, as a phrase that follows "it".
+      package: name of the package.
+      installed: its installed version.
+      known: its versions that jaxckpt is known to work with.
+    """
+
+    def __init__(
+        self, symbol: str, why: str, found: str, *, package: str, installed: str, known: tuple[str, ...]
+    ) -> None:
+        self.symbol, self.why, self.found = symbol, why, found
+        self.package, self.installed, self.known = package, installed, known
+        super().__init__(
+            f"jaxckpt needs {symbol} to {why}. {package} {installed} is installed, and it {found}. "
+            f"Install a version of {package} that jaxckpt is known to work with: {' or '.join(known)}."
+        )
 
 
 class PlanMismatchError(JaxckptError, ValueError):

@@ -313,7 +313,7 @@ def _tied(fun: Flat) -> Flat:
         for place, x in enumerate(inputs):
             aval = jax.typeof(x)
             if jax.dtypes.issubdtype(aval.dtype, np.inexact):
-                alike.setdefault(getattr(aval, "manual_axis_type", None), []).append(place)
+                alike.setdefault(_compat.varying_axes(aval), []).append(place)
         held = {place: x for places in alike.values() for place, x in zip(places, _hold([inputs[i] for i in places]))}
         return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
 
@@ -341,14 +341,7 @@ _hold.defjvp(_hold_tangents, symbolic_zeros=True)
 def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
     saved = [names(i) for i, action in actions.items() if action == SAVE]
     offloaded = [names(i) for i, action in actions.items() if action == OFFLOAD]
-    if not offloaded:
-        return jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=saved,
-        names_which_can_be_offloaded=offloaded,
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    return _compat.keep_names(saved, offloaded)
 
 
 def _stretch(

@@ -267,7 +267,6 @@ _SAME_OPERANDS = {
     "remat2",
     "eval_jaxpr",
     "run_state",
-    "xla_call",
 }
 _OPAQUE = {
     "custom_jvp_call",
@@ -292,6 +291,7 @@ class _Builder:
         self.op_count = 0
 
     def build(self, closed: Any, in_tree: Any, out_tree: Any, paths: list[str] | None) -> Graph:
+        _compat.check_primitives()
         jaxpr = _compat.open_jaxpr(closed)
         values: dict[Any, int] = {}
         for var in jaxpr.constvars:
@@ -433,7 +433,9 @@ def aval_bytes(aval: Any) -> int:
     if dtype is None:
         return 0
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=dtype._impl.name)))
+        key = jax.eval_shape(
+            lambda: jax.random.key_data(jax.random.key(0, impl=_compat.key_implementation(dtype).name))
+        )
         return _size(aval) * int(np.prod(key.shape)) * key.dtype.itemsize
     bits = jax.numpy.finfo(dtype).bits if jax.numpy.issubdtype(dtype, np.inexact) else None
     if bits is None and jax.numpy.issubdtype(dtype, np.integer):

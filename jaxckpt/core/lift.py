@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 def is_array(x: Any) -> bool:
     """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too, and NumPy's scalars."""
-    if isinstance(x, (jax.Array, jax.core.Tracer)):
+    if isinstance(x, jax.Array) or _compat.is_tracer(x):
         return True
     if isinstance(x, (str, bytes, jax.ShapeDtypeStruct)) or callable(x) or is_number(x):
         return False
@@ -136,7 +136,7 @@ class Lifted:
             for value in values:
                 if id(value) in unchanged:
                     places.append(("operand", unchanged[id(value)]))
-                elif isinstance(value, jax.core.Tracer):
+                elif _compat.is_tracer(value):
                     places.append(("computed", len(computed)))
                     computed.append(value)
                 else:

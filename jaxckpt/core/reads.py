@@ -160,7 +160,7 @@ def call_reading_names(closed: Any) -> Flat:
         flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
         results, out = flat[: len(out_moving)], iter(flat[len(out_moving) :])
         return results, [
-            next(out) if flag else zero(_tangent_aval(result)) for result, flag in zip(results, out_moving)
+            next(out) if flag else zero(_compat.tangent_aval(result)) for result, flag in zip(results, out_moving)
         ]
 
     @functools.cache
@@ -170,10 +170,6 @@ def call_reading_names(closed: Any) -> Flat:
 
     made.defjvp(derivative, symbolic_zeros=True)
     return made
-
-
-def _tangent_aval(value: Any) -> Any:
-    return jax.typeof(value).to_tangent_aval()
 
 
 def is_effect(eqn: Any) -> bool:

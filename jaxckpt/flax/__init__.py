@@ -10,12 +10,15 @@ from jaxckpt._errors import ArgumentError, MissingPackageError
 
 try:
     import flax.linen as nn
-    from flax.nnx import Module as _NnxModule  # under a name of its own: jaxckpt.flax.nnx is ours
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if str(error.name).partition(".")[0] != "flax":
+        raise
     raise MissingPackageError(
         "jaxckpt.flax needs flax, which is not installed: pip install 'jaxckpt[flax]'."
     ) from error
 
+from jaxckpt._compat.flax import NnxModule as _NnxModule
+from jaxckpt._compat.flax import mark_wrapped as _mark_wrapped
 from jaxckpt.flax.functional import Options as _Options
 from jaxckpt.flax.functional import Rules as _Rules
 from jaxckpt.flax.functional import defines_call as _defines_call
@@ -152,5 +155,5 @@ def _checkpoint_function(target: Callable[..., Any], made: _Options) -> Callable
             return linen()(*args, **kwargs)
         return nnx(*args, **kwargs)
 
-    checkpointed.method_handler_wrapped = True  # type: ignore[attr-defined]  # managing module state is left to us
+    _mark_wrapped(checkpointed)  # managing module state is left to us
     return checkpointed

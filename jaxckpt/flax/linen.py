@@ -25,11 +25,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import flax.linen as nn
-from flax.core import lift
-from flax.ids import uuid
-from flax.linen import module as linen_module
-from flax.linen.transforms import decorator_lift_transform
 
+from jaxckpt._compat import flax as _compat
 from jaxckpt._errors import ArgumentError, did_you_mean
 from jaxckpt.core.lift import Lifted, spread, title
 from jaxckpt.flax.functional import (
@@ -60,8 +57,8 @@ def method(fun: Callable[..., Any], made: Options) -> Callable[..., Any]:
         return fun(self, *args, **kwargs)
 
     static = arguments(fun, made.static_argnums, has_self=True)
-    managed = linen_module.wrap_method_once(body)
-    lifted = decorator_lift_transform(_transform(made, static, title(fun)), body)
+    managed = _compat.wrap_method_once(body)
+    lifted = _compat.decorator_lift_transform(_transform(made, static, title(fun)), body)
 
     @functools.wraps(managed)
     def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +106,7 @@ def _transform(made: Options, static: Arguments, name: str) -> Callable[..., Any
                 arrays, spec = spread(operands | {keywords[key]: x for key, x in kwargs.items()})
                 return run(Lifted(fun, spec, name), made.engine, arrays)
 
-            packed = lift.pack(inner, (True,), (True,), (True,), name="checkpoint", enable_kwargs=True)
+            packed = _compat.pack(inner, (True,), (True,), (True,), name="checkpoint", enable_kwargs=True)
             return packed(scopes, *args, **kwargs)
 
         return lifted
@@ -150,7 +147,7 @@ def apply(model: nn.Module, rules: Rules) -> nn.Module:
     """
     view: Any = object.__new__(_ruled(type(model), rules))
     view.__dict__.update(model.__dict__)
-    object.__setattr__(view, "_id", uuid())
+    object.__setattr__(view, "_id", _compat.uuid())
     return view  # type: ignore[no-any-return]
 
 
@@ -191,7 +188,7 @@ def _ruled(base: type, rules: Rules) -> type:
 
     own = {name for cls in base.__mro__[: base.__mro__.index(nn.Module)] for name in vars(cls)} - {"setup"}
     methods = {name: inspect.getattr_static(base, name) for name in sorted(own)}
-    members = {name: entering(name, fun) for name, fun in methods.items() if hasattr(fun, "method_handler_wrapped")}
+    members = {name: entering(name, fun) for name, fun in methods.items() if _compat.is_wrapped(fun)}
     ruled = subclass(_ruled, base, rules, {**members, **members_kept(base)})
     return ruled
 
@@ -207,17 +204,14 @@ def _again(module: nn.Module, fun: Callable[..., Any], made: Options) -> Callabl
         counters = copy.scope.rng_counters  # type: ignore[union-attr]
         now = copy_counters(counters)
         reset_counters(counters, getattr(module, "_jaxckpt_before_setup", now))
-        copy._try_setup()
+        _compat.set_up(copy)
         reset_counters(counters, now)
-        linen_module._context.module_stack.append(copy)
-        try:
+        with _compat.being_called(copy):
             return fun(copy, *args, **kwargs)
-        finally:
-            linen_module._context.module_stack.pop()
 
-    body.method_handler_wrapped = True  # type: ignore[attr-defined]
+    _compat.mark_wrapped(body)
     static = arguments(fun, made.static_argnums, has_self=True)
-    return decorator_lift_transform(_transform(made, static, title(fun)), body)  # type: ignore[no-any-return]
+    return _compat.decorator_lift_transform(_transform(made, static, title(fun)), body)  # type: ignore[no-any-return]
 
 
 @contextmanager

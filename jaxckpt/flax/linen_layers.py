@@ -17,11 +17,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import lift, meta
-from flax.core.scope import Scope
-from flax.linen import module as linen_module
-from flax.linen.transforms import decorator_lift_transform
 
+from jaxckpt._compat import flax as _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.flax.functional import cached, subclass
 from jaxckpt.flax.linen import copy_counters, members_kept, reset_counters
@@ -38,8 +35,8 @@ def stack_class(base: Any, stack: Stack) -> type:
     def body(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.__call__(self, *args, **kwargs)
 
-    managed = linen_module.wrap_method_once(body)
-    lifted = decorator_lift_transform(functools.partial(_transform, stack=stack, name=base.__name__), body)
+    managed = _compat.wrap_method_once(body)
+    lifted = _compat.decorator_lift_transform(functools.partial(_transform, stack=stack, name=base.__name__), body)
 
     @functools.wraps(managed)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +50,7 @@ def stack_class(base: Any, stack: Stack) -> type:
 def _transform(function: Callable[..., Any], stack: Stack, name: str) -> Callable[..., Any]:
     """Returns a function (scopes, *args, **kwargs) of the whole stack, of that of one layer."""
 
-    def lifted(scopes: Sequence[Scope], *args: Any, **kwargs: Any) -> Any:
+    def lifted(scopes: Sequence[_compat.Scope], *args: Any, **kwargs: Any) -> Any:
         if not args:
             raise ArgumentError("x", f"the first positional argument of a stack of {name}", tuple(kwargs))
         own = scopes[-1]
@@ -69,7 +66,7 @@ def _transform(function: Callable[..., Any], stack: Stack, name: str) -> Callabl
         names = tuple(stack.names.format(i) for i in range(stack.length))
 
         def inner(opening: Any, closing: Any, variables: Any, rngs: Any) -> Any:
-            rows = meta.remove_axis(variables, 0, AXIS)
+            rows = _compat.remove_axis(variables, 0, AXIS)
             _check_rows(rows[0], stack, name)
 
             def step(x: Any, row: Any) -> tuple[Any, Any]:
@@ -85,9 +82,9 @@ def _transform(function: Callable[..., Any], stack: Stack, name: str) -> Callabl
                 return out, closing(opened)
 
             out, changed = stack.run(step, x, (jnp.arange(stack.length, dtype=jnp.uint32), rows))
-            return out, meta.add_axis(changed, 0, AXIS)
+            return out, _compat.add_axis(changed, 0, AXIS)
 
-        return lift.pack(inner, (True,), (True,), (True,), name="scan")(scopes)
+        return _compat.pack(inner, (True,), (True,), (True,), name="scan")(scopes)
 
     return lifted
 

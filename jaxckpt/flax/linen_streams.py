@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import config
-from flax.core.scope import LazyRng, Scope
+
+from jaxckpt._compat.flax import LazyRng, Scope, check_word, config
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ class Layer:
 
     def fold(self, stream: str, path: Sequence[str | int]) -> Any:
         """Returns the stream's key at a path within the layer."""
+        check_word(_word)
         rng = self.own.rngs[stream]
         at = rng.suffix[:-1] if rng.suffix[-1:] == (self.own.name,) else rng.suffix  # a model has no name in its paths
         words = np.array([_word((*at, name, *path)) for name in self.names], np.uint32)

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core
 from flax import nnx
-from flax.nnx import graphlib
 
+from jaxckpt import _compat
+from jaxckpt._compat.flax import IndexMap, RefMap, is_node_module, is_pytree
 from jaxckpt._errors import ArgumentError, did_you_mean
 from jaxckpt.core.lift import Lifted, Whole, spread, title
 from jaxckpt.flax.functional import (
@@ -60,7 +60,7 @@ def module_class(base: Any, made: Options) -> type:
     """Returns a subclass of an nnx module class whose `__call__` is checkpointed."""
     arguments(base.__call__, made.static_argnums, has_self=True)  # out of range is an error here, not at the first call
     members = {"__call__": function(base.__call__, made, _Memo())}
-    return subclass(module_class, base, made, members, pytree=base._pytree__is_pytree)
+    return subclass(module_class, base, made, members, pytree=is_pytree(base))
 
 
 def apply(model: nnx.Module, rules: Rules) -> nnx.Module:
@@ -99,7 +99,7 @@ class _Memo:
         self._lifted: dict[Any, Lifted] = {}
 
     def get(self, key: Any, make: Callable[[], Lifted]) -> Lifted:
-        now = jax.extend.core.get_opaque_trace_state()
+        now = _compat.trace_state()
         if now != self._trace or len(self._lifted) >= 64:  # without a trace there is no end to it
             self._trace, self._lifted = now, {}
         try:
@@ -142,12 +142,12 @@ def _call(
 
 def is_object(leaf: Any) -> bool:
     """Returns whether a leaf is an object that may change: a module, a Variable, an optimizer."""
-    return isinstance(leaf, nnx.Variable) or graphlib.is_node_module(leaf)
+    return isinstance(leaf, nnx.Variable) or is_node_module(leaf)
 
 
 def has_modules(tree: Any) -> bool:
     """Returns whether there are modules in a pytree, and not only Variables."""
-    return any(graphlib.is_node_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_object))
+    return any(is_node_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_object))
 
 
 def gradient(values: bool) -> Callable[..., Any]:
@@ -176,7 +176,7 @@ class Objects:
     """
 
     def __init__(self, tree: Any, label: Callable[[tuple[Any, ...]], str]) -> None:
-        outside = graphlib.RefMap()
+        outside = RefMap()
         before, state = nnx.flatten(tree, ref_index=outside, graph=True)
         labels: dict[str, None] = {}
         for path, leaf in zip(state.paths, state.leaves, strict=True):
@@ -195,13 +195,13 @@ class Objects:
 
         # Functions of the structure alone, for they may be traced again when the objects are gone.
         def build(operands: dict[str, Any]) -> tuple[Any, Any]:
-            inside = graphlib.IndexMap()
+            inside = IndexMap()
             return nnx.unflatten(before, [operands[name] for name in names], index_ref=inside), inside
 
         def take_up(tree: Any, inside: Any, out: Any) -> Any:
-            outer = graphlib.RefMap.from_indexmap(inside)
+            outer = RefMap.from_indexmap(inside)
             flatten = functools.partial(
-                nnx.flatten, ref_index=graphlib.RefMap(), ref_outer_index=outer, with_paths=False, graph=True
+                nnx.flatten, ref_index=RefMap(), ref_outer_index=outer, with_paths=False, graph=True
             )
             after, leaves = flatten(tree)
             result, results = flatten(out)
@@ -217,7 +217,7 @@ class Objects:
         """
         leaves, results, graphs = taken_up
         after, result = graphs.value
-        objects = graphlib.IndexMap.from_refmap(self._outside)
+        objects = IndexMap.from_refmap(self._outside)
         # Of one length where the structure is the same.
         pairs = zip(self._leaves, self.operands.values(), leaves, strict=False)
         changed = [(leaf, new) for leaf, old, new in pairs if not _same_leaves(old, new)]
@@ -226,7 +226,7 @@ class Objects:
             for variable, new in changed:
                 variable.set_raw_value(new)
             return nnx.unflatten(result, results, index_ref=objects)
-        unflatten = functools.partial(nnx.unflatten, index_ref=graphlib.IndexMap(), outer_index_outer_ref=objects)
+        unflatten = functools.partial(nnx.unflatten, index_ref=IndexMap(), outer_index_outer_ref=objects)
         unflatten(after, leaves)
         return unflatten(result, results)
 

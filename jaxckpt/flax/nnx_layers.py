@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.nnx import graphlib
 
+from jaxckpt._compat.flax import IndexMap, RefMap, is_pytree
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.lift import is_array
 from jaxckpt.flax.functional import cached, subclass
@@ -46,7 +46,7 @@ def stack_class(base: Any, stack: Stack) -> type:
 
     init.__wrapped__, call.__wrapped__ = base.__init__, base.__call__  # type: ignore[attr-defined]
     members = {"__init__": init, "__call__": call}
-    made = subclass(stack_class, base, stack, members, pytree=base._pytree__is_pytree)
+    made = subclass(stack_class, base, stack, members, pytree=is_pytree(base))
     made.__name__ = f"{base.__name__}Stack"
     return made
 
@@ -140,7 +140,7 @@ class _Call:
 
     def __init__(self, base: Any, stack: Stack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.base, self.stack, self.names = base, stack, list(kwargs)
-        self.outside = graphlib.RefMap()
+        self.outside = RefMap()
         self.graph, state = nnx.flatten((module, args, list(kwargs.values())), ref_index=self.outside, graph=True)
         self.leaves: dict[_Path, Any] = dict(zip(state.paths, state.leaves, strict=True))
         if any(isinstance(leaf, nnx.Variable) and (leaf.ref or leaf.hijax) for leaf in state.leaves):
@@ -187,15 +187,15 @@ class _Call:
 
     def _layer(self, x: Any, values: dict[_Path, Any], after: _After) -> tuple[Any, _Values]:
         """Runs a layer; returns what it returns, and its own values that are new."""
-        inside = graphlib.IndexMap()
+        inside = IndexMap()
         # Copies, for a Variable may hold a container that is changed in place, as those of `nnx.capture` do.
         copies = [jax.tree.map(lambda value: value, values[path]) for path in self.leaves]
         module, args, keywords = nnx.unflatten(self.graph, copies, index_ref=inside)
         out = self.base.__call__(module, x, *args, **dict(zip(self.names, keywords, strict=True)))
         check_result(self.base.__name__, x, out)
-        outer = graphlib.RefMap.from_indexmap(inside)
+        outer = RefMap.from_indexmap(inside)
         after.graph, state = nnx.flatten(
-            (module, args, keywords), ref_index=graphlib.RefMap(), ref_outer_index=outer, graph=True
+            (module, args, keywords), ref_index=RefMap(), ref_outer_index=outer, graph=True
         )
         after.order = list(state.paths)
         now = {path: _raw(leaf) for path, leaf in zip(state.paths, state.leaves, strict=True)}
@@ -205,11 +205,11 @@ class _Call:
 
     def _update(self, after: _After, new: dict[_Path, Any]) -> None:
         """Sets what has changed; where a layer added Variables, or took some away, the objects themselves."""
-        objects = graphlib.IndexMap.from_refmap(self.outside)
+        objects = IndexMap.from_refmap(self.outside)
         kept = same_graph(after.graph, self.graph.with_same_outer_index())
         if not kept or any(not isinstance(self.leaves[path], nnx.Variable) for path in new):
             leaves = [new.get(path, self.values.get(path)) for path in after.order]
-            nnx.unflatten(after.graph, leaves, index_ref=graphlib.IndexMap(), outer_index_outer_ref=objects)
+            nnx.unflatten(after.graph, leaves, index_ref=IndexMap(), outer_index_outer_ref=objects)
             return
         for path, value in new.items():
             self.leaves[path].set_raw_value(value)

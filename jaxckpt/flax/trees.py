@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.core import FrozenDict, freeze, meta
-from flax.linen import PARTITION_NAME
-from flax.nnx import spmd
+from flax.core import FrozenDict, freeze
 
+from jaxckpt._compat import flax as _compat
 from jaxckpt._errors import ArgumentError, did_you_mean
 
 Tree = TypeVar("Tree")
 _Path = tuple[Any, ...]
 _Leaves = dict[_Path, Any]
 
-AXIS = {PARTITION_NAME: None}  # what partitioned variables are told of the axis of layers
+AXIS = {_compat.PARTITION_NAME: None}  # what partitioned variables are told of the axis of layers
 
 
 def stack_layers(tree: Tree, names: str, into: str | None = None) -> Tree:
@@ -285,8 +284,8 @@ def stacked(leaves: Sequence[Any]) -> Any:
     if _is_variable(leaves[0]):
         new = _copy(leaves[0])
         new.set_raw_value(jax.tree.map(_stacked, *(leaf.get_raw_value() for leaf in leaves)))
-        return spmd.add_axis(new, 0, AXIS)
-    return meta.add_axis(jax.tree.map(_stacked, *leaves), 0, AXIS)
+        return _compat.add_variable_axis(new, 0, AXIS)
+    return _compat.add_axis(jax.tree.map(_stacked, *leaves), 0, AXIS)
 
 
 def _row(leaf: Any, i: int) -> Any:
@@ -295,8 +294,8 @@ def _row(leaf: Any, i: int) -> Any:
     if _is_variable(leaf):
         new = _copy(leaf)
         new.set_raw_value(jax.tree.map(take, leaf.get_raw_value()))
-        return spmd.remove_axis(new, 0, AXIS)
-    return jax.tree.map(take, meta.remove_axis(leaf, 0, AXIS))
+        return _compat.remove_variable_axis(new, 0, AXIS)
+    return jax.tree.map(take, _compat.remove_axis(leaf, 0, AXIS))
 
 
 def _copy(variable: Any) -> Any:

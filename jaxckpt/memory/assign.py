@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt._errors import UnsupportedJaxError
 from jaxckpt._quiet import tpu_visible
 from jaxckpt.memory.targets import Target, resolve
 
@@ -80,8 +81,11 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
     """
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as name:
         folder = pathlib.Path(name)
-        dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_proto": True}
-        request = _compat.compile_request(lowered, {**options, **dump})
+        try:
+            request = _compat.compile_request(lowered, {**options, **_compat.dump_options(str(folder / "dump"))})
+        except UnsupportedJaxError as error:
+            logger.warning("the compiler goes on to the end, which takes longer: %s", error)
+            return None
         if request is None or len(request.module) < SMALL:
             return None
         request.write(folder)

@@ -286,6 +286,7 @@ def _check(program: _Program, assignment: Message, values: Mapping[int, Message]
     """Raises ValueError where a buffer assignment does not agree with itself or with its program, so that it cannot have been read rightly."""
     for value in values.values():
         _agree(program.defines(value), "a value is defined by no instruction")
+    _agree(program.arguments <= {program.instruction(value) for value in values.values()}, "a parameter has no value")
     held: set[int] = set()
     results = False
     for number, allocation in enumerate(assignment.messages(_Assignment.allocations)):
@@ -401,7 +402,7 @@ class _Program:
             _agree(bool(known), "an instruction has no name or no shape")
         _agree(module.number(_Module.entry_id) in schedule, "the entry computation has no schedule")
         entry = self._computations[module.number(_Module.entry_id)]
-        self._arguments = {
+        self.arguments = {
             i.number(_Instruction.id)
             for i in entry.messages(_Computation.instructions)
             if i.text(_Instruction.opcode) == "parameter"
@@ -424,22 +425,26 @@ class _Program:
                 yield from self._flatten(called, schedule, seen)
             yield identity
 
+    @staticmethod
+    def instruction(value: Message) -> int:
+        """Returns the id of the instruction that defines a value."""
+        return value.message(_Value.place).number(_Value.place_instruction)
+
     def defines(self, value: Message) -> bool:
         """Whether an instruction of the program defines a value."""
-        return value.message(_Value.place).number(_Value.place_instruction) in self._instructions
+        return self.instruction(value) in self._instructions
 
     def definer(self, value: Message) -> str:
         """Returns the name of the instruction that defines a value."""
-        identity = value.message(_Value.place).number(_Value.place_instruction)
-        return self._instructions[identity].text(_Instruction.name)
+        return self._instructions[self.instruction(value)].text(_Instruction.name)
 
     def is_argument(self, value: Message) -> bool:
         """Whether a value is an argument of the program, or a part of one."""
-        return value.message(_Value.place).number(_Value.place_instruction) in self._arguments
+        return self.instruction(value) in self.arguments
 
     def position_of(self, value: Message) -> int:
         """Returns the position at which a value is defined, -1 where that is outside the schedule."""
-        return self._order.get(value.message(_Value.place).number(_Value.place_instruction), -1)
+        return self._order.get(self.instruction(value), -1)
 
     def buffer(self, value: Message, kind: str, size: int) -> Buffer:
         """Returns the buffer that holds a value."""

@@ -200,8 +200,7 @@ def measure(
     report, content = (None, None) if generate_code else _assign(lowered, options, resolved)
     if report is None:
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder:
-            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-            compiled, seconds = _compile(lowered, options | dump, resolved)
+            compiled, seconds = _compile(lowered, options | _compat.dump_options(folder), resolved)
             content = _dumped(folder, resolved.platform)
         report = _report(compiled, content, resolved, seconds)
     if entry is not None:
@@ -294,14 +293,15 @@ def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any
     """Returns the compiled program, and the seconds that the compiler took."""
     if target.platform == "cuda" and not target.local:
         # There is nothing to tune kernels on. With the option XLA takes its default kernels at once instead of looking for a device.
-        options = {"xla_gpu_autotune_level": 0} | options
+        options = _compat.untuned_options() | options
     try:
         with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
             start = time.perf_counter()
             compiled = lowered.compile(compiler_options=options)
             return compiled, time.perf_counter() - start
     except jax.errors.JaxRuntimeError as error:
-        if (refusal := _refusal(str(error), target)) is None:
+        refusal = _refusal(str(error), target) or _compat.unknown_option(error)
+        if refusal is None:
             raise
         raise refusal from error
 
@@ -385,7 +385,7 @@ def _check(assignment: Assignment, stats: Any, platform: str) -> None:
 
 
 def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -> MemoryReport:
-    stats = compiled.memory_analysis()
+    stats = _compat.memory_stats(compiled)
     argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
     temp, alias = stats.temp_size_in_bytes, stats.alias_size_in_bytes
     host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes + stats.host_temp_size_in_bytes
@@ -399,6 +399,11 @@ def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -
         peak = assignment.timeline.peak_bytes
     else:
         peak = stats.peak_memory_in_bytes
+    if peak <= 0 and (assignment is None or assignment.timeline.peak_bytes):
+        raise UnreadableDumpError(
+            f"XLA for {target.platform} must say what memory a program needs; it says a peak of {peak} bytes, and its buffer assignment "
+            f"{'cannot be read' if assignment is None else 'more'}. Install versions of jax that jaxckpt is tested with."
+        )
     if target.platform == "tpu":
         temp = peak - argument - output + alias
     on_chip = assignment.on_chip_bytes if assignment else 0

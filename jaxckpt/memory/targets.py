@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, MissingTargetError, TargetError, UnknownTargetError, did_you_mean
-from jaxckpt._quiet import quiet
+from jaxckpt._quiet import quiet, tpu_visible
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.chips import CHIPS, Chip, cpu, target_config
 
@@ -134,7 +133,7 @@ class Target:
                 f"sizes for {len(names)} axes whose product is the {len(devices)} devices of {self.name}",
                 shape,
             )
-        return jax.sharding.Mesh(mesh_utils.create_device_mesh(shape, list(devices)), names, axis_types=axis_types)
+        return jax.sharding.Mesh(_compat.create_device_mesh(shape, list(devices)), names, axis_types=axis_types)
 
     @property
     def _parts(self) -> _Parts:
@@ -329,7 +328,7 @@ def _devices(name: str) -> tuple[Any, ...]:
         if chip == "v4":
             options["chip_config_name"] = "megacore"
         try:
-            return _compat.tpu_topology(name.removeprefix("tpu:"), **options)
+            return _compat.tpu_topology(name.removeprefix("tpu:"), shared=not tpu_visible(), **options)
         except jax.errors.JaxRuntimeError as error:
             kind = UnknownTargetError if str(error).startswith("INVALID_ARGUMENT") else TargetError
             raise kind(f"libtpu makes no slice {name!r}: {_first_line(error)}") from error

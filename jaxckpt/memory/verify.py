@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError
 from jaxckpt.core import lift
 from jaxckpt.memory.residuals import is_inexact
@@ -137,7 +138,9 @@ def fill(args: Any, seed: int = 0) -> Any:
 def _fill(leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     shape, dtype = leaf.shape, leaf.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(jax.random.randint(key, (), 0, 2**30), impl=dtype._impl.name), shape)
+        return jax.random.split(
+            jax.random.key(jax.random.randint(key, (), 0, 2**30), impl=_compat.key_implementation(dtype).name), shape
+        )
     if dtype == jax.dtypes.float0:
         return np.zeros(shape, dtype)  # type: ignore[return-value]
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.units import format_bytes, parse_bytes
 from jaxckpt.memory.targets import Target, resolve
@@ -116,7 +117,7 @@ def resident_bytes(args: Any, target: Target | str | None = None) -> int:
     arrays = {
         id(leaf): leaf
         for leaf in jax.tree.leaves(args)
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
+        if isinstance(leaf, jax.Array) and not _compat.is_tracer(leaf) and not leaf.is_deleted()
     }
     return sum(
         shard.data.nbytes

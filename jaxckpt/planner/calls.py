@@ -175,7 +175,7 @@ def _aval(leaf: Any) -> tuple[Any, bool, Any] | None:
         several = sharding is not None and sharding.num_devices > 1
         return aval, aval.weak_type, sharding if several else None
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        aval = jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
+        aval = _compat.shaped_array(leaf.shape, leaf.dtype, bool(leaf.weak_type))
         sharding = leaf.sharding
         several = sharding is not None and sharding.num_devices > 1
         return aval, aval.weak_type, sharding if several else None

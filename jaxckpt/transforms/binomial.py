@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxckpt import _compat
 from jaxckpt.core.actions import OFFLOAD, SAVE, Action
 from jaxckpt.transforms.budget import Runs
 from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
@@ -82,7 +83,7 @@ def _without_tangents(step: Step, results: Values, operands: Values) -> Values:
         results, operands = primals
         flags = [not isinstance(t, zero) and is_inexact(jax.typeof(x)) for x, t in zip(operands, tangents[1])]
         carry, ys = perturbed(step, *split(flags, (step.consts, step.carries, step.xs)))
-        none = [zero(jax.typeof(value).to_tangent_aval()) for value in results]
+        none = [zero(_compat.tangent_aval(value)) for value in results]
         return results, [t if flag else no for t, flag, no in zip(tangents[0], [*carry, *ys], none)]
 
     same.defjvp(tangents, symbolic_zeros=True)

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-
+from jaxckpt import _compat
 from jaxckpt._errors import ForwardModeError
 
 _INSTEAD = 'Use a nested schedule, which can: schedule="sqrt", "log", an int or a tuple of ints.'
@@ -51,27 +49,27 @@ def _twice(*_: Any, **__: Any) -> Any:
     )
 
 
-def _primitive(name: str, tangent: Primitive | None = None) -> Primitive:
+def _primitive(name: str, tangent: _compat.Primitive | None = None) -> _compat.Primitive:
     """Returns an identity, with another as its derivative."""
-    primitive = Primitive(name)
+    primitive = _compat.Primitive(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda aval: aval)
-    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
-    mlir.register_lowering(primitive, lambda context, x: [x])
+    _compat.batching_rules[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
+    _compat.register_lowering(primitive, lambda context, x: [x])
     # The primal is handed on as it is: differentiated once, in the allowed way, it may be differentiated further.
     rule: Callable[..., Any] = lambda primals, tangents: (primals[0], (tangent or primitive).bind(*tangents))
-    ad.primitive_jvps[primitive] = rule
+    _compat.jvp_rules[primitive] = rule
     return primitive
 
 
 _no_tangent = _primitive("jaxckpt_no_tangent")
 _no_tangent.def_impl(_forward)
-ad.primitive_transposes[_no_tangent] = lambda cotangent, x: [cotangent]
-batching.primitive_batchers[_no_tangent] = _forward
-mlir.register_lowering(_no_tangent, _forward)
+_compat.transpose_rules[_no_tangent] = lambda cotangent, x: [cotangent]
+_compat.batching_rules[_no_tangent] = _forward
+_compat.register_lowering(_no_tangent, _forward)
 
 _no_cotangent = _primitive("jaxckpt_no_cotangent")
-ad.primitive_transposes[_no_cotangent] = _twice
+_compat.transpose_rules[_no_cotangent] = _twice
 
 _once = _primitive("jaxckpt_once_in_reverse", _no_tangent)
 _last = _primitive("jaxckpt_last_reverse", _no_cotangent)

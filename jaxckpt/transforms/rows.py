@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+
+from jaxckpt import _compat
 
 
 def read_row(buffer: Any, i: Any) -> Any:
@@ -34,13 +34,13 @@ def _updated(buffer: Any, row: Any, i: Any, *, axis: int) -> Any:
     return lax.dynamic_update_index_in_dim(buffer, row, i, axis, allow_negative_indices=False)
 
 
-def _primitive(name: str, fun: Any) -> Primitive:
-    primitive = Primitive(name)
+def _primitive(name: str, fun: Any) -> _compat.Primitive:
+    primitive = _compat.Primitive(name)
     primitive.def_impl(fun)
     primitive.def_abstract_eval(
         lambda *avals, axis: jax.make_jaxpr(lambda *values: fun(*values, axis=axis))(*avals).out_avals[0]
     )
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    _compat.register_lowering(primitive, _compat.lower_fun(fun, multiple_results=False))
     return primitive
 
 
@@ -62,15 +62,15 @@ def _write_batched(operands: Sequence[Any], dims: Sequence[Any], *, axis: int) -
 
 
 def _to_front(value: Any, dim: int | None, size: int) -> Any:
-    return batching.broadcast(value, size, 0, None) if dim is None else jnp.moveaxis(value, dim, 0)
+    return _compat.broadcast(value, size, 0, None) if dim is None else jnp.moveaxis(value, dim, 0)
 
 
 def _read_tangent(primals: Sequence[Any], tangents: Sequence[Any], *, axis: int) -> tuple[Any, Any]:
     buffer, i = primals
     out = _read.bind(buffer, i, axis=axis)
     moved = tangents[0]
-    if isinstance(moved, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if isinstance(moved, _compat.Zero):
+        return out, _compat.Zero(_compat.tangent_aval(out))
     return out, _read.bind(moved, i, axis=axis)
 
 
@@ -78,16 +78,16 @@ def _write_tangent(primals: Sequence[Any], tangents: Sequence[Any], *, axis: int
     buffer, row, i = primals
     out = _write.bind(buffer, row, i, axis=axis)
     moved = tangents[:2]
-    if all(isinstance(tangent, ad.Zero) for tangent in moved):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if all(isinstance(tangent, _compat.Zero) for tangent in moved):
+        return out, _compat.Zero(_compat.tangent_aval(out))
     there = [
-        jax.device_put(ad.instantiate_zeros(tangent), jax.memory.Space.Host)
-        if isinstance(tangent, ad.Zero)
+        jax.device_put(_compat.instantiate_zeros(tangent), jax.memory.Space.Host)
+        if isinstance(tangent, _compat.Zero)
         else tangent
         for tangent in moved
     ]
     return out, _write.bind(*there, i, axis=axis)
 
 
-batching.primitive_batchers[_read], batching.primitive_batchers[_write] = _read_batched, _write_batched
-ad.primitive_jvps[_read], ad.primitive_jvps[_write] = _read_tangent, _write_tangent
+_compat.batching_rules[_read], _compat.batching_rules[_write] = _read_batched, _write_batched
+_compat.jvp_rules[_read], _compat.jvp_rules[_write] = _read_tangent, _write_tangent

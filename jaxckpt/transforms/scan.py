@@ -188,12 +188,7 @@ def _checkpointed(f: Body, policy: Any, carry: Action) -> Body:
         ]
         return f(away, x)
 
-    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_CARRY],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    offload = _compat.keep_names([], [_CARRY])
 
     def run(state: Values, x: Values) -> tuple[Values, Values]:
         with _compat.working_checkpoints():

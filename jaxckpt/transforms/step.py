@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import unmapped_aval
-from jax.interpreters import ad
 
 from jaxckpt import _compat
 from jaxckpt.core.graph import graph_of
@@ -91,12 +89,13 @@ def take_apart(
     Raises:
       TypeError, ValueError: lax.scan's own, where its arguments do not fit together.
     """
+    _compat.check_primitives()
     traced, shape = jax.make_jaxpr(lambda init, xs: lax.scan(f, init, xs, length, reverse, unroll), return_shape=True)(
         init, xs
     )
     outer = _compat.open_jaxpr(traced)
     where = [i for i, eqn in enumerate(outer.eqns) if eqn.primitive.name == "scan"]
-    if not where or outer.eqns[where[-1]].params["length"] == 0 or getattr(jax.config, "jax_disable_jit", False):
+    if not where or outer.eqns[where[-1]].params["length"] == 0 or _compat.jit_is_disabled():
         return None
     scan = outer.eqns[where[-1]]
     consts, carries = _compat.num_scan_consts_carry(scan.params)
@@ -173,8 +172,10 @@ def depends(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
 
 def zeros(aval: Any, rows: int | None = None) -> Any:
     """Returns zeros of an abstract value, its sharding and manual axes too, or so many rows of it; for random keys, keys of zero words."""
-    wide = aval if rows is None else unmapped_aval(rows, 0, aval)
-    return _compat.blank_keys(wide) if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else ad.zeros_like_aval(wide)
+    wide = aval if rows is None else _compat.unmapped_aval(rows, 0, aval)
+    return (
+        _compat.blank_keys(wide) if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else _compat.zeros_like_aval(wide)
+    )
 
 
 def pick(values: Iterable[Any], flags: Iterable[bool]) -> Values:
@@ -236,7 +237,7 @@ def _moved(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
             return look(_compat.eval_jaxpr(jaxpr, [], *values))
 
         moving = pick(operands, flags)
-        return jax.jvp(moved, (moving,), ([zeros(jax.typeof(x).to_tangent_aval()) for x in moving],))
+        return jax.jvp(moved, (moving,), ([zeros(_compat.tangent_aval(x)) for x in moving],))
 
     if any(flags):
         jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))

@@ -90,6 +90,18 @@ def edited(data: bytes, path: tuple[int, ...], number: int | None) -> bytes:
     return joined(parts)
 
 
+def emptied(data: bytes, path: tuple[int, ...]) -> bytes:
+    """Returns a message with nothing in the fields at a path: messages and texts without content, numbers 0."""
+    parts = []
+    for field, wire, content in fields(data):
+        if field == path[0]:
+            content = (
+                emptied(content, path[1:]) if len(path) > 1 else b"" if wire == 2 else bytes({0: 1, 1: 8, 5: 4}[wire])
+            )
+        parts.append((field, wire, content))
+    return joined(parts)
+
+
 def paths(data: bytes, depth: int) -> set[tuple[int, ...]]:
     """Returns the paths of all fields of a message down to a depth; what is no message has none inside."""
     found = set()

@@ -1,6 +1,7 @@
 import dataclasses
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +282,60 @@ def test_whatever_field_is_renumbered_or_missing_no_figure_is_another(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_whatever_field_is_emptied_no_figure_is_another(target):
+    """Among them: no schedule, no allocations, no events, no instructions, sizes of 0."""
+    data = dumps.dump(target)
+    whole = figures(buffers.read(data, platform(target)))
+    outcomes, refused = {}, set()
+    for path in sorted(dumps.paths(data, 3)):
+        try:
+            outcomes[path] = figures(buffers.read(dumps.emptied(data, path), platform(target)))
+        except UnreadableDumpError:
+            refused.add(path)
+    assert {path: found for path, found in outcomes.items() if found != whole} == {}
+    assert refused >= {(1,), (3,), (1, 3), (1, 7), (1, 7, 1), (3, 1), (3, 3), (3, 4), (3, 1, 2), (3, 3, 2), (3, 4, 1)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_schedule_of_a_loop_that_is_missing_is_an_error_or_changes_no_figure(target):
+    """Computations that a kernel is made of have none; the body of a loop has one."""
+    data = dumps.dump(target)
+    whole = figures(buffers.read(data, platform(target)))
+    (program,) = [content for number, _, content in dumps.fields(data) if number == 1]
+    parts = list(dumps.fields(program))
+    (at,) = [place for place, part in enumerate(parts) if part[0] == 7]
+    schedules = list(dumps.fields(parts[at][2]))
+    assert len(schedules) > 1
+    refused = 0
+    for place in range(len(schedules)):
+        less = dumps.joined(schedules[:place] + schedules[place + 1 :])
+        changed = [*parts[:at], (7, 2, less), *parts[at + 1 :]]
+        rest = [part for part in dumps.fields(data) if part[0] != 1]
+        try:
+            found = buffers.read(dumps.joined([(1, 2, dumps.joined(changed)), *rest]), platform(target))
+        except UnreadableDumpError:
+            refused += 1
+        else:
+            assert figures(found) == whole
+    assert refused >= 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_program_with_arguments_and_no_results_has_a_peak_or_is_an_error(target, monkeypatch):
+    """What is left out where nothing is computed: the arguments alone say what there must be."""
+    dumped, seen = module._dumped, []
+    monkeypatch.setattr(module, "_dumped", lambda *args: seen.append(dumped(*args)) or seen[-1])
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    report = measure(jax.jit(lambda x: (), keep_unused=True), x, target=target)
+    assert report.peak_bytes >= x.size * 4
+    (data,) = seen
+    for path in ((3,), (3, 1), (3, 3)):
+        for changed in (dumps.edited(data, path, None), dumps.emptied(data, path)):
+            with pytest.raises(UnreadableDumpError):
+                buffers.read(changed, platform(target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_lines_and_names_that_are_missing_change_no_figure(target):
     data = dumps.dump(target)
     whole = figures(buffers.read(data, platform(target)))
@@ -316,6 +371,41 @@ def test_a_dump_that_contradicts_the_compilers_figures_is_an_error(target, monke
     monkeypatch.setattr(module, "_dumped", lambda *_: other)
     with pytest.raises(UnreadableDumpError, match="argument bytes are"):
         measure(jax.value_and_grad(dumps.loss), *dumps.arguments(), target=target)
+
+
+@pytest.mark.parametrize("content", [None, b"cut", "whole"])
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_a_compiler_that_says_a_peak_of_0_is_an_error(target, content, monkeypatch):
+    """Whether its dump can be read or not."""
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    stats = module._compat.memory_stats
+    silent = lambda compiled: SimpleNamespace(
+        **{name: 0 for name in dir(stats(compiled)) if name.endswith("_in_bytes")}
+    )
+    monkeypatch.setattr(module._compat, "memory_stats", silent)
+    if content != "whole":
+        monkeypatch.setattr(module, "_dumped", lambda *_: content)
+    with pytest.raises(UnreadableDumpError):
+        measure(lambda x: jnp.sin(x) @ x, x, target=target)
+
+
+@pytest.mark.cuda
+def test_a_compiler_that_leaves_out_its_peak_is_an_error(monkeypatch):
+    stats = module._compat.memory_stats
+
+    def without(compiled):
+        said = stats(compiled)
+        return SimpleNamespace(
+            **{n: getattr(said, n) for n in dir(said) if n.endswith("_in_bytes")} | {"peak_memory_in_bytes": 0}
+        )
+
+    monkeypatch.setattr(module._compat, "memory_stats", without)
+    with pytest.raises(UnreadableDumpError, match="peak of 0 bytes"):
+        measure(lambda x: jnp.sin(x) @ x, jax.ShapeDtypeStruct((512, 512), jnp.float32), target="cuda:h100")
+
+
+def test_a_program_of_nothing_has_a_peak_of_0():
+    assert measure(lambda: (), target="cpu").peak_bytes == 0
 
 
 @pytest.mark.parametrize("content", [None, b"", b"cut"])

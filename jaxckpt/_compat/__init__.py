@@ -1,0 +1,105 @@
+"""The only place that touches private parts of JAX, or of Flax, or asks for a version; each entry says why.
+
+Supported: jax 0.10.2 (the newest for Python 3.11) and later; developed against 0.10.2 and 0.12.0.1.
+
+`needs` is the table of what there must be. It is held against the installed JAX before anything else here is imported, so that a JAX that
+lacks something is one error that names it. `primitives` and `names` check at first use what takes a trace. The rest is by theme: `jaxprs`
+(programs), `traces` (what is being traced), `names` (names, checkpoints, policies), `rules` (operations of our own), `targets` (backends
+and devices), `compiler` (XLA). `flax` is imported with Flax alone.
+"""
+
+# ruff: noqa: F401 (this is where others import them from)
+
+from jaxckpt._compat import needs  # the probe: first of all
+from jaxckpt._compat.compiler import (
+    CompileError,
+    CompileRequest,
+    checkpoint_options,
+    compile_request,
+    dump_options,
+    memory_stats,
+    no_persistent_cache,
+    unknown_option,
+    untuned_options,
+)
+from jaxckpt._compat.jaxprs import (
+    DropVar,
+    Literal,
+    Var,
+    allowed_in_custom_rules,
+    build_jaxpr,
+    close_jaxpr,
+    equation_name,
+    equation_params,
+    eval_jaxpr,
+    fresh_var,
+    inner_jaxprs,
+    is_jaxpr,
+    is_unspecified,
+    jaxpr_consts,
+    jaxpr_title,
+    jvp_jaxpr,
+    like,
+    name_stack,
+    num_scan_consts_carry,
+    open_jaxpr,
+    prepend_name_stack,
+    primitive_name,
+    remat_disallowed_effects,
+    replace_params,
+    source_line,
+    with_equations,
+)
+from jaxckpt._compat.names import (
+    ask_policy,
+    everything_saveable,
+    keep_names,
+    kept_equations,
+    name_equation,
+    working_checkpoints,
+)
+from jaxckpt._compat.primitives import (
+    check_primitives,
+)
+from jaxckpt._compat.rules import (
+    Primitive,
+    Zero,
+    batching_rules,
+    broadcast,
+    instantiate_zeros,
+    jvp_rules,
+    lower_fun,
+    register_lowering,
+    transpose_rules,
+    zeros_like_aval,
+)
+from jaxckpt._compat.targets import (
+    cuda_plugin,
+    cuda_topology,
+    start_within,
+    tpu_topology,
+)
+from jaxckpt._compat.traces import (
+    Tracer,
+    alone,
+    blank_keys,
+    cache_in_context,
+    clean_trace,
+    create_device_mesh,
+    is_linearized,
+    is_ref,
+    is_ref_type,
+    is_tracer,
+    jit_is_disabled,
+    key_implementation,
+    manual_axes,
+    shaped_array,
+    tangent_aval,
+    trace_state,
+    unmapped_aval,
+    varying_axes,
+    weakref_lru_cache,
+    within_named_axes,
+)
+
+JAX_VERSION = needs.VERSION

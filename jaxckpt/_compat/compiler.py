@@ -1,0 +1,206 @@
+"""What goes to XLA, and what comes back: options, the compile call, memory figures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import compilation_cache as cache
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
+
+from jaxckpt._compat.needs import VERSION, unsupported
+from jaxckpt._errors import UnsupportedJaxError
+
+
+def checkpoint_options(platform: str) -> dict[str, str]:
+    """Returns the compiler options without which the compiler undoes unrolled checkpointing on that platform.
+
+    On the CPU of jax 0.10.2 XLA's pass "cse_barrier_expander" removes the optimization barriers before the common subexpressions are
+    merged, so that the recomputation is merged with what it was to replace. jax 0.12.0.1 keeps the barriers. There is nothing between to
+    try; with the pass disabled jax 0.12.0.1 compiles to the same memory, so up to there the options do no harm.
+
+    Loops over less than a KiB become one kernel by "small-while-loop-hoisting", and what emits that kernel does not know barriers: the
+    compiler fails ("Unhandled opcode for elemental IR emission"). So that pass goes too.
+    """
+    if platform == "cpu" and VERSION < (0, 12):
+        return {
+            "xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander,small-while-loop-hoisting"
+        }
+    return {}
+
+
+def dump_options(folder: str) -> dict[str, str | bool]:
+    """Returns the compiler options by which XLA writes its scheduled program and its buffer assignment to a folder."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+
+
+def untuned_options() -> dict[str, int]:
+    """Returns the compiler options by which XLA for GPUs takes its default kernels at once, instead of looking for a device to tune on."""
+    return {"xla_gpu_autotune_level": 0}
+
+
+def unknown_option(error: Exception) -> UnsupportedJaxError | None:
+    """Returns the error that a compiler's error stands for, where the compiler does not know an option of jaxckpt's; else None."""
+    ours = {*dump_options(""), *untuned_options(), *checkpoint_options("cpu")}
+    found = re.search(r"No such compile option: '(\w+)'", str(error))
+    if found is None or found[1] not in ours:
+        return None
+    return unsupported(f"XLA's option {found[1]}", "measure memory", "does not know it")
+
+
+def memory_stats(compiled: Any) -> Any:
+    """Returns what the compiler says of a program's memory, in bytes.
+
+    Raises:
+      UnsupportedJaxError: it does not say something that is read.
+    """
+    stats = compiled.memory_analysis()
+    for name in _FIGURES:
+        if not hasattr(stats, name):
+            raise unsupported(f"jax.stages.Compiled.memory_analysis().{name}", "measure memory", "says nothing of it")
+    return stats
+
+
+_FIGURES = (
+    *(f"{kind}_size_in_bytes" for kind in ("argument", "output", "temp", "alias")),
+    *(f"host_{kind}_size_in_bytes" for kind in ("argument", "output", "temp", "alias")),
+    "peak_memory_in_bytes",
+    "generated_code_size_in_bytes",
+)
+
+
+class _NoPersistentCache(contextlib.ContextDecorator):
+    """Compiles in earnest: what comes from the persistent compilation cache brings no buffer assignment.
+
+    For a compile-only device the cache cannot be read at all, and JAX warns. Its switch `jax_enable_compilation_cache` is looked at only
+    once in a process, so switching it off here could leave the user's cache off for good; two variables hold that one look's outcome.
+    The first thread to come in changes them and the last to leave restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, (False, False)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                before = cache._cache_checked, cache._cache_used
+                cache._cache_checked, cache._cache_used = True, False
+                if cache.is_cache_used(None):
+                    cache._cache_checked, cache._cache_used = before
+                    why = "compile in earnest whatever JAX has cached"
+                    raise unsupported("jax._src.compilation_cache._cache_used", why, "uses its cache all the same")
+                self._before = before
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                cache._cache_checked, cache._cache_used = self._before
+
+
+no_persistent_cache = _NoPersistentCache()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """What JAX hands to XLA to compile, which can be written to a folder and compiled in another process of the same JAX.
+
+    `jax.stages.Lowered` cannot be told to compile elsewhere, and exporting it (jax.export) makes another program of it.
+
+    Attributes:
+      name: of the program.
+      module: the program as MLIR's bytecode.
+      options: XLA's options, as a serialised message.
+      devices: the ids of the devices it is for, in their order.
+    """
+
+    name: str
+    module: bytes
+    options: bytes
+    devices: tuple[int, ...]
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes it to a folder."""
+        (folder / "module").write_bytes(self.module)
+        (folder / "options").write_bytes(self.options)
+        (folder / "request.json").write_text(json.dumps({"name": self.name, "devices": self.devices}))
+
+    @staticmethod
+    def read(folder: pathlib.Path) -> CompileRequest:
+        """Reads it from a folder."""
+        rest = json.loads((folder / "request.json").read_text())
+        module, options = (folder / "module").read_bytes(), (folder / "options").read_bytes()
+        return CompileRequest(rest["name"], module, options, tuple(rest["devices"]))
+
+    def compile(self, devices: Sequence[Any]) -> None:
+        """Compiles it for the devices of these ids among `devices`; they are compile-only ones."""
+        known = {device.id: device for device in devices}
+        chosen = xla_client.DeviceList(tuple(known[identity] for identity in self.devices))
+        options = xla_client.CompileOptions.ParseFromString(self.options)
+        with mlir.make_ir_context():
+            module = ir.Module.parse(self.module)
+            compiler.backend_compile_and_load(devices[0].client, module, chosen, options, ())
+
+
+CompileError = jax.errors.JaxRuntimeError
+
+
+class _RequestMade(Exception):
+    pass
+
+
+_making = threading.local()
+_making_lock = threading.Lock()
+_bypassed: list[UnsupportedJaxError] = []
+
+
+def compile_request(lowered: Any, options: dict[str, Any]) -> CompileRequest | None:
+    """Returns what `lowered.compile(compiler_options=options)` would hand to XLA; None where the program calls back into this process.
+
+    Raises:
+      UnsupportedJaxError: JAX compiles by another way. It has then compiled the program; from then on this is raised at once.
+
+    JAX makes XLA's options (device assignment, partitioner, layouts) on the way to its one call of the compiler; so that call is
+    replaced, for this thread and for this one time, by one that notes what it is given.
+    """
+
+    def note(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, *rest: Any, **named: Any) -> Any:
+        if not getattr(_making, "now", False):
+            return compile_(backend, module, devices, options, callbacks, *rest, **named)
+        if not callbacks:
+            code = io.BytesIO()
+            module.operation.write_bytecode(code)
+            name = str(module.operation.attributes["sym_name"]).strip('"')
+            identities = tuple(device.id for device in devices)
+            made.append(CompileRequest(name, code.getvalue(), options.SerializeAsString(), identities))
+        raise _RequestMade
+
+    made: list[CompileRequest] = []
+    if _bypassed:
+        raise _bypassed[0]
+    with _making_lock, no_persistent_cache:
+        compile_ = compiler.backend_compile_and_load
+        compiler.backend_compile_and_load, _making.now = note, True
+        try:
+            lowered.compile(compiler_options=options)
+            why = "stop the compiler of a TPU once it has assigned buffers"
+            found = "compiles without calling it"
+            _bypassed.append(unsupported("jax._src.compiler.backend_compile_and_load", why, found))
+            raise _bypassed[0]
+        except _RequestMade:
+            pass
+        finally:
+            compiler.backend_compile_and_load, _making.now = compile_, False
+    return made[0] if made else None

@@ -1,0 +1,216 @@
+"""Programs: jaxprs and their equations, taken apart and put together.
+
+A jaxpr and its constants were two classes up to jax 0.10 (Jaxpr, ClosedJaxpr); 0.12 has one, which still answers to both interfaces.
+`jax.extend.core` has no function that takes an equation apart or puts one together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import ad_checkpoint, effects, source_info_util
+from jax._src import core as _core
+from jax._src.interpreters import ad
+from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend import core as _extend_core
+
+from jaxckpt._compat.needs import VERSION, unsupported
+
+Var = _extend_core.Var
+Literal = _extend_core.Literal
+DropVar = _core.DropVar
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def jaxpr_consts(jaxpr: Any) -> list[Any]:
+    """Returns the constants of a closed jaxpr, and none of an open one."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, closed or open."""
+    return isinstance(value, (_core.Jaxpr, _extend_core.ClosedJaxpr))
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Returns the programs that an equation holds in its parameters."""
+    found = []
+    for param in equation_params(eqn).values():
+        found += [item for item in (param if isinstance(param, tuple) else (param,)) if is_jaxpr(item)]
+    return found
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns the jaxpr with constants for its constvars."""
+    return _extend_core.ClosedJaxpr(jaxpr, list(consts))
+
+
+def like(original: Any, jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns `jaxpr` as what `original` was: closed over `consts`, or open."""
+    if isinstance(original, _extend_core.ClosedJaxpr):
+        return close_jaxpr(jaxpr, consts)
+    return jaxpr
+
+
+def build_jaxpr(
+    constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], debug_info: Any
+) -> Any:
+    """Returns an open jaxpr; argument and result names are dropped, since a cut-out piece has none."""
+    effects: frozenset[Any] = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    return _extend_core.Jaxpr(
+        constvars=list(constvars),
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=effects,
+        debug_info=debug_info.with_unknown_names(),
+        is_high=any(_is_high(eqn) for eqn in eqns),
+    )
+
+
+def _is_high(eqn: Any) -> bool:
+    # jax_remat3 makes names and checkpoints "hi primitives"; a jaxpr that holds one says so, or it is not lowered.
+    return bool(eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params))
+
+
+def fresh_var(aval: Any) -> Any:
+    """Returns a new variable."""
+    return Var(aval)
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluates an open jaxpr; source lines and name stacks of its equations are kept (jaxpr_as_fun keeps them too)."""
+    return list(_extend_core.jaxpr_as_fun(close_jaxpr(jaxpr, consts))(*args))
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Returns an open jaxpr with other equations and results: they compute the same from the same inputs, with the same effects."""
+    return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
+
+
+def jaxpr_title(jaxpr: Any) -> str:
+    """Returns the name of the function that a jaxpr was traced from."""
+    return str(open_jaxpr(jaxpr).debug_info.func_src_info).split(" ")[0]
+
+
+def jvp_jaxpr(closed: Any, moving: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Differentiates a closed jaxpr forward: (inputs, tangents of those that move) -> (results, tangents of those that move), and which do.
+
+    `jax.jvp` makes zeros of what does not move. jax 0.12 has one class for open and closed jaxprs.
+    """
+    both, out_moving = ad.jvp_jaxpr(closed, list(moving), False)
+    return both, list(out_moving)
+
+
+def allowed_in_custom_rules(jaxpr: Any) -> bool:
+    """Whether JAX lets a function with a derivative of its own (jax.custom_jvp) have the effects of a jaxpr: the list of them is private."""
+    return not effects.custom_derivatives_allowed_effects.filter_not_in(jaxpr.effects)
+
+
+def remat_disallowed_effects(jaxpr: Any) -> list[Any]:
+    """Returns the effects of a jaxpr that JAX does not let a checkpointed function have when it is differentiated."""
+    return list(effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
+
+
+# ------------------------------------------------------------------------------------------------------------- equations
+# With jax_remat3 a name is no longer the primitive `name` but a "hi primitive" held in the parameter `_prim` of
+# `call_hi_primitive`, and so is a nested checkpoint.
+
+
+_NAMING: tuple[Any, ...] = (ad_checkpoint.CheckpointName,)
+if VERSION >= (0, 12):
+    _NAMING = (*_NAMING, ad_checkpoint.CheckpointNameFwd)  # type: ignore[attr-defined]
+_HI_NAMES = {ad_checkpoint.RematTraced: "checkpoint", **dict.fromkeys(_NAMING, "name")}
+
+
+def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants and how many are carries.
+
+    jax 0.12 replaced `num_consts` and `num_carry` by flat trees (consts, carry, xs).
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    try:
+        tree = params["ft_in"]
+        if hasattr(tree, "elts"):
+            consts, carry, _ = tree.elts
+            return len(consts), len(carry)
+        consts, carry, _ = tree.tree.children()  # of a scan that is another one's transposition
+        return consts.num_leaves, carry.num_leaves
+    except (KeyError, AttributeError, ValueError) as error:
+        why = "tell the constants of a loop from its carries"
+        raise unsupported("the parameters of scan", why, f"gives it {', '.join(params)}") from error
+
+
+def equation_name(eqn: Any) -> str | None:
+    """Returns the name that an equation gives to its operand, or None where it is no naming equation."""
+    if eqn.primitive.name == "name":
+        return str(eqn.params["name"])
+    prim = eqn.params.get("_prim")
+    if isinstance(prim, _NAMING):
+        return str(prim.name)  # type: ignore[attr-defined]
+    return None
+
+
+def primitive_name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; that of the hi primitive where it is one."""
+    prim = eqn.params.get("_prim")
+    if prim is None:
+        return str(eqn.primitive.name)
+    return next((name for kind, name in _HI_NAMES.items() if isinstance(prim, kind)), type(prim).__name__)
+
+
+def equation_params(eqn: Any) -> dict[str, Any]:
+    """Returns the parameters of an equation; those of the hi primitive where it is one."""
+    prim = eqn.params.get("_prim")
+    return dict(eqn.params) if prim is None else dict(prim.params)
+
+
+def replace_params(eqn: Any, **changes: Any) -> Any:
+    """Returns the equation with some of `equation_params` changed."""
+    prim = eqn.params.get("_prim")
+    if prim is None:
+        return eqn.replace(params={**eqn.params, **changes})
+    return eqn.replace(params={**eqn.params, "_prim": type(prim)(**{**prim.params, **changes})})
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a sharding of a jit equation says nothing (the class that says so is private)."""
+    return sharding is None or isinstance(sharding, UnspecifiedValue)
+
+
+def source_line(eqn: Any) -> str:
+    """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
+
+    JAX's own frames are left out, and jaxckpt's, and, unless there are no others, those of libraries that users build models with.
+    """
+    first = None
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if frame.file_name.startswith(_PACKAGE):
+            continue
+        first = first or frame
+        if not any(library in frame.file_name for library in _LIBRARIES):
+            first = frame
+            break
+    return "" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = tuple(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops"))
+
+
+def name_stack(eqn: Any) -> str:
+    """Returns the scopes that an equation was traced in (flax modules, jax.named_scope), joined by "/"."""
+    return str(eqn.source_info.name_stack)
+
+
+def prepend_name_stack(outer: Any, inner: Any) -> Any:
+    """Returns `inner` as it is when the call `outer` is written out: scopes of both, in that order."""
+    info = inner.source_info
+    return inner.replace(source_info=info.replace(name_stack=outer.source_info.name_stack + info.name_stack))

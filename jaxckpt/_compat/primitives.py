@@ -1,0 +1,149 @@
+"""What JAX's primitives are called in a traced program, and the parameters of theirs that are read: seen in a trace, at first use.
+
+A primitive of another name, or a program in a parameter where nobody looks for it, would not fail: loops would count once, names in
+checkpoints would be lost. So a function with one of each is traced, and looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+from jax import lax
+
+from jaxckpt._compat.jaxprs import equation_name, equation_params, inner_jaxprs, num_scan_consts_carry, open_jaxpr
+from jaxckpt._compat.jaxprs import primitive_name as name_of
+from jaxckpt._compat.names import working_checkpoints
+from jaxckpt._compat.needs import unsupported
+from jaxckpt._compat.traces import alone
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A function that makes an operation of a primitive.
+
+    Attributes:
+      names: what the primitive may be called.
+      why: what jaxckpt looks for it for, as a phrase that follows "to".
+      make: takes a vector of 4 and a matrix of 4 by 4, both float32.
+      params: parameters that are read.
+      programs: how many programs its parameters hold.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    make: Callable[[Any, Any], Any]
+    params: tuple[str, ...] = ()
+    programs: int = 0
+
+
+@jax.custom_jvp
+def _own_tangents(x: Any) -> Any:
+    return lax.sin(x)
+
+
+_own_tangents.defjvp(lambda primals, tangents: (_own_tangents(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def _own_cotangents(x: Any) -> Any:
+    return lax.sin(x)
+
+
+_own_cotangents.defvjp(lambda x: (lax.sin(x), None), lambda _, cotangent: (cotangent,))
+
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+_PLACED = ("in_shardings", "out_shardings", "donated_invars", "compiler_options_kvs")
+_CONV = lax.ConvDimensionNumbers((0, 1, 2), (0, 1, 2), (0, 1, 2))
+
+SAMPLES: tuple[Sample, ...] = (
+    Sample(
+        ("scan",),
+        "find loops",
+        lambda x, _: lax.scan(lambda c, row: (lax.sin(c), row), x, None, length=2)[0],
+        ("jaxpr", "length", "reverse"),
+        1,
+    ),
+    Sample(("while",), "find loops", lambda x, _: lax.while_loop(lambda c: c[0] < 1.0, lax.sin, x), programs=2),
+    Sample(("cond",), "find branches", lambda x, _: lax.cond(x[0] < 1.0, lax.sin, lax.cos, x), programs=2),
+    Sample(("jit", "pjit"), "find calls", lambda x, _: jax.jit(lax.sin)(x), ("jaxpr", *_PLACED), 1),
+    Sample(
+        CHECKPOINTS,
+        "find checkpoints",
+        lambda x, _: jax.checkpoint(lax.sin)(x),
+        ("jaxpr", "prevent_cse", "differentiated"),
+        1,
+    ),
+    Sample(("custom_jvp_call",), "find derivatives of the user's", lambda x, _: _own_tangents(x), ("call_jaxpr",), 1),
+    Sample(("custom_vjp_call",), "find derivatives of the user's", lambda x, _: _own_cotangents(x), programs=1),
+    Sample(("optimization_barrier",), "see what stays apart", lambda x, _: lax.optimization_barrier(x)),
+    Sample(("dot_general",), "count FLOPs", lambda _, m: lax.dot(m, m), ("dimension_numbers",)),
+    Sample(
+        ("conv_general_dilated",),
+        "count FLOPs",
+        lambda _, m: lax.conv_general_dilated(m[None], m[None], (1,), "SAME", dimension_numbers=_CONV),
+        ("dimension_numbers",),
+    ),
+    Sample(("fft",), "count FLOPs", lambda x, _: lax.fft(x, lax.FftType.RFFT, (4,)), ("fft_lengths",)),
+    Sample(
+        ("reduce_window_max",),
+        "count FLOPs",
+        lambda x, _: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "VALID"),
+        ("window_dimensions",),
+    ),
+    Sample(("sort",), "count FLOPs", lambda x, _: lax.sort(x), ("dimension",)),
+    Sample(("top_k",), "count FLOPs", lambda x, _: lax.top_k(x, 2)[0], ("k",)),
+    Sample(("integer_pow",), "count FLOPs", lambda x, _: lax.integer_pow(x, 3), ("y",)),
+    Sample(
+        ("reduce_precision",),
+        "see what rounds a kept value",
+        lambda x, _: lax.reduce_precision(x, 8, 7),
+        ("exponent_bits", "mantissa_bits"),
+    ),
+    Sample(
+        ("device_put",), "see what is on the host", lambda x, _: jax.device_put(x, jax.memory.Space.Host), ("devices",)
+    ),
+)
+
+
+@functools.cache
+def check_primitives() -> None:
+    """Checks the samples, and that names of values can be read.
+
+    Raises:
+      UnsupportedJaxError: a primitive has another name, other parameters, or other programs in them.
+    """
+
+    def everything(x: Any, matrix: Any) -> list[Any]:
+        return [jax.ad_checkpoint.checkpoint_name(x, "name"), *(sample.make(x, matrix) for sample in SAMPLES)]
+
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4,), (4, 4))]
+    with alone(), working_checkpoints():
+        eqns = list(open_jaxpr(jax.make_jaxpr(everything)(*avals)).eqns)
+    if "name" not in map(equation_name, eqns):
+        raise unsupported(
+            "the primitive name", "find the names of values", "makes no such operation of checkpoint_name"
+        )
+    for eqn in eqns:  # grows: some of JAX's functions are calls themselves
+        eqns.extend(inner for program in inner_jaxprs(eqn) for inner in open_jaxpr(program).eqns)
+    found = {name_of(eqn): eqn for eqn in eqns}
+    for sample in SAMPLES:
+        eqn = next((found[name] for name in sample.names if name in found), None)
+        wrong = "makes no operation of this name" if eqn is None else _difference(eqn, sample)
+        if wrong:
+            raise unsupported(f"the primitive {sample.names[0]}", sample.why, wrong)
+    num_scan_consts_carry(equation_params(found["scan"]))
+
+
+def _difference(eqn: Any, sample: Sample) -> str:
+    params = equation_params(eqn)
+    missing = [name for name in sample.params if name not in params]
+    if missing:
+        return f"gives it the parameters {', '.join(params)}, and no {missing[0]}"
+    programs = len(inner_jaxprs(eqn))
+    return f"gives it {programs} programs instead of {sample.programs}" if programs != sample.programs else ""
