@@ -24,6 +24,8 @@ from jax._src.util import cache as _cache  # JAX's flags are part of the key, wh
 from jax._src.util import weakref_lru_cache as weakref_lru_cache  # the same, held as long as its first argument lives
 from jax.extend import core as _extend_core
 
+from jaxckpt._quiet import tpu_visible
+
 cache_in_context = _cache()
 """Remembers a function's results, for each configuration of JAX by itself; arguments are hashable."""
 
@@ -438,8 +440,6 @@ def tpu_topology(name: str, **options: Any) -> tuple[Any, ...]:
     it loads and no longer.
     """
     from jax.experimental import topologies
-
-    from jaxckpt._quiet import tpu_visible
 
     variables = {
         "TPU_SKIP_MDS_QUERY": "1",

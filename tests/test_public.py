@@ -56,23 +56,6 @@ def test_only_compat_touches_private_parts():
             assert not re.search(r"(from|import) jax\._src|jax\._src\.\w+\(", path.read_text()), path
 
 
-def test_imports_run_one_way():
-    """At the top of files; a report's method may import what draws it."""
-    below = {
-        "core": {"core"},
-        "transforms": {"core", "policies", "transforms"},
-        "memory": {"core", "policies", "transforms", "memory"},
-    }
-    for room, allowed in below.items():
-        for path in (ROOT / room).rglob("*.py"):
-            used = set(re.findall(r"^(?:from|import) jaxckpt\.(\w+)", path.read_text(), re.MULTILINE)) - {
-                "_errors",
-                "_compat",
-                "_quiet",
-            }
-            assert used <= allowed, (path, used)
-
-
 @pytest.mark.parametrize("statement", ["import jaxckpt", "import jaxckpt.cli"])
 def test_importing_starts_no_backend_and_says_nothing(statement):
     code = f"{statement}\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends, xla_bridge._backends"

@@ -16,9 +16,9 @@ except ImportError as error:
         "jaxckpt.flax needs flax, which is not installed: pip install 'jaxckpt[flax]'."
     ) from error
 
+from jaxckpt.core.leaves import defines_call as _defines_call
 from jaxckpt.flax.functional import Options as _Options
 from jaxckpt.flax.functional import Rules as _Rules
-from jaxckpt.flax.functional import defines_call as _defines_call
 from jaxckpt.flax.functional import options as _options
 from jaxckpt.flax.layers import scan_layers
 from jaxckpt.flax.linen import apply as _linen_apply

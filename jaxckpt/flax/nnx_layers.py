@@ -20,8 +20,8 @@ from flax.nnx import graphlib
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.lift import is_array
+from jaxckpt.core.objects import same_graph
 from jaxckpt.flax.functional import cached, subclass
-from jaxckpt.flax.nnx import same_graph
 from jaxckpt.flax.stack import Stack, check_result
 from jaxckpt.flax.trees import stacked
 

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError
-from jaxckpt.core import lift
+from jaxckpt.core import lift, shown
 from jaxckpt.core.units import format_bytes, parse_bytes
 from jaxckpt.memory import assign, buffers, cache
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
@@ -99,9 +99,7 @@ class MemoryReport:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws live bytes over the schedule and the largest buffers at the peak to a file: .png, .svg or .pdf (extra: plot)."""
-        from jaxckpt.show.plot import save_report
-
-        save_report(self, path)
+        shown.save_picture(self, path)
 
     def _read_assignment(self) -> Assignment:
         if self._assignment is None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
+from jaxckpt.core import shown
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
@@ -135,20 +136,13 @@ class Frontier:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws peak against recomputation, plans and other ways, to a file: .png, .svg or .pdf (extra: plot)."""
-        from jaxckpt.show.plans import save_frontier
-
-        save_frontier(self, path)
+        shown.save_picture(self, path)
 
     def __str__(self) -> str:
-        from jaxckpt.show.plans import frontier_view
-        from jaxckpt.show.table import to_text
-
-        return to_text(frontier_view(self))
+        return shown.text_of(self)
 
     def _repr_html_(self) -> str:
-        from jaxckpt.show.plans import frontier_fragment
-
-        return frontier_fragment(self)
+        return shown.fragment_of(self)
 
 
 def frontier(
