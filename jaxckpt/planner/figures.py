@@ -79,7 +79,9 @@ def figures(
     """
     found = point(problem, budget, verify=verify, solver=solver, progress=progress)
     if found.plan is None:
-        raise InfeasibleBudgetError(found.why)
+        raise InfeasibleBudgetError(
+            found.why, least_bytes=found.least_bytes, budget_bytes=found.budget_bytes, stretch=found.stretch
+        )
     if verify and progress is not None:
         progress(0, 1, "compiling the step as it is")
     peak = unplanned_bytes(problem) if verify else found.plan.unplanned_bytes

@@ -56,6 +56,7 @@ class Point:
       plan: None where no plan fits.
       why: where no plan fits, the planner's word on it, with the least budget found to fit; else "".
       flops, seconds: of the planned step, as of `Way`; None where there is no plan.
+      least_bytes, stretch: where no plan fits, as of `InfeasibleBudgetError`; else None.
     """
 
     budget: int | str
@@ -64,6 +65,8 @@ class Point:
     why: str = ""
     flops: int | None = None
     seconds: float | None = None
+    least_bytes: int | None = None
+    stretch: str | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -236,7 +239,7 @@ def point(
     try:
         plan = problem.plan(bytes_, verify=verify, solver=solver, progress=progress)
     except InfeasibleBudgetError as error:
-        return Point(budget, bytes_, None, str(error))
+        return Point(budget, bytes_, None, str(error), least_bytes=error.least_bytes, stretch=error.stretch)
     flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target, problem.model.shards)
     return Point(budget, bytes_, plan, "", flops, seconds)
 

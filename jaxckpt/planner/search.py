@@ -308,7 +308,9 @@ class Problem:
         if limit < self.argument_bytes:
             raise InfeasibleBudgetError(
                 f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
-                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices."
+                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
+                least_bytes=self.argument_bytes,
+                budget_bytes=limit,
             )
         return _Search(self, limit, solve, verify, report).run()
 
@@ -479,22 +481,26 @@ class _Search:
         needed = needed or (known.compiled if known is not None else None)
         found = "found" if self.verify else "predicted"
         text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
+        stretch, said = self._dearest()
         return InfeasibleBudgetError(
             f"budget must be enough for the plan that keeps least; got {format_bytes(self.limit)} ({self.limit} bytes).{text} "
-            f"Use that, a smaller batch, or shard the arguments over more devices. {self._dearest()}"
+            f"Use that, a smaller batch, or shard the arguments over more devices. {said}",
+            least_bytes=needed,
+            budget_bytes=self.limit,
+            stretch=stretch,
         )
 
-    def _dearest(self) -> str:
-        """Says which stretch needs most; nothing where the function has no operations."""
+    def _dearest(self) -> tuple[str | None, str]:
+        """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
         model = self.problem.model
         if not model.graph.ops:
-            return "The function itself has no operations."
+            return None, "The function itself has no operations."
         start, stop, needed = model.dearest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
         place = pathlib.PurePath(largest.source).name or largest.scope
         where = f"operations {start}–{stop}, {largest.primitive}{f' at {place}' if place else ''}"
         text = f"The dearest stretch needs {format_bytes(needed)} at once: {where}."
-        return f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
+        return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 
 
 def _per_device(args: Any) -> int:
