@@ -20,6 +20,7 @@ from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import search
 from jaxckpt.planner.shards import WHOLE, Shards
+from jaxckpt.planner.solvers import Solver
 
 FORMAT = 1
 """Version of the JSON form."""
@@ -157,7 +158,7 @@ def frontier(
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     others: Mapping[str, Callable[..., Any]] | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
@@ -195,7 +196,7 @@ def sweep(
     budgets: Sequence[int | str],
     *,
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     others: Mapping[str, Callable[..., Any]] | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
@@ -231,7 +232,7 @@ def point(
     budget: int | str,
     *,
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     progress: Progress | None = None,
 ) -> Point:
     """Returns what the planner finds for one budget."""
