@@ -139,7 +139,7 @@ def analyse(
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = resolve(target)
-    if costs == "measured" and not (resolved.local or resolved.platform == jax.default_backend() == "cpu"):
+    if costs == "measured" and not resolved.local:
         hint = "Leave out the target to plan for this machine."
         raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
     if not args:
