@@ -1,6 +1,9 @@
 """Gradient checkpointing for JAX and Flax: fit a training step into the memory you have, and prove it with the compiler."""
 
 from jaxckpt import _quiet as _quiet  # imports jax, before anything else does
+
+# isort: split
+from jaxckpt import _compat as _compat
 from jaxckpt import policies
 from jaxckpt._errors import (
     ArgumentError,
@@ -35,11 +38,14 @@ from jaxckpt.planner.auto import autocheckpoint
 from jaxckpt.planner.frontier import Frontier, frontier
 from jaxckpt.planner.search import plan
 from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
+from jaxckpt.show import looks as _looks  # noqa: F401 (has reports print as tables, and draw themselves)
 from jaxckpt.transforms import schedules
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
 from jaxckpt.transforms.schedules import Slots
 from jaxckpt.transforms.sequential import checkpoint_sequential
+
+_compat.start_within(_quiet.quiet)
 
 __version__ = "0.1.0"
 

@@ -19,18 +19,53 @@
     ├── VerificationError (AssertionError)  two functions that should agree do not
     └── FactoryError (ValueError)           the command line was given something that is not a model factory
 
-Every one of them is also the built-in exception in brackets, so that code that catches that keeps working.
+Every one of them is also the built-in exception in brackets, so that code that catches that keeps working. All of them can be
+pickled and copied.
 """
 
 from __future__ import annotations
 
 import difflib
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
 
 class JaxckptError(Exception):
-    """The root of all errors that jaxckpt raises of its own."""
+    """The root of all errors that jaxckpt raises of its own.
+
+    An error's figures are its attributes, so that a program need not read its text. A copy has the same attributes; so has an error that was
+    pickled, but that an attribute which cannot be pickled, such as a function that an argument was, is its `repr` there.
+    """
+
+    def __copy__(self) -> JaxckptError:
+        return _again(type(self), self.args, vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JaxckptError:
+        return self.__copy__()  # what the attributes hold is what came, and stays it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args, {name: _picklable(value) for name, value in vars(self).items()})
+
+
+def _again(kind: type[JaxckptError], args: tuple[Any, ...], attributes: dict[str, Any]) -> JaxckptError:
+    """Returns an error with these attributes; its own `__init__`, which would write the text anew, is not called."""
+    error = BaseException.__new__(
+        kind, *args
+    )  # a MemoryError has a __new__ of its own, which its subclasses here cannot use
+    super(JaxckptError, error).__init__(*args)  # the built-in exception's: an ImportError has its text from there
+    vars(error).update(attributes)
+    if "__notes__" in attributes:
+        error.__notes__ = list(attributes["__notes__"])
+    return error
+
+
+def _picklable(value: Any) -> Any:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a foreign class raises
+        return repr(value)
+    return value
 
 
 class ArgumentError(JaxckptError, ValueError):
@@ -131,7 +166,26 @@ class PlanMismatchError(JaxckptError, ValueError):
 
 
 class InfeasibleBudgetError(JaxckptError, ValueError):
-    """No plan fits the budget."""
+    """No plan, or no schedule of a scan, fits the budget.
+
+    Args:
+      text: what is said.
+      least_bytes: the least budget that was found, or is predicted, to fit. Where the budget is less than the arguments alone, those: then
+        more than that is needed, and how much more is not known yet. None where it is not known.
+      budget_bytes: the budget.
+      stretch: which operations need most at once, as the text has them; None where it names none.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        least_bytes: int | None = None,
+        budget_bytes: int | None = None,
+        stretch: str | None = None,
+    ) -> None:
+        self.least_bytes, self.budget_bytes, self.stretch = least_bytes, budget_bytes, stretch
+        super().__init__(text)
 
 
 class VerificationError(JaxckptError, AssertionError):

@@ -3,7 +3,8 @@
 With the compilers for GPU and TPU installed and neither in the machine, those libraries and JAX tell standard error, several times over,
 that there is no driver: when jax 0.10 is imported, when a backend is initialised, when a topology is made. That is no news to somebody who
 compiles for a device that is not there. Native code writes to the file descriptor, past `sys.stderr`, so that is what is diverted. This
-module is imported before jax where jaxckpt is; it keeps that import and, whoever asks for it, the start of JAX's backends quiet.
+module is imported before jax where jaxckpt is and keeps that import quiet; the package then has JAX's backends start within `quiet`, whoever
+asks for them.
 
 Where an accelerator is visible nothing is diverted: there, such a message is the reason why it does not work.
 """
@@ -123,7 +124,3 @@ def quiet() -> Iterator[None]:
 
 with quiet():  # jax 0.10 loads NVIDIA's libraries as it is imported
     import jax as jax
-
-    from jaxckpt import _compat
-
-_compat.start_within(quiet)

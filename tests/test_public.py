@@ -51,23 +51,6 @@ def test_errors_are_also_the_builtin_that_they_name():
     assert all(issubclass(getattr(_errors, n), jaxckpt.JaxckptError) for n in defined)
 
 
-def test_imports_run_one_way():
-    """At the top of files; a report's method may import what draws it."""
-    below = {
-        "core": {"core"},
-        "transforms": {"core", "policies", "transforms"},
-        "memory": {"core", "policies", "transforms", "memory"},
-    }
-    for room, allowed in below.items():
-        for path in (ROOT / room).rglob("*.py"):
-            used = set(re.findall(r"^(?:from|import) jaxckpt\.(\w+)", path.read_text(), re.MULTILINE)) - {
-                "_errors",
-                "_compat",
-                "_quiet",
-            }
-            assert used <= allowed, (path, used)
-
-
 @pytest.mark.parametrize("statement", ["import jaxckpt", "import jaxckpt.cli"])
 def test_importing_starts_no_backend_and_says_nothing(statement):
     code = f"{statement}\nfrom jax._src import xla_bridge\nassert not xla_bridge._backends, xla_bridge._backends"

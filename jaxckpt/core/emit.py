@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +19,10 @@ from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core import reads
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
-from jaxckpt.core.graph import Body, Graph, Op, trace
+from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.loops import rewrite as rewrite_loop
-from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.reads import INTERNAL, Flat
+from jaxckpt.core.regions import Loop, Region
 
 
 def emit(
@@ -50,19 +50,6 @@ def emit(
     if len(regions) == 1 and (regions[0].start, regions[0].stop) == (0, len(graph.ops)):
         return _region(regions[0], graph, rewritten, names, prevent_cse)
     return _stretch(0, len(graph.ops), regions, graph, rewritten, names, prevent_cse)
-
-
-def apply_plan(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun` under the plan; see `Plan.apply`."""
-
-    @functools.wraps(fun)
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        with _compat.working_checkpoints():
-            graph = trace(fun, *args, **kwargs)
-            plan.check(graph)
-            return run(graph, emit(graph, plan.regions, plan.prevent_cse, plan.loops), args, kwargs)
-
-    return planned
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

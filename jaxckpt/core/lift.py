@@ -16,44 +16,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError
 from jaxckpt.core.graph import Graph, trace
+from jaxckpt.core.leaves import Whole, is_array, is_given, is_number, is_operand
 
 T = TypeVar("T")
-
-
-# ------------------------------------------------------------------------------------------------------------- the leaves
-
-
-def is_array(x: Any) -> bool:
-    """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too, and NumPy's scalars."""
-    if isinstance(x, jax.Array) or _compat.is_tracer(x):
-        return True
-    if isinstance(x, (str, bytes, jax.ShapeDtypeStruct)) or callable(x) or is_number(x):
-        return False
-    try:
-        jax.typeof(x)
-    except TypeError:  # arrays of strings, objects
-        return False
-    return True
-
-
-def is_number(x: Any) -> bool:
-    """Returns whether a leaf is a number of Python's, bools among them, or a scalar of NumPy's."""
-    return isinstance(x, (bool, int, float, complex, np.generic))
-
-
-def is_given(x: Any) -> bool:
-    """Returns whether a leaf is an array or stands for one; numbers are static."""
-    return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
-
-
-def is_operand(x: Any) -> bool:
-    """Returns whether a leaf is an array, stands for one (`jax.ShapeDtypeStruct`), or is a number, which JAX takes for one."""
-    return is_number(x) or is_given(x)
 
 
 def _is_no_bool(x: Any) -> bool:
@@ -62,13 +31,6 @@ def _is_no_bool(x: Any) -> bool:
 
 VALUE_NEEDED = (TypeError, jax.errors.NonConcreteBooleanIndexError)
 """What a function raises that needs the value of a number that is traced."""
-
-
-class Whole:
-    """A leaf whose content is passed as it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def title(fun: Callable[..., Any]) -> str:
@@ -445,9 +407,9 @@ def _nnx() -> Any:
     """Returns what knows nnx's objects, once the user has imported flax; before, there are none."""
     if "flax.nnx" not in sys.modules:
         return None
-    from jaxckpt.flax import nnx
+    from jaxckpt.core import objects
 
-    return nnx
+    return objects
 
 
 def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:

@@ -61,6 +61,22 @@ _SAME = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 _INLINED = (*_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "closed_call", "core_call")
 BARRIER = "optimization_barrier"
+
+
+@dataclass(frozen=True)
+class Fusing:
+    """How a platform's compiler fuses.
+
+    Attributes:
+      stores_shared: whether what is computed and then used more than once is stored; else it is computed again for every use.
+    """
+
+    stores_shared: bool = False
+
+
+FUSING: dict[str, Fusing] = {}
+"""Platform's name -> how its compiler fuses; `jaxckpt.memory.platforms` fills it."""
+
 _OPERANDS = 96
 """Arrays that one fused loop reads at most (XLA's `MaxOperandsAndOutputsPerFusion` for GPUs): what reads more is stored half way."""
 _PARTS = 512
@@ -106,7 +122,7 @@ def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -
     Args:
       fun: a function of pytrees, usually a whole step such as `jax.value_and_grad(loss)`.
       *args: arrays, or anything with a shape and a dtype.
-      platform: whose compiler to expect: "cuda", "tpu" or "cpu" (`Target.platform`).
+      platform: whose compiler to expect: "cuda", "tpu" or "cpu" (`Target.platform`), one of `FUSING`.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)  # 1 MiB
@@ -130,7 +146,7 @@ def _steps(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[
     steps = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
     steps = _needed(steps, results)
-    if platform == "cpu":
+    if FUSING[platform].stores_shared:
         _store_shared(steps)
     _decide(steps, results)
     return steps, [slot.owner() for slot in results]
@@ -368,7 +384,7 @@ def stretch_peak(
     steps = [_Step("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
     outcome = [slots[index] for index in results if index in slots]
     steps = _needed(steps, outcome)
-    if platform == "cpu":
+    if FUSING[platform].stores_shared:
         _store_shared(steps)
     _decide(steps, outcome)
     owners = {id(slot.owner()): slot.owner() for slot in outcome}
@@ -392,7 +408,7 @@ def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: 
     later = {id(step) for step in steps[start:]}
     outcome = [slots[index] for index in results if index in slots]
     steps = _needed(steps, outcome)
-    if platform == "cpu":
+    if FUSING[platform].stores_shared:
         _store_shared(steps)
     _decide(steps, outcome)
     border = next((time for time, step in enumerate(steps) if id(step) in later), len(steps))

@@ -17,8 +17,8 @@ from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core.actions import Action
 from jaxckpt.core.graph import Op
-from jaxckpt.core.plan import Loop, Run
 from jaxckpt.core.reads import Flat
+from jaxckpt.core.regions import Loop, Run
 
 Body = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 BodyFor = Callable[[Mapping[int, Action]], tuple[Flat, Any]]

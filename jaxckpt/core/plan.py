@@ -1,106 +1,28 @@
-"""Plan and Region: what is to be kept, where. Frozen, printable, to and from JSON, with the fingerprint of the graph that they fit."""
+"""Plan: what is to be kept of a function, where. Frozen, printable, to and from JSON, with the fingerprint of the graph that it fits."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.core.actions import Action, action_from
+from jaxckpt.core.emit import emit
+from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
-from jaxckpt.core.graph import Body, Graph, Op, Value
+from jaxckpt.core.graph import Body, Graph, Op, Value, trace
+from jaxckpt.core.lift import transformed
+from jaxckpt.core.regions import Loop, Region, Run, all_of, check_flag, check_order, set_fields
 from jaxckpt.core.units import counted, format_bytes
 
 FORMAT = 3
 """Version of the JSON form."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """A stretch of operations whose intermediate values are dropped after the forward pass, but for those with another action.
-
-    Attributes:
-      start, stop: the stretch, a half-open interval of `Graph.ops`.
-      actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
-      regions: nested regions, disjoint and in order, in the same numbering.
-      checkpoint: False for a stretch that is left to JAX as it stands.
-      tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass begins. A compiler that
-        puts some of them off keeps alive what they are computed from.
-    """
-
-    start: int
-    stop: int
-    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
-    regions: tuple[Region, ...] = ()
-    checkpoint: bool = True
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        _set(self, start=_whole(self.start, "start"), stop=_whole(self.stop, "stop"))
-        _set(self, actions=_actions(self.actions), regions=_all(self.regions, Region, "regions"))
-        _flag(self.checkpoint, "checkpoint")
-        _flag(self.tied, "tied")
-        _check_order(self.regions, self.start, self.stop)
-
-    def __hash__(self) -> int:
-        return hash((self.start, self.stop, tuple(sorted(self.actions)), self.regions, self.checkpoint, self.tied))
-
-    def __reduce__(self) -> tuple[type[Region], tuple[Any, ...]]:  # a mapping proxy can be neither pickled nor copied
-        return Region, (self.start, self.stop, dict(self.actions), self.regions, self.checkpoint, self.tied)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Some iterations of a `lax.scan`, one after the other, run alike.
-
-    Attributes:
-      count: how many iterations.
-      segments: nested segment lengths, outermost first: the iterations go in segments of so many, of which only the carry that they start
-        from is kept, those in segments again, and so on. () keeps the carry of each iteration.
-      actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
-      checkpoint: False leaves each such iteration to JAX, which keeps what derivatives need, also of loops inside.
-    """
-
-    count: int
-    segments: tuple[int, ...] = ()
-    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
-    checkpoint: bool = True
-
-    def __post_init__(self) -> None:
-        _set(self, count=_whole(self.count, "count"), actions=_actions(self.actions))
-        _set(self, segments=tuple(_whole(length, "segments") for length in self.segments))
-        _flag(self.checkpoint, "checkpoint")
-        if self.count < 1 or any(length < 1 for length in self.segments):
-            raise PlanMismatchError(f"a run has at least one iteration, and so have its segments; got {self}")
-
-    def __hash__(self) -> int:
-        return hash((self.count, self.segments, tuple(sorted(self.actions)), self.checkpoint))
-
-    def __reduce__(self) -> tuple[type[Run], tuple[Any, ...]]:
-        return Run, (self.count, self.segments, dict(self.actions), self.checkpoint)
-
-
-@dataclass(frozen=True)
-class Loop:
-    """How one `lax.scan` of the function is run: in the runs' ways.
-
-    Attributes:
-      op: its place in `Graph.ops`.
-      runs: in the order in which the iterations run; their counts add up to the scan's length.
-    """
-
-    op: int
-    runs: tuple[Run, ...]
-
-    def __post_init__(self) -> None:
-        _set(self, op=_whole(self.op, "op"), runs=_all(self.runs, Run, "runs"))
 
 
 @dataclass(frozen=True)
@@ -153,10 +75,10 @@ class Plan:
     overhead: float | None = None
 
     def __post_init__(self) -> None:
-        _set(self, regions=_all(self.regions, Region, "regions"), loops=_all(self.loops, Loop, "loops"))
-        _set(self, notes=_all(self.notes, str, "notes"))
-        _flag(self.prevent_cse, "prevent_cse")
-        _check_order(self.regions, 0, None)
+        set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
+        set_fields(self, notes=all_of(self.notes, str, "notes"))
+        check_flag(self.prevent_cse, "prevent_cse")
+        check_order(self.regions, 0, None)
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
@@ -164,12 +86,21 @@ class Plan:
         It is traced at each call with new shapes; one that the plan was not made for raises `PlanMismatchError`. Modules of nnx among its
         arguments change as `fun` changes them, once a call.
         """
-        from jaxckpt.core.emit import apply_plan
-        from jaxckpt.core.lift import transformed
-
         if not callable(fun):
             raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
-        return transformed(functools.partial(apply_plan, self), fun)
+        return transformed(self._applied, fun)
+
+    def _applied(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of arrays under the plan."""
+
+        @functools.wraps(fun)
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            with _compat.working_checkpoints():
+                graph = trace(fun, *args, **kwargs)
+                self.check(graph)
+                return run_emitted(graph, emit(graph, self.regions, self.prevent_cse, self.loops), args, kwargs)
+
+        return planned
 
     def check(self, graph: Graph) -> None:
         """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.
@@ -312,50 +243,11 @@ def _digest(content: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------- what a plan may hold
 
 
-def _set(instance: Any, **fields: Any) -> None:
-    """Sets fields of a frozen dataclass that is being made."""
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
-
-
-def _whole(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
-        raise PlanMismatchError(f"{what} must be a whole number, 0 or more; got {value!r:.80}. Plan anew.")
-    return operator.index(value)
-
-
-def _flag(value: Any, what: str) -> None:
-    if not isinstance(value, bool):
-        raise PlanMismatchError(f"{what} must be True or False; got {value!r:.80}. Plan anew.")
-
-
-def _all(values: Iterable[Any], kind: type, what: str) -> tuple[Any, ...]:
-    found = tuple(values)
-    if isinstance(values, str) or not all(isinstance(value, kind) for value in found):
-        raise PlanMismatchError(f"{what} must each be of type {kind.__name__}; got {values!r:.80}. Plan anew.")
-    return found
-
-
-def _actions(actions: Mapping[int, Action]) -> Mapping[int, Action]:
-    _all(actions.values(), Action, "actions")
-    return MappingProxyType({_whole(index, "an action's value"): action for index, action in actions.items()})
-
-
 def _typed(raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in raw.items():
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
             raise PlanMismatchError(f"{name} is of another type than Plan.save writes; got {value!r:.80}. Plan anew.")
     return dict(raw)
-
-
-def _check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> None:
-    at = start
-    for region in regions:
-        if region.start < at or region.stop < region.start or (stop is not None and region.stop > stop):
-            raise PlanMismatchError(
-                f"regions must be disjoint, in order and inside what holds them; got {region.start}..{region.stop}"
-            )
-        at = region.stop
 
 
 def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:

@@ -19,9 +19,9 @@ except ModuleNotFoundError as error:
 
 from jaxckpt._compat.flax import NnxModule as _NnxModule
 from jaxckpt._compat.flax import mark_wrapped as _mark_wrapped
+from jaxckpt.core.leaves import defines_call as _defines_call
 from jaxckpt.flax.functional import Options as _Options
 from jaxckpt.flax.functional import Rules as _Rules
-from jaxckpt.flax.functional import defines_call as _defines_call
 from jaxckpt.flax.functional import options as _options
 from jaxckpt.flax.layers import scan_layers
 from jaxckpt.flax.linen import apply as _linen_apply

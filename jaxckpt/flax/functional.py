@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import jax
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.lift import Lifted, Whole, title
+from jaxckpt.core.leaves import Whole
+from jaxckpt.core.lift import Lifted, title
 from jaxckpt.transforms.checkpoint import checkpoint
 
 Key = TypeVar("Key")
@@ -196,11 +197,6 @@ def cached(make: Callable[[type, Key], type]) -> Callable[[type, Key], type]:
         return remembered(base, key)
 
     return made
-
-
-def defines_call(base: type) -> bool:
-    """Returns whether instances can be called; `callable(base)` is true of every class."""
-    return any("__call__" in vars(cls) for cls in base.__mro__)
 
 
 # ---------------------------------------------------------------------------------------------------------------- paths

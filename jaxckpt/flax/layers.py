@@ -9,7 +9,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.flax.functional import defines_call
+from jaxckpt.core.leaves import defines_call
 from jaxckpt.flax.linen_layers import stack_class as _linen_class
 from jaxckpt.flax.nnx_layers import stack_class as _nnx_class
 from jaxckpt.flax.stack import Stack

@@ -20,8 +20,8 @@ from flax import nnx
 from jaxckpt._compat.flax import IndexMap, RefMap, is_pytree
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.lift import is_array
+from jaxckpt.core.objects import same_graph
 from jaxckpt.flax.functional import cached, subclass
-from jaxckpt.flax.nnx import same_graph
 from jaxckpt.flax.stack import Stack, check_result
 from jaxckpt.flax.trees import stacked
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import UnsupportedJaxError
-from jaxckpt._quiet import tpu_visible
+from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, resolve
 
 logger = logging.getLogger("jaxckpt")
@@ -60,8 +60,8 @@ class RefusedError(Exception):
 
 
 def stops(target: Target) -> bool:
-    """Whether the compiler for a target can be stopped: a TPU's that is not here. One that is here belongs to this process alone."""
-    return target.platform == "tpu" and not target.local and not tpu_visible()
+    """Whether the compiler for a target can be stopped: a TPU's that is not here."""
+    return PLATFORMS[target.platform].stops(target.local)
 
 
 def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned | None:

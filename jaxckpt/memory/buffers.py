@@ -26,6 +26,7 @@ from itertools import accumulate, pairwise
 
 from jaxckpt._errors import UnreadableDumpError
 from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.wire import Message
 
 # Memory spaces, the "colours" of XLA's buffers. 5 is host memory everywhere (xla/layout.h: Layout::kHostMemorySpace). On TPU the others are
@@ -228,7 +229,7 @@ def read(hlo: bytes, platform: str) -> Assignment:
 
     Args:
       hlo: the bytes, as XLA dumps them ("...after_optimizations.hlo.pb").
-      platform: "cpu", "cuda" or "tpu"; memory spaces mean different things on each.
+      platform: name of the platform; memory spaces mean different things on each.
 
     Raises:
       UnreadableDumpError: it is something else, cut short, or of another layout.
@@ -268,7 +269,7 @@ def _read(proto: Message, platform: str) -> Assignment:
             last = members[0] if kind == "argument" else max(members, key=program.position_of)
             standing.append(program.buffer(last, kind, size))
         else:
-            lifetimes = spaces.setdefault(colour if platform == "tpu" else _MAIN, [])
+            lifetimes = spaces.setdefault(PLATFORMS[platform].space(colour), [])
             inside = {id(place): place for m in members if (place := places.get(m.number(_Value.id)))}
             for place in inside.values():
                 values_there = (values[identity] for identity in place.values)

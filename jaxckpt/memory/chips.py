@@ -25,14 +25,14 @@ class Chip:
     """One device: an entry of the table.
 
     Attributes:
-      platform: "cpu", "cuda" or "tpu".
+      platform: name of its platform: see `jaxckpt.memory.platforms`.
       kind: a pattern that JAX's `device_kind` of such a device matches.
       memory_bytes: main memory that a program can use.
       flops: FLOP/s of dense matmuls by name of dtype (operations, a multiply and an add being two; for int8 likewise).
       bandwidth: of the main memory, bytes/s.
       host_bandwidth: of the link to the host, bytes/s in one direction.
       link_bandwidth: of the links to other devices along one axis of a mesh, bytes/s in one direction.
-      gpu: for the compiler, what sets this GPU apart from others: see `target_config`.
+      gpu: for the compiler, what sets this GPU apart from others: see `jaxckpt.memory.platforms.cuda.target_config`.
       slice: for the compiler, the smallest slice of a TPU that has whole hosts, "2x2".
     """
 
@@ -62,11 +62,14 @@ def _tera(
 
 
 # GPUs. Rates, bandwidths and PCIe from NVIDIA's data sheets, without sparsity, SXM parts: "NVIDIA A100 Tensor Core GPU" (2021), "NVIDIA H100
-# Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024). PCIe and NVLink: half of the figure for both
-# directions. Usable memory is what the CUDA driver reports, somewhat less than the 80 and 141 GB of the box (H200: 139.8 GiB as frameworks
-# print it).
+# Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024), "NVIDIA HGX B200" and "NVIDIA DGX B200" (2025; an
+# eighth of a board of eight), "NVIDIA GB200 NVL72" (2025; a 72nd of the rack). PCIe and NVLink: half of the figure for both directions. The host
+# link of a GB200 is NVLink-C2C: 900 GB/s in both directions, which the two GPUs of a board share. Usable memory is what the CUDA driver reports,
+# somewhat less than the 80, 141, 180 and 186 GB of the box (H200: 139.8 GiB as frameworks print it).
 # For the compiler: multiprocessors, float32 units in each, L2 and boost clock from the white papers; shared memory per multiprocessor and the
-# most that one block can opt in to from the table "Technical specifications per compute capability" in the CUDA programming guide.
+# most that one block can opt in to from the table "Technical specifications per compute capability" in the CUDA programming guide. NVIDIA
+# publishes no such figures of Blackwell: multiprocessors, L2, clock, the memory and its bandwidth for the compiler are what the driver reports,
+# as XLA has them (xla/backends/gpu/target_config/specs, b200.txtpb and gb200.txtpb).
 _HOPPER = {
     "capability": (9, 0),
     "cores": 132,
@@ -76,70 +79,44 @@ _HOPPER = {
     "l2": 50,
     "clock": 1.98,
 }
+_BLACKWELL = {"capability": (10, 0), "units": 128, "shared": 228, "shared_block": 227}
 _AMPERE = {"capability": (8, 0), "cores": 108, "units": 64, "shared": 164, "shared_block": 163, "l2": 40, "clock": 1.41}
 # TPUs. Rates, HBM bandwidth from Google's pages "TPU v4", "v5e", "v5p" and "v6e" (cloud.google.com/tpu/docs). Usable memory is what libtpu
 # names when a program does not fit ("exceeds available HBM (15.75G)"). Google publishes no rate of the host link; a PCIe generation 3 x16
 # link, for v6e generation 4 or its like, is what the book "How to Scale Your Model" (Austin et al., 2025) reckons with; from there too
 # the rate of a link between chips, of which an axis of a mesh has two.
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {
-        "h100": Chip(
-            "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9, 450e9,
-            gpu=_HOPPER | {"name": "NVIDIA H100 80GB HBM3", "bandwidth": 3_352_320_000_000},
-        ),
-        "h200": Chip(
-            "cuda", r"H200", int(139.8 * GIB), _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 4.8e12, 64e9, 450e9,
-            gpu=_HOPPER | {"name": "NVIDIA H200", "bandwidth": 4_800_000_000_000},
-        ),
-        "a100": Chip(
-            "cuda", r"A100", 85_100_068_864, _tera(156, 312, 312, 624, 312, float64=19.5), 2.039e12, 32e9, 300e9,
-            gpu=_AMPERE | {"name": "NVIDIA A100-SXM4-80GB", "bandwidth": 2_039_040_000_000},
-        ),
-        "v5e": Chip("tpu", r"TPU v5 ?(lite|e)$", int(15.75 * GIB), _tera(197, 197, 197, 393, 197), 8.19e11, 16e9, 9e10, slice="2x2"),
-        "v5p": Chip("tpu", r"TPU v5p?$", int(95.74 * GIB), _tera(459, 459, 459, 918, 459), 2.765e12, 16e9, 1.8e11, slice="2x2x1"),
-        "v6e": Chip("tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, 1.8e11, slice="2x2"),
-        "v4": Chip("tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10, slice="2x2x1"),
-    }
-)  # fmt: skip
+CHIPS: dict[str, Chip] = {
+    "h100": Chip(
+        "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9, 450e9,
+        gpu=_HOPPER | {"name": "NVIDIA H100 80GB HBM3", "bandwidth": 3_352_320_000_000},
+    ),
+    "h200": Chip(
+        "cuda", r"H200", int(139.8 * GIB), _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 4.8e12, 64e9, 450e9,
+        gpu=_HOPPER | {"name": "NVIDIA H200", "bandwidth": 4_800_000_000_000},
+    ),
+    "b200": Chip(
+        "cuda", r"\bB200", 191_514_411_008, _tera(1125, 2250, 2250, 4500, 4500, float64=37), 8e12, 64e9, 900e9,
+        gpu=_BLACKWELL | {"name": "NVIDIA B200", "bandwidth": 7_672_320_000_000, "cores": 148, "l2": 126.5, "clock": 1.965},
+    ),
+    "gb200": Chip(
+        "cuda", r"\bGB200", 197_897_748_480, _tera(1250, 2500, 2500, 5000, 5000, float64=40), 8e12, 225e9, 900e9,
+        gpu=_BLACKWELL | {"name": "NVIDIA GB200", "bandwidth": 7_928_064_000_000, "cores": 152, "l2": 129.25, "clock": 2.062},
+    ),
+    "a100": Chip(
+        "cuda", r"A100", 85_100_068_864, _tera(156, 312, 312, 624, 312, float64=19.5), 2.039e12, 32e9, 300e9,
+        gpu=_AMPERE | {"name": "NVIDIA A100-SXM4-80GB", "bandwidth": 2_039_040_000_000},
+    ),
+    "v5e": Chip("tpu", r"TPU v5 ?(lite|e)$", int(15.75 * GIB), _tera(197, 197, 197, 393, 197), 8.19e11, 16e9, 9e10, slice="2x2"),
+    "v5p": Chip("tpu", r"TPU v5p?$", int(95.74 * GIB), _tera(459, 459, 459, 918, 459), 2.765e12, 16e9, 1.8e11, slice="2x2x1"),
+    "v6e": Chip("tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, 1.8e11, slice="2x2"),
+    "v4": Chip("tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10, slice="2x2x1"),
+}  # fmt: skip
+"""Every chip's row, by the name that it has in targets' names."""
 
 # This machine's CPU. Memory is what the operating system has. Rates are an estimate, good for a roofline's order of magnitude and no more:
 # a core of some 3 GHz with two 256-bit fused multiply-adds a cycle does 96 GFLOP/s; half of that, and two channels of DDR4.
 _CPU_CORE_RATE = 48e9
 _CPU_BANDWIDTH = 40e9
-
-
-def target_config(chip: Chip) -> str:
-    """Returns the description of a GPU that XLA compiles for: a text proto, GpuTargetConfigProto of xla/stream_executor.
-
-    What is not in the table is the same on all GPUs of these two generations (CUDA programming guide, "Technical specifications per
-    compute capability"), but for the version of cuDNN, which decides only what XLA may ask of it.
-    """
-    gpu, (major, minor) = chip.gpu, chip.gpu["capability"]
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {gpu["shared_block"] * 1024}
-  shared_memory_per_core: {gpu["shared"] * 1024}
-  core_count: {gpu["cores"]}
-  fpus_per_core: {gpu["units"]}
-  memory_bandwidth: {gpu["bandwidth"]}
-  l2_cache_size: {gpu["l2"] * 2**20}
-  clock_rate_ghz: {gpu["clock"]}
-  device_memory_size: {chip.memory_bytes}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
-device_description_str: "{gpu["name"]}"
-"""
 
 
 @functools.cache

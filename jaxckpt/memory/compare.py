@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
-from jaxckpt.core import lift
+from jaxckpt.core import lift, shown
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.units import format_bytes
@@ -134,26 +134,17 @@ class Comparison:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws memory against recomputation, the Pareto front marked, to a file: .png, .svg or .pdf (extra: plot)."""
-        from jaxckpt.show.plot import save_comparison
-
-        save_comparison(self, path)
+        shown.save_picture(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained page: table, picture, timelines, the largest buffers of each variant."""
-        from jaxckpt.core.files import write_whole
-        from jaxckpt.show.html import comparison_page
-
-        write_whole(path, comparison_page(self))
+        shown.save_page(self, path)
 
     def __str__(self) -> str:
-        from jaxckpt.show.table import comparison_view, to_text
-
-        return to_text(comparison_view(self))
+        return shown.text_of(self)
 
     def _repr_html_(self) -> str:
-        from jaxckpt.show.html import comparison_fragment
-
-        return comparison_fragment(self)
+        return shown.fragment_of(self)
 
 
 def compare(

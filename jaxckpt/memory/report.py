@@ -7,7 +7,6 @@ import glob
 import html
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError
-from jaxckpt.core import lift
-from jaxckpt.core.units import format_bytes, parse_bytes
+from jaxckpt.core import lift, shown
+from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import assign, buffers, cache
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
+from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, resolve, start_backend
 from jaxckpt.memory.targets import compiler_options as options_for
 
@@ -99,9 +99,7 @@ class MemoryReport:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws live bytes over the schedule and the largest buffers at the peak to a file: .png, .svg or .pdf (extra: plot)."""
-        from jaxckpt.show.plot import save_report
-
-        save_report(self, path)
+        shown.save_picture(self, path)
 
     def _read_assignment(self) -> Assignment:
         if self._assignment is None:
@@ -214,7 +212,7 @@ def _devices(args: Sequence[Any], target: Target) -> list[Any]:
     moved = [_move(getattr(leaf, "sharding", None), target) for leaf in args]
     meshes = {sharding.mesh for sharding in moved if isinstance(sharding, NamedSharding)}
     orders = [[device.id for device in mesh.devices.flat] for mesh in meshes if isinstance(mesh, Mesh)]
-    return [first.device_kind, os.cpu_count() if target.platform == "cpu" else None, sorted(orders)]
+    return [first.device_kind, PLATFORMS[target.platform].machine(), sorted(orders)]
 
 
 def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> list[Sharding]:
@@ -242,7 +240,7 @@ def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> An
     # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
     found = lift.attempt(fun, args, {}, traced)
     with jax.default_device(target.devices[0]):
-        lowered = found.lower(lowering_platforms=(target.platform,))
+        lowered = found.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
     while hasattr(lowered, "lowered"):  # what nnx.jit returns is a wrapper of JAX's
         lowered = lowered.lowered
     return lowered
@@ -266,7 +264,7 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
     if sharding is None:
         return None
     host = sharding.memory_kind in ("pinned_host", "unpinned_host")
-    if host and target.platform == "cuda" and not target.local:
+    if host and not PLATFORMS[target.platform].has_host_memory(target.local):
         logger.warning(
             "JAX's compile-only GPUs have no host memory: an argument in %s counts as on the device",
             sharding.memory_kind,
@@ -286,14 +284,9 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
     return SingleDeviceSharding(target.devices[0], memory_kind=sharding.memory_kind) if host else None
 
 
-_NO_ROOM = re.compile(r"([\d.]+)([KMGT]?)\)? (?:exceeds available HBM \(|of )([\d.]+)([KMGT]?)")
-
-
 def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any, float]:
     """Returns the compiled program, and the seconds that the compiler took."""
-    if target.platform == "cuda" and not target.local:
-        # There is nothing to tune kernels on. With the option XLA takes its default kernels at once instead of looking for a device.
-        options = _compat.untuned_options() | options
+    options = PLATFORMS[target.platform].own_options(target.local) | options
     try:
         with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
             start = time.perf_counter()
@@ -310,8 +303,7 @@ def _refusal(text: str, target: Target) -> DoesNotFitError | None:
     """Returns what a compiler's error says of memory; None where it is about something else."""
     if not text.startswith("RESOURCE_EXHAUSTED"):
         return None
-    found = _NO_ROOM.search(text)
-    needed = parse_bytes(f"{found[1]}{found[2]}iB" if found[2] else found[1]) if found else None
+    needed = PLATFORMS[target.platform].needed_bytes(text)
     return DoesNotFitError(target.name, needed, target.memory_bytes, text.splitlines()[0])
 
 
@@ -387,25 +379,18 @@ def _check(assignment: Assignment, stats: Any, platform: str) -> None:
 def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -> MemoryReport:
     stats = _compat.memory_stats(compiled)
     argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    temp, alias = stats.temp_size_in_bytes, stats.alias_size_in_bytes
     host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes + stats.host_temp_size_in_bytes
     host -= stats.host_alias_size_in_bytes
-    assignment = _read(dump, target.platform, needed=target.platform == "tpu" or host > 0)
+    platform = PLATFORMS[target.platform]
+    assignment = _read(dump, platform.name, needed=platform.needs_assignment or host > 0)
     if assignment is not None:
         _check(assignment, stats, target.platform)
-    if target.platform == "cpu" or (host and not (target.platform == "tpu" and assignment)):
-        peak = argument + output + temp - alias
-    elif host and assignment:
-        peak = assignment.timeline.peak_bytes
-    else:
-        peak = stats.peak_memory_in_bytes
+    peak = platform.peak_bytes(stats, host, assignment.timeline.peak_bytes if assignment and host else None)
     if peak <= 0 and (assignment is None or assignment.timeline.peak_bytes):
         raise UnreadableDumpError(
             f"XLA for {target.platform} must say what memory a program needs; it says a peak of {peak} bytes, and its buffer assignment "
             f"{'cannot be read' if assignment is None else 'more'}. Install versions of jax that jaxckpt is tested with."
         )
-    if target.platform == "tpu":
-        temp = peak - argument - output + alias
     on_chip = assignment.on_chip_bytes if assignment else 0
     costs = compiled.cost_analysis()
     costs = costs[0] if isinstance(costs, list) and costs else costs
@@ -415,12 +400,12 @@ def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -
         peak_bytes=peak,
         argument_bytes=argument,
         output_bytes=output,
-        temp_bytes=temp,
-        alias_bytes=alias,
+        temp_bytes=platform.temp_bytes(stats, peak),
+        alias_bytes=stats.alias_size_in_bytes,
         host_bytes=host,
         on_chip_bytes=on_chip,
         main_memory_bytes=assignment.main_peak_bytes if assignment and on_chip else peak,
-        code_bytes=stats.generated_code_size_in_bytes if target.platform == "tpu" else 0,
+        code_bytes=stats.generated_code_size_in_bytes if platform.code_in_memory else 0,
         flops=float(flops) if flops is not None and np.isfinite(flops) else None,
         compile_seconds=seconds,
         _assignment=assignment,

@@ -1,17 +1,13 @@
 """What to compile for: this machine, or a GPU or TPU that is not here.
 
-The compilers for NVIDIA GPUs and for TPUs run anywhere, and so one learns on a laptop what a step will need on an H100. For a GPU the
-compiler wants a description of it, which is rendered from the table in `chips`; libtpu knows its chips itself.
+The compilers for NVIDIA GPUs and for TPUs run anywhere, and so one learns on a laptop what a step will need on an H100. What differs
+between platforms is in `jaxckpt.memory.platforms`, what between chips of one in `jaxckpt.memory.chips`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-import os
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +15,11 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, MissingTargetError, TargetError, UnknownTargetError, did_you_mean
-from jaxckpt._quiet import quiet, tpu_visible
+from jaxckpt._errors import ArgumentError, MissingTargetError, UnknownTargetError, did_you_mean
+from jaxckpt._quiet import quiet
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.chips import CHIPS, Chip, cpu, target_config
-
-_NAME = re.compile(r"(?:(cpu|cuda|tpu)|cuda:(\w+?)(?:x(\d+))?|tpu:(\w+)(?::(\d+(?:x\d+){1,2}))?)")
+from jaxckpt.memory.chips import CHIPS, Chip
+from jaxckpt.memory.platforms import PLATFORMS, Place, Platform
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Target:
     """What to compile for.
 
     - "cpu", "cuda", "tpu": the devices of this machine (`local`);
-    - "cuda:h100", "cuda:h200", "cuda:a100": a GPU that need not be here; eight of them on one host: "cuda:h100x8";
+    - "cuda:h100", "cuda:h200", "cuda:b200", "cuda:gb200", "cuda:a100": a GPU that need not be here; eight of them on one host: "cuda:h100x8";
     - "tpu:v5e:2x2", "tpu:v5p:4x4x4", "tpu:v6e:2x2", "tpu:v4:2x2x1": a slice of TPUs; "tpu:v5e" alone means the smallest, one host.
 
     Equal names are equal targets. Making one touches no device; an error about what is not installed comes from `devices`.
@@ -62,13 +57,13 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """XLA's platform: "cpu", "cuda" or "tpu"."""
-        return self._parts.platform
+        """Name of the platform: "cpu", "cuda" or "tpu"; see `jaxckpt.memory.platforms`."""
+        return self._parts.platform.name
 
     @property
     def local(self) -> bool:
         """Whether it is this machine's own backend, on which a program can also run."""
-        return self._parts.chip is None
+        return self._parts.place is None
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -84,15 +79,14 @@ class Target:
     @property
     def count(self) -> int:
         """How many devices it has. Asks the backend only where the target is local."""
-        return self._parts.count or len(self.devices)
+        place = self._parts.place
+        return len(self.devices) if place is None else place.count
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that one device has for a program; of the CPU, the machine's physical memory."""
-        if self.local and self.platform != "cpu":
-            limit = (self.devices[0].memory_stats() or {}).get("bytes_limit")
-            if limit:
-                return int(limit)
+        if self.local and (limit := self._parts.platform.local_memory(lambda: self.devices)):
+            return int(limit)
         return self._chip.memory_bytes
 
     @property
@@ -143,15 +137,15 @@ class Target:
 
     @property
     def _chip(self) -> Chip:
-        if self.name == "cpu":
-            return cpu()
-        if self._parts.chip:
-            return CHIPS[self._parts.chip]
-        kind = self.devices[0].device_kind
-        for chip in CHIPS.values():
-            if chip.platform == self.platform and re.search(chip.kind, kind):
-                return chip
-        raise UnknownTargetError(f"jaxckpt knows no rates of the local device {kind!r}; its memory can be measured.")
+        if self._parts.place is not None:
+            return CHIPS[self._parts.place.chip]
+        chip = self._parts.platform.local_chip(lambda: self.devices)
+        if chip is None:
+            kind = self.devices[0].device_kind
+            raise UnknownTargetError(
+                f"jaxckpt knows no rates of the local device {kind!r}; its memory can be measured."
+            )
+        return chip
 
     def __str__(self) -> str:
         return self.name
@@ -159,30 +153,24 @@ class Target:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a name says; chip and count are None for this machine's own devices."""
+    """What a name says; place is None for this machine's own devices."""
 
     name: str
-    platform: str
-    chip: str | None = None
-    count: int | None = None
+    platform: Platform
+    place: Place | None = None
 
 
-@functools.cache
 def _parse(name: str) -> _Parts | None:
-    found = _NAME.fullmatch(name.strip().lower())
-    if found is None:
+    head, colon, rest = name.strip().lower().partition(":")
+    platform = PLATFORMS.get(head)
+    if platform is None:
         return None
-    local, gpu, count, tpu, dimensions = found.groups()
-    if local:
-        return _Parts(local, local)
-    platform, chip = ("cuda", gpu) if gpu else ("tpu", tpu)
-    if chip not in CHIPS or CHIPS[chip].platform != platform:
+    if not colon:
+        return _Parts(head, platform)
+    place = platform.parse(rest)
+    if place is None or place.chip not in CHIPS or CHIPS[place.chip].platform != head:
         return None
-    if gpu:
-        number = int(count or 1)
-        return _Parts(f"cuda:{chip}" + (f"x{number}" if number > 1 else ""), platform, chip, number) if number else None
-    dimensions = dimensions or CHIPS[chip].slice
-    return _Parts(f"tpu:{chip}:{dimensions}", platform, chip, math.prod(map(int, dimensions.split("x"))))
+    return _Parts(f"{head}:{place.name}", platform, place)
 
 
 def resolve(target: Target | str | None = None) -> Target:
@@ -196,13 +184,11 @@ def resolve(target: Target | str | None = None) -> Target:
     if target is not None:
         return Target(target)
     start_backend()
-    platform = jax.default_backend()
-    names = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
-    if platform not in names:
-        raise UnknownTargetError(
-            f"JAX's default backend here is {platform!r}; jaxckpt knows {', '.join(dict.fromkeys(names.values()))}."
-        )
-    return Target(names[platform])
+    backend = jax.default_backend()
+    for platform in PLATFORMS.values():
+        if platform.backend == backend:
+            return Target(platform.name)
+    raise UnknownTargetError(f"JAX's default backend here is {backend!r}; jaxckpt knows {', '.join(PLATFORMS)}.")
 
 
 def start_backend() -> None:
@@ -220,7 +206,7 @@ def compiler_options(target: Target | str | None = None) -> dict[str, str]:
     >>> compiler_options("cuda:h100")
     {}
     """
-    return _compat.checkpoint_options(resolve(target).platform)
+    return PLATFORMS[resolve(target).platform].options()
 
 
 # ------------------------------------------------------------------------------------------------------ what there is here
@@ -260,14 +246,11 @@ class TargetTable(tuple[TargetStatus, ...]):
 
 def known() -> tuple[str, ...]:
     """Returns the names of all targets, one GPU or one host of TPUs each."""
-    chips = [":".join(filter(None, (chip.platform, name, chip.slice))) for name, chip in CHIPS.items()]
-    return (
-        "cpu",
-        "cuda",
-        *(c for c in chips if c.startswith("cuda")),
-        "tpu",
-        *(c for c in chips if c.startswith("tpu")),
-    )
+    names: list[str] = []
+    for name, platform in PLATFORMS.items():
+        chips = [chip for chip, row in CHIPS.items() if row.platform == name]
+        names += [name, *(f"{name}:{platform.smallest(chip)}" for chip in chips)]
+    return tuple(names)
 
 
 def targets() -> TargetTable:
@@ -281,32 +264,17 @@ def targets() -> TargetTable:
         try:
             memory = target.memory_bytes
             if not target.local:
-                _require(target.platform, name)
+                _require(target._parts.platform, name)
         except (MissingTargetError, UnknownTargetError) as error:
             reason = str(error)
         table.append(TargetStatus(name, not reason, reason, memory))
     return TargetTable(table)
 
 
-def _require(platform: str, name: str) -> None:
+def _require(platform: Platform, name: str) -> None:
     """Raises MissingTargetError where the compiler for a platform is not installed; imports none of it."""
-    extra = {"cuda": "aot-cuda", "tpu": "aot-tpu"}[platform]
-    if platform == "cuda":
-        assembler = shutil.which("ptxas") or any(_installed(f"nvidia.{module}") for module in ("cuda_nvcc", "cu13"))
-        missing = (
-            "JAX's CUDA plugin" if _compat.cuda_plugin() is None else "" if assembler else "NVIDIA's assembler ptxas"
-        )
-    else:
-        missing = "" if _installed("libtpu") or os.environ.get("TPU_LIBRARY_PATH") else "libtpu"
-    if missing:
-        raise MissingTargetError(f'to compile for {name}, {missing} is needed: pip install "jaxckpt[{extra}]"')
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package
-        return False
+    if missing := platform.missing():
+        raise MissingTargetError(f'to compile for {name}, {missing} is needed: pip install "jaxckpt[{platform.extra}]"')
 
 
 # ---------------------------------------------------------------------------------------------------------------- devices
@@ -314,38 +282,24 @@ def _installed(module: str) -> bool:
 
 @functools.cache
 def _devices(name: str) -> tuple[Any, ...]:
-    target = Target(name)
-    chip = target._parts.chip
-    if chip is None:
-        return _local_devices(target.platform)
-    _require(target.platform, name)
+    parts = Target(name)._parts
+    if parts.place is None:
+        return _local_devices(parts.platform)
+    _require(parts.platform, name)
     with quiet():
-        if target.platform == "cuda":
-            return _compat.cuda_topology(chip, target_config(CHIPS[chip]), target.count)
-        # TPUs come in hosts of four; without being told, libtpu of jax 0.10 makes no slice that is less than a host. A v4 chip is two
-        # devices, unless it is told to be one ("megacore"), as it is in practice.
-        options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if target.count == 1 else {}
-        if chip == "v4":
-            options["chip_config_name"] = "megacore"
-        try:
-            return _compat.tpu_topology(name.removeprefix("tpu:"), shared=not tpu_visible(), **options)
-        except jax.errors.JaxRuntimeError as error:
-            kind = UnknownTargetError if str(error).startswith("INVALID_ARGUMENT") else TargetError
-            raise kind(f"libtpu makes no slice {name!r}: {_first_line(error)}") from error
+        return parts.platform.devices(parts.place)
 
 
-def _local_devices(platform: str) -> tuple[Any, ...]:
+def _local_devices(platform: Platform) -> tuple[Any, ...]:
     try:
         with quiet():
-            return tuple(jax.devices(platform))
+            return platform.local_devices()
     except RuntimeError as error:
-        message = f"JAX finds no {platform} device in this machine."
-        if platform != "cpu":
-            extra = {"cuda": "cuda12", "tpu": "aot-tpu"}[platform]
-            elsewhere = next(name for name in known() if name.startswith(f"{platform}:"))
-            message += f' If there is one: pip install "jaxckpt[{extra}]". To compile for one elsewhere, name it: {elsewhere!r}.'
+        message = f"JAX finds no {platform.name} device in this machine."
+        elsewhere = next((name for name in known() if name.startswith(f"{platform.name}:")), None)
+        if elsewhere is not None:
+            message += (
+                f' If there is one: pip install "jaxckpt[{platform.local_extra}]". To compile for one elsewhere, name it: '
+                f"{elsewhere!r}."
+            )
         raise MissingTargetError(message) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -35,6 +35,7 @@ from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import calls, search
 from jaxckpt.planner.budget import DEVICE, check_budget, normal, resident_bytes, resolve_budget
 from jaxckpt.planner.calls import Call
+from jaxckpt.planner.solvers import Solver
 
 logger = logging.getLogger("jaxckpt")
 
@@ -52,7 +53,7 @@ def autocheckpoint(
     actions: Sequence[Action] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
@@ -103,7 +104,7 @@ class _Settings:
     actions: tuple[Action, ...]
     costs: str
     verify: bool
-    solver: str
+    solver: str | Solver
     static_argnums: int | Sequence[int]
 
     @property
@@ -308,7 +309,7 @@ class _Auto:
             "target": resolve(settings.target).name,
             "actions": [repr(action) for action in settings.actions],
             "costs": str(settings.costs),
-            "solver": settings.solver,
+            "solver": _solver_title(settings.solver),
             "verify": settings.verify,
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -332,6 +333,13 @@ class _Auto:
 def _plans_of(auto: _Auto) -> dict[Any, Future[_Planned]]:
     """Returns the plans of a function in the present configuration of JAX, which what is traced depends on."""
     return {}
+
+
+def _solver_title(solver: str | Solver) -> str:
+    """Returns what tells a solver from others in any process."""
+    if isinstance(solver, str):
+        return solver
+    return f"{type(solver).__module__}.{type(solver).__qualname__} {solver.name}"
 
 
 def _unasked() -> int:

@@ -144,6 +144,7 @@ def _device_bytes(target: Target, resident: int) -> int:
     if free + resident <= 0:
         limit, used = stats[0]["bytes_limit"], stats[0].get("bytes_in_use", 0)
         raise InfeasibleBudgetError(
-            f"Nothing is free on {target.name}: {format_bytes(used)} of {format_bytes(limit)} are in use."
+            f"Nothing is free on {target.name}: {format_bytes(used)} of {format_bytes(limit)} are in use.",
+            budget_bytes=0,
         )
     return int(free) + resident

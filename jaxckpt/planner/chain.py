@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -140,14 +139,6 @@ class Cost:
 
     time: float
     peak: int
-
-
-class Solver(Protocol):
-    """What every solver is: the cheapest schedule within a budget of bytes (besides arguments), or None where it finds none."""
-
-    def __call__(self, chain: Chain, budget: int) -> Schedule | None:
-        """Returns the schedule."""
-        ...
 
 
 def cost(chain: Chain, schedule: Sequence[Keep | Drop]) -> Cost:

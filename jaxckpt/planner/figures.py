@@ -21,6 +21,7 @@ from jaxckpt.planner.frontier import (
     way_to_json,
 )
 from jaxckpt.planner.search import Problem
+from jaxckpt.planner.solvers import Solver
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def figures(
     budget: int | str,
     *,
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     progress: Progress | None = None,
 ) -> PlanFigures:
     """Returns the plan for a budget with what it brings and costs; with `verify` the step as it is is compiled too.
@@ -79,7 +80,9 @@ def figures(
     """
     found = point(problem, budget, verify=verify, solver=solver, progress=progress)
     if found.plan is None:
-        raise InfeasibleBudgetError(found.why)
+        raise InfeasibleBudgetError(
+            found.why, least_bytes=found.least_bytes, budget_bytes=found.budget_bytes, stretch=found.stretch
+        )
     if verify and progress is not None:
         progress(0, 1, "compiling the step as it is")
     peak = unplanned_bytes(problem) if verify else found.plan.unplanned_bytes
@@ -98,7 +101,7 @@ def timed(found: PlanFigures, problem: Problem, progress: Progress) -> PlanFigur
     return replace(found, times=(seconds["planned"], seconds["as it is"]), timed_on=jax.default_backend())
 
 
-def sketch(found: PlanFigures, problem: Problem, *, solver: str = "chain", points: int = 8) -> Frontier:
+def sketch(found: PlanFigures, problem: Problem, *, solver: str | Solver = "chain", points: int = 8) -> Frontier:
     """Returns the frontier that a plan lies on as the planner predicts it, nothing of it compiled, to be drawn behind the plan."""
     most = found.unplanned.peak_bytes or 2 * found.point.budget_bytes
     least = max(problem.argument_bytes, most // 5)

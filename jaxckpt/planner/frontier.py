@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
+from jaxckpt.core import shown
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
@@ -19,6 +20,7 @@ from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import search
 from jaxckpt.planner.shards import WHOLE, Shards
+from jaxckpt.planner.solvers import Solver
 
 FORMAT = 1
 """Version of the JSON form."""
@@ -55,6 +57,7 @@ class Point:
       plan: None where no plan fits.
       why: where no plan fits, the planner's word on it, with the least budget found to fit; else "".
       flops, seconds: of the planned step, as of `Way`; None where there is no plan.
+      least_bytes, stretch: where no plan fits, as of `InfeasibleBudgetError`; else None.
     """
 
     budget: int | str
@@ -63,6 +66,8 @@ class Point:
     why: str = ""
     flops: int | None = None
     seconds: float | None = None
+    least_bytes: int | None = None
+    stretch: str | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -135,20 +140,13 @@ class Frontier:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws peak against recomputation, plans and other ways, to a file: .png, .svg or .pdf (extra: plot)."""
-        from jaxckpt.show.plans import save_frontier
-
-        save_frontier(self, path)
+        shown.save_picture(self, path)
 
     def __str__(self) -> str:
-        from jaxckpt.show.plans import frontier_view
-        from jaxckpt.show.table import to_text
-
-        return to_text(frontier_view(self))
+        return shown.text_of(self)
 
     def _repr_html_(self) -> str:
-        from jaxckpt.show.plans import frontier_fragment
-
-        return frontier_fragment(self)
+        return shown.fragment_of(self)
 
 
 def frontier(
@@ -160,7 +158,7 @@ def frontier(
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     others: Mapping[str, Callable[..., Any]] | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
@@ -198,7 +196,7 @@ def sweep(
     budgets: Sequence[int | str],
     *,
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     others: Mapping[str, Callable[..., Any]] | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
@@ -234,7 +232,7 @@ def point(
     budget: int | str,
     *,
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     progress: Progress | None = None,
 ) -> Point:
     """Returns what the planner finds for one budget."""
@@ -242,7 +240,7 @@ def point(
     try:
         plan = problem.plan(bytes_, verify=verify, solver=solver, progress=progress)
     except InfeasibleBudgetError as error:
-        return Point(budget, bytes_, None, str(error))
+        return Point(budget, bytes_, None, str(error), least_bytes=error.least_bytes, stretch=error.stretch)
     flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target, problem.model.shards)
     return Point(budget, bytes_, plan, "", flops, seconds)
 

@@ -6,7 +6,6 @@ so that the plan that is returned is the cheapest whose compiled peak is within 
 
 from __future__ import annotations
 
-import functools
 import logging
 import pathlib
 import threading
@@ -30,11 +29,12 @@ from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner.budget import resident_bytes, resolve_budget
-from jaxckpt.planner.chain import Chain, Drop, Schedule, Solver, cost, items
+from jaxckpt.planner.chain import Drop, Schedule, cost, covers, items
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.shards import WHOLE, read
-from jaxckpt.planner.solvers import solver as solver_named
-from jaxckpt.planner.solvers.optimal import Table
+from jaxckpt.planner.solvers import Infeasible, Solver
+from jaxckpt.planner.solvers import solver as solver_for
+from jaxckpt.planner.solvers.optimal import Optimal, Table
 from jaxckpt.planner.solvers.sqrt import leanest, single
 
 logger = logging.getLogger("jaxckpt")
@@ -45,8 +45,6 @@ CLOSE = 0.02
 """A plan within this share below its budget is not tried to be bettered by another compilation."""
 MARGIN = 0.005
 """After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
-ENDLESS = 2**62
-"""Bytes that hold anything; solvers count in 64 bits."""
 NESTED = 5000
 """Operations inside nested regions, up to which the step of the plan that needs least is traced to estimate what stands."""
 COSTS = ("roofline", "measured")
@@ -71,7 +69,7 @@ def plan(
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
-    solver: str = "chain",
+    solver: str | Solver = "chain",
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
@@ -90,7 +88,7 @@ def plan(
       costs: "roofline", seconds by the target's rates; or "measured": each distinct stretch is run on the local device, which must be the
         target, and its rates corrected by what that took.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
-      solver: one of `jaxckpt.planner.solvers.SOLVERS`.
+      solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of `jaxckpt.planner.solvers.Solver`.
       progress: called before each piece of work.
 
     Returns:
@@ -141,7 +139,7 @@ def analyse(
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = resolve(target)
-    if costs == "measured" and not (resolved.local or resolved.platform == jax.default_backend() == "cpu"):
+    if costs == "measured" and not resolved.local:
         hint = "Leave out the target to plan for this machine."
         raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
     if not args:
@@ -259,11 +257,20 @@ class Problem:
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
         self._tries: dict[Schedule, _Try] = {}
+        self._solvers: dict[str, Solver] = {}
 
-    @functools.cached_property
+    @property
     def table(self) -> Table:
-        """The exact solution for every budget."""
-        return Table(self.model.chain)
+        """The exact solution for every budget: that of the solver `chain`."""
+        exact = self._solver(Optimal.name)
+        assert isinstance(exact, Optimal)
+        return exact.table(self.model.chain)
+
+    def _solver(self, given: str | Solver) -> Solver:
+        """Returns a solver, for equal names the same one: it keeps what budgets share."""
+        if not isinstance(given, str):
+            return solver_for(given)
+        return self._solvers.get(given) or self._solvers.setdefault(given, solver_for(given))
 
     @property
     def unplanned(self) -> MemoryReport:
@@ -293,31 +300,32 @@ class Problem:
         )
 
     def plan(
-        self, budget: int | str, *, verify: bool = True, solver: str = "chain", progress: Progress | None = None
+        self,
+        budget: int | str,
+        *,
+        verify: bool = True,
+        solver: str | Solver = "chain",
+        progress: Progress | None = None,
     ) -> Plan:
         """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
-        named: Solver = solver_named(solver)
-
-        def solve(chain: Chain, budget: int) -> Schedule | None:
-            budget = min(budget, ENDLESS)
-            # The exact solution is made once for all budgets.
-            return self.table.schedule(budget) if solver == "chain" else named(chain, budget)
-
+        chosen = self._solver(solver)
         report = progress or (lambda done, total, what: None)
         limit = self.budget_bytes(budget)
         if limit < self.argument_bytes:
             raise InfeasibleBudgetError(
                 f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
-                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices."
+                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
+                least_bytes=self.argument_bytes,
+                budget_bytes=limit,
             )
-        return _Search(self, limit, solve, verify, report).run()
+        return _Search(self, limit, chosen, verify, report).run()
 
 
 class _Search:
     """One search for one budget."""
 
-    def __init__(self, problem: Problem, limit: int, solve: Any, verify: bool, report: Progress) -> None:
-        self.problem, self.limit, self.solve, self.verify, self.report = problem, limit, solve, verify, report
+    def __init__(self, problem: Problem, limit: int, solver: Solver, verify: bool, report: Progress) -> None:
+        self.problem, self.limit, self.solver, self.verify, self.report = problem, limit, solver, verify, report
         self.chain = problem.model.chain
         self.tries: list[_Try] = []
         self.compiles = 0
@@ -325,13 +333,14 @@ class _Search:
     def run(self) -> Plan:
         if self.verify and (found := self._as_it_is()) is not None:
             return found
-        least = self._least()
+        least = self.solver.least(self.chain)
         # JAX traces what a region holds once for each region around it: of a large program a plan without nested ones is looked at.
-        standing = self._standing(least if self._nested(least) <= NESTED else single(self.chain, leanest))
+        small = least is not None and self._nested(least) <= NESTED
+        standing = self._standing(least if least is not None and small else single(self.chain, leanest))
         best: _Try | None = None
         seen: set[Schedule] = set()
         while self.compiles < COMPILES:
-            schedule = self.solve(self.chain, self.limit - self._offset(standing))
+            schedule = self._solve(self.limit - self._offset(standing))
             last = self.compiles == COMPILES - 1 and best is None
             if schedule is None or last:
                 schedule = least if best is None else None
@@ -345,7 +354,7 @@ class _Search:
                 best = tried
             if best is tried and tried.compiled >= self.limit * (1 - CLOSE):
                 break
-        if best is None and least not in seen and self.verify:
+        if best is None and least is not None and least not in seen and self.verify:
             best = self._try(least, standing)
             best = best if best.compiled <= self.limit else None
         self.report(COMPILES, COMPILES, "")
@@ -353,11 +362,19 @@ class _Search:
             raise self._infeasible(least)
         return best.plan
 
-    def _least(self) -> Schedule:
-        """Returns the schedule that needs the least memory."""
-        schedule = self.problem.table.schedule(self.problem.table.least)
-        assert schedule is not None, "a table has a schedule for its least budget"
-        return schedule
+    def _solve(self, budget: int) -> Schedule | None:
+        """Returns the solver's schedule within a budget, or None.
+
+        Raises:
+          ArgumentError: it is none: it leaves stages out, or peaks above the budget.
+        """
+        found = self.solver.schedule(self.chain, budget)
+        if isinstance(found, Infeasible):
+            return None
+        if not covers(self.chain, found) or cost(self.chain, found).peak > budget:
+            rule = f"one whose schedules cover every stage once, in order, and peak at no more than {budget} bytes"
+            raise ArgumentError("solver", rule, self.solver, f"{self.solver.name} returned {found!r:.200}.")
+        return found
 
     def _as_it_is(self) -> Plan | None:
         """Returns the empty plan if the step fits without one. Compiles it only where that can be."""
@@ -474,27 +491,31 @@ class _Search:
             overhead=seconds / problem.model.step_seconds if problem.model.step_seconds else 0.0,
         )
 
-    def _infeasible(self, least: Schedule, needed: int | None = None) -> InfeasibleBudgetError:
-        known = self.problem._tries.get(least)
+    def _infeasible(self, least: Schedule | None, needed: int | None = None) -> InfeasibleBudgetError:
+        known = None if least is None else self.problem._tries.get(least)
         needed = needed or (known.compiled if known is not None else None)
         found = "found" if self.verify else "predicted"
         text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
+        stretch, said = self._dearest()
         return InfeasibleBudgetError(
             f"budget must be enough for the plan that keeps least; got {format_bytes(self.limit)} ({self.limit} bytes).{text} "
-            f"Use that, a smaller batch, or shard the arguments over more devices. {self._dearest()}"
+            f"Use that, a smaller batch, or shard the arguments over more devices. {said}",
+            least_bytes=needed,
+            budget_bytes=self.limit,
+            stretch=stretch,
         )
 
-    def _dearest(self) -> str:
-        """Says which stretch needs most; nothing where the function has no operations."""
+    def _dearest(self) -> tuple[str | None, str]:
+        """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
         model = self.problem.model
         if not model.graph.ops:
-            return "The function itself has no operations."
+            return None, "The function itself has no operations."
         start, stop, needed = model.dearest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
         place = pathlib.PurePath(largest.source).name or largest.scope
         where = f"operations {start}–{stop}, {largest.primitive}{f' at {place}' if place else ''}"
         text = f"The dearest stretch needs {format_bytes(needed)} at once: {where}."
-        return f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
+        return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 
 
 def _per_device(args: Any) -> int:

@@ -71,7 +71,9 @@ def fit(step: Step, limit: int, *, policy: bool = False) -> Nested | Binomial:
         least = min(choice.bytes for choice in choices)
         raise InfeasibleBudgetError(
             f"budget must be at least {format_bytes(least)} ({least} bytes), which the schedule takes that keeps least: one carry, and what a "
-            f"step and its backward pass work with; got {format_bytes(limit)} ({limit} bytes). Give it as much, or make the step smaller."
+            f"step and its backward pass work with; got {format_bytes(limit)} ({limit} bytes). Give it as much, or make the step smaller.",
+            least_bytes=least,
+            budget_bytes=limit,
         )
     return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Binomial), choice.bytes)).plan
 

@@ -230,13 +230,12 @@ def _check_scan(case: Case) -> None:
 
 
 def _least(error: InfeasibleBudgetError) -> int:
-    """Returns the bytes that an error says would be enough."""
-    found = re.search(r"least budget (?:found|predicted) to fit is (\d+) bytes", str(error)) or re.search(
-        r"at least [^(]*\((\d+) bytes\)", str(error)
-    )
-    if found is None:
+    """Returns the bytes that an error says would be enough, or that the arguments take alone; its text must say the same."""
+    if error.least_bytes is None:
         raise Failed("an infeasible budget says the least that is feasible", str(error)) from error
-    return int(found[1])
+    if not re.search(rf"(?:to fit is |\(){error.least_bytes} bytes\b", str(error)):
+        raise Failed("an error's text and its figures are the same", f"{error.least_bytes}: {error}") from error
+    return error.least_bytes
 
 
 def _least_budget(plan: Callable[[int], Any]) -> int:
@@ -244,10 +243,7 @@ def _least_budget(plan: Callable[[int], Any]) -> int:
     try:
         made = plan(1)
     except InfeasibleBudgetError as error:
-        found = re.search(r"arguments alone, [^(]*\((\d+) bytes\)", str(error))
-        if found is None:
-            raise Failed("an infeasible budget says the least that is feasible", str(error)) from error
-        arguments = int(found[1])
+        arguments = _least(error)
     else:
         raise Failed("a budget of a byte is infeasible", f"{made}")
     try:

@@ -14,7 +14,8 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, MissingTargetError, TargetError, UnknownTargetError
 from jaxckpt._quiet import accelerator_visible
 from jaxckpt.memory import targets as module
-from jaxckpt.memory.chips import CHIPS, target_config
+from jaxckpt.memory.chips import CHIPS
+from jaxckpt.memory.platforms.cuda import target_config
 from jaxckpt.memory.targets import Target, compiler_options, known, resolve, targets
 
 

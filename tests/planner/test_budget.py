@@ -91,8 +91,11 @@ def test_device_is_what_is_free_on_the_fullest_local_device_and_arguments_there_
 
 def test_a_full_device_is_an_error(monkeypatch):
     monkeypatch.setattr(targets, "_devices", lambda name: (Device(2**30, 2**30),))
-    with pytest.raises(InfeasibleBudgetError, match=r"Nothing is free on cuda: 1\.0 GiB of 1\.0 GiB are in use"):
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"Nothing is free on cuda: 1\.0 GiB of 1\.0 GiB are in use"
+    ) as caught:
         resolve_budget("device", unplanned=never, target="cuda")
+    assert (caught.value.budget_bytes, caught.value.least_bytes) == (0, None)
 
 
 def test_resident_bytes_are_those_of_arrays_on_the_device_each_once():

@@ -64,7 +64,7 @@ def test_what_fits_as_it_is_gets_an_empty_plan(problem):
 def test_an_infeasible_budget_names_one_that_fits(problem):
     with pytest.raises(InfeasibleBudgetError, match="least budget found to fit is") as error:
         problem.plan(problem.argument_bytes + MIB)
-    least = int(str(error.value).split("least budget found to fit is ")[1].split()[0])
+    least = error.value.least_bytes
     for found in (problem.plan(least), jaxckpt.plan(loss, *ARGS, budget=least, target="cpu")):
         assert found.measured_bytes <= least
 
@@ -126,7 +126,7 @@ def test_a_stage_of_many_operations_is_not_tried_at_every_place(monkeypatch):
 def least_that_fits(problem):
     with pytest.raises(InfeasibleBudgetError) as error:
         problem.plan(problem.argument_bytes + MIB)
-    return int(str(error.value).split("least budget found to fit is ")[1].split()[0])
+    return error.value.least_bytes
 
 
 def test_an_infeasible_shard_map_says_what_can_be_done():

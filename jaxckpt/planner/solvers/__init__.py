@@ -1,4 +1,4 @@
-"""One solver a file, one signature: (chain, budget) -> schedule or None. `SOLVERS` has them by the names that users give.
+"""One solver a file, all of one signature: see `Solver`. `SOLVERS` has their classes by the names that users give.
 
 | name | finds | for |
 |---|---|---|
@@ -12,12 +12,12 @@
 >>> stage = lambda options: Span(forward_time=1.0, forward_work=4, gradient=0, options=options)
 >>> chain = Chain(2, {(0, 1): stage((Option(0, 0.5, 4), Option(4, 0.0, 2))), (1, 2): stage((Option(4, 0.0, 2),)), (0, 2): stage(())},
 ...               (Carried(4, 0, (1,)),))
->>> solver("chain")(chain, 14)
+>>> solver("chain").schedule(chain, 14)
 (Keep(start=0, stop=1, option=1), Keep(start=1, stop=2, option=0))
->>> solver("chain")(chain, 10)
+>>> solver("chain").schedule(chain, 10)
 (Keep(start=0, stop=1, option=0), Keep(start=1, stop=2, option=0))
->>> solver("chain")(chain, 9) is None
-True
+>>> solver("chain").schedule(chain, 9)
+Infeasible(least_bytes=10, schedule=(Keep(start=0, stop=1, option=0), Keep(start=1, stop=2, option=0)))
 """
 
 from __future__ import annotations
@@ -26,27 +26,32 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jaxckpt._errors import ArgumentError, did_you_mean
-from jaxckpt.planner.chain import Solver
+from jaxckpt.planner.solvers.base import Infeasible, Solver
+from jaxckpt.planner.solvers.exhaustive import Exhaustive
+from jaxckpt.planner.solvers.greedy import Greedy
+from jaxckpt.planner.solvers.milp import Milp
+from jaxckpt.planner.solvers.optimal import Optimal
+from jaxckpt.planner.solvers.sqrt import Sqrt
 
-# under other names here, for these ones are the modules'
-from jaxckpt.planner.solvers.exhaustive import exhaustive as _exhaustive
-from jaxckpt.planner.solvers.greedy import greedy as _greedy
-from jaxckpt.planner.solvers.milp import milp as _milp
-from jaxckpt.planner.solvers.optimal import optimal as _optimal
-from jaxckpt.planner.solvers.sqrt import sqrt as _sqrt
+__all__ = ["SOLVERS", "Infeasible", "Solver", "solver"]
 
-SOLVERS: Mapping[str, Solver] = MappingProxyType(
-    {"chain": _optimal, "milp": _milp, "greedy": _greedy, "sqrt": _sqrt, "exhaustive": _exhaustive}
+SOLVERS: Mapping[str, type[Solver]] = MappingProxyType(
+    {kind.name: kind for kind in (Optimal, Milp, Greedy, Sqrt, Exhaustive)}
 )
-"""Every solver, by name."""
+"""Every solver's class, by name."""
 
 
-def solver(name: str) -> Solver:
-    """Returns the solver of that name.
+def solver(given: str | Solver) -> Solver:
+    """Returns a new solver of that name, or the instance that was given.
 
     Raises:
-      ArgumentError: there is none; the nearest names are given.
+      ArgumentError: it is neither; the nearest names are given.
     """
-    if name not in SOLVERS:
-        raise ArgumentError("solver", "the name of a solver", name, did_you_mean(name, SOLVERS))
-    return SOLVERS[name]
+    if isinstance(given, Solver):
+        return given
+    if not isinstance(given, str):
+        rule = "the name of a solver, or an instance of a subclass of jaxckpt.planner.solvers.Solver"
+        raise ArgumentError("solver", rule, given, did_you_mean(str(given), SOLVERS))
+    if given not in SOLVERS:
+        raise ArgumentError("solver", "the name of a solver", given, did_you_mean(given, SOLVERS))
+    return SOLVERS[given]()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, cost
+from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule
+from jaxckpt.planner.solvers.base import Infeasible, Solver, cheapest
 
 
-def exhaustive(chain: Chain, budget: int) -> Schedule | None:
-    """Returns the cheapest schedule that peaks at no more than `budget` bytes, or None if there is none."""
-    best: tuple[float, Schedule] | None = None
-    for schedule in schedules(chain, 0, chain.length):
-        result = cost(chain, schedule)
-        if result.peak <= budget and (best is None or result.time < best[0]):
-            best = (result.time, schedule)
-    return None if best is None else best[1]
+class Exhaustive(Solver):
+    """The cheapest of all schedules."""
+
+    name = "exhaustive"
+
+    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
+        """Returns the cheapest schedule that peaks at no more than `budget` bytes; there is none where it says so."""
+        return cheapest(chain, schedules(chain, 0, chain.length), budget)
 
 
 def schedules(chain: Chain, start: int, stop: int) -> Iterator[Schedule]:

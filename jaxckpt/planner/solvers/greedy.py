@@ -11,16 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, cost
+from jaxckpt.planner.solvers.base import Infeasible, Solver
 from jaxckpt.planner.solvers.sqrt import leanest, segmented, single
 
 
-def greedy(chain: Chain, budget: int) -> Schedule | None:
-    """Returns a schedule that peaks at no more than `budget` bytes, or None if it finds none."""
-    schedule: Schedule = single(chain, leanest)
-    if cost(chain, schedule).peak > budget:
-        schedule = min(segmented(chain), key=lambda each: cost(chain, each).peak)
+class Greedy(Solver):
+    """Knapsack's greedy rule."""
+
+    name = "greedy"
+
+    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
+        """Returns a schedule that peaks at no more than `budget` bytes, if it finds one."""
+        schedule: Schedule = single(chain, leanest)
         if cost(chain, schedule).peak > budget:
-            return None
+            schedule = min(segmented(chain), key=lambda each: cost(chain, each).peak)  # `single` is among them
+            if (peak := cost(chain, schedule).peak) > budget:
+                return Infeasible(peak, schedule)
+        return _improved(chain, schedule, budget)
+
+
+def _improved(chain: Chain, schedule: Schedule, budget: int) -> Schedule:
+    """Returns a schedule that fits with the changes that save time, as long as they fit too."""
     refused: set[tuple[Keep | Drop, Schedule]] = set()  # what was over the budget once is not tried again: room shrinks
     while True:
         changes = [change for change in _changes(chain, schedule) if (change[1], change[2]) not in refused]

@@ -33,6 +33,8 @@ import numpy as np
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, cost
+from jaxckpt.planner.solvers.base import Infeasible, Solver
+from jaxckpt.planner.solvers.sqrt import leanest, single
 
 STAGES = 16
 _TRIES = 4
@@ -59,12 +61,50 @@ class _Item:
     need: int
 
 
-def milp(chain: Chain, budget: int) -> Schedule | None:
-    """Returns the cheapest schedule that peaks at no more than `budget` bytes, or None if there is none.
+class Milp(Solver):
+    """The cheapest schedule, by HiGHS."""
 
-    Raises:
-      ArgumentError: the chain has more than `STAGES` stages.
-    """
+    name = "milp"
+
+    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
+        """Returns the cheapest schedule that peaks at no more than `budget` bytes; there is none where it says so.
+
+        Raises:
+          ArgumentError: the chain has more than `STAGES` stages.
+        """
+        _check(chain)
+        if not chain.length:
+            return () if budget >= 0 else Infeasible(0, ())
+        items = [item for item in _items(chain) if item.need <= budget]
+        tight = 1.0
+        for _ in range(_TRIES):
+            chosen = _solve(chain.length, items, budget, tight)
+            if chosen is None:
+                break
+            schedule = _schedule((0, chain.length), chosen)
+            # HiGHS may exceed a bound by its tolerance: then ask for that much less
+            if cost(chain, schedule).peak <= budget:
+                return schedule
+            tight -= 2e-6
+        least = self.least(chain)
+        return Infeasible(cost(chain, least).peak, least)
+
+    def least(self, chain: Chain) -> Schedule:
+        """Returns the schedule that peaks lowest: another programme, which minimises the bytes at the peak; raises as `schedule`."""
+        _check(chain)
+        known = self._known
+        if known is not None and known[0] is chain and known[1] is not None:
+            return known[1]
+        least: Schedule = single(chain, leanest)
+        enough = cost(chain, least).peak
+        chosen = _solve(chain.length, [item for item in _items(chain) if item.need <= enough], enough, None)
+        if chosen is not None:
+            least = _schedule((0, chain.length), chosen)
+        self._known = chain, least
+        return least
+
+
+def _check(chain: Chain) -> None:
     if chain.length > STAGES:
         raise ArgumentError(
             "chain",
@@ -72,20 +112,6 @@ def milp(chain: Chain, budget: int) -> Schedule | None:
             chain.length,
             "Use 'chain' for longer ones.",
         )
-    if not chain.length:
-        return () if budget >= 0 else None
-    items = [item for item in _items(chain) if item.need <= budget]
-    tight = 1.0
-    for _ in range(_TRIES):
-        chosen = _solve(chain.length, items, budget, tight)
-        if chosen is None:
-            return None
-        schedule = _schedule((0, chain.length), chosen)
-        # HiGHS may exceed a bound by its tolerance: then ask for that much less
-        if cost(chain, schedule).peak <= budget:
-            return schedule
-        tight -= 2e-6
-    return None
 
 
 def _items(chain: Chain) -> Iterator[_Item]:
@@ -102,12 +128,16 @@ def _items(chain: Chain) -> Iterator[_Item]:
                 yield _Item((p, q), a, b, None, span.forward_time, output, max(run, written[a]))
 
 
-def _solve(length: int, items: list[_Item], budget: int, tight: float) -> list[_Item] | None:
-    """Returns the items of the cheapest schedule in which no place takes more than `tight` of the budget, or None."""
+def _solve(length: int, items: list[_Item], budget: int, tight: float | None) -> list[_Item] | None:
+    """Returns the items of the cheapest schedule in which no place takes more than `tight` of the budget, or None.
+
+    With None for `tight` it is the schedule whose places take least, within the budget.
+    """
     from scipy import optimize, sparse
 
     places = [(p, q, a) for p, q in _intervals(0, length) for a in range(p, q)]
     held = {place: len(items) + i for i, place in enumerate(places)}
+    top = len(items) + len(places)  # the variable that is the bytes at the peak, where they are what is minimised
     rows = _Rows()
     unit = max(budget, 1)
     by_start: dict[tuple[int, int, int], list[int]] = {}
@@ -134,10 +164,15 @@ def _solve(length: int, items: list[_Item], budget: int, tight: float) -> list[_
             if around in held:
                 terms.append((held[around], sign))
         rows.add(terms, 0, 0)
-        rows.add([(held[p, q, a], 1.0)] + [(i, items[i].need / unit) for i in begin], -np.inf, tight)
-    count = len(items) + len(places)
+        room = [(top, -1.0)] if tight is None else []
+        needs = [(held[p, q, a], 1.0)] + [(i, items[i].need / unit) for i in begin]
+        rows.add(needs + room, -np.inf, 0.0 if tight is None else tight)
+    count = top + (tight is None)
     time = np.zeros(count)
-    time[: len(items)] = [item.time for item in items]
+    if tight is None:
+        time[top] = 1.0
+    else:
+        time[: len(items)] = [item.time for item in items]
     binary = np.arange(count) < len(items)
     matrix = sparse.csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.low), count))
     result = optimize.milp(

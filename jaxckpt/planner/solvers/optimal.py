@@ -27,19 +27,36 @@ import numpy as np
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, Span
+from jaxckpt.planner.solvers.base import Infeasible, Solver
 from jaxckpt.planner.solvers.steps import DONE, Steps, envelope, joined, thin
 
 STEPS = 800
 
 
-def optimal(chain: Chain, budget: int) -> Schedule | None:
-    """Returns the cheapest schedule that peaks at no more than `budget` bytes, or None if there is none."""
-    return Table(chain).schedule(budget)
+ENDLESS = 2**62
+"""Bytes that hold anything; the arithmetic is in 64 bits."""
 
 
-def least_budget(chain: Chain) -> int:
-    """Returns the least bytes that a schedule of the chain peaks at."""
-    return Table(chain).least
+class Optimal(Solver):
+    """The cheapest schedule; solves a chain once for all budgets."""
+
+    name = "chain"
+
+    def __init__(self) -> None:
+        self._table: Table | None = None
+
+    def table(self, chain: Chain) -> Table:
+        """Returns the solution of a chain for every budget; that of the last chain is at hand."""
+        table = self._table
+        if table is None or table.chain is not chain:
+            self._table = table = Table(chain)
+        return table
+
+    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
+        """Returns the cheapest schedule that peaks at no more than `budget` bytes; there is none where it says so."""
+        table = self.table(chain)
+        found = table.schedule(min(budget, ENDLESS))
+        return Infeasible(table.least, table.schedule(table.least)) if found is None else found
 
 
 @dataclass(frozen=True)

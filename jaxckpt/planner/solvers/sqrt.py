@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jaxckpt.planner.chain import Chain, Drop, Keep, Option, Schedule, cost
+from jaxckpt.planner.chain import Chain, Drop, Keep, Option, Schedule
+from jaxckpt.planner.solvers.base import Infeasible, Solver, cheapest
 
 Choice = Callable[[Option], tuple[float, float]]
 
 
-def sqrt(chain: Chain, budget: int) -> Schedule | None:
-    """Returns the cheapest schedule of segments that peaks at no more than `budget` bytes, or None if none does."""
-    best: tuple[float, Schedule] | None = None
-    for schedule in segmented(chain):
-        result = cost(chain, schedule)
-        if result.peak <= budget and (best is None or result.time < best[0]):
-            best = result.time, schedule
-    return None if best is None else best[1]
+class Sqrt(Solver):
+    """The cheapest schedule of equal segments."""
+
+    name = "sqrt"
+
+    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
+        """Returns the cheapest schedule of segments that peaks at no more than `budget` bytes, if one does."""
+        return cheapest(chain, segmented(chain), budget)
 
 
 def segmented(chain: Chain) -> Iterator[Schedule]:

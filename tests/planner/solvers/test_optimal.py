@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxckpt.planner.chain import Carried, Chain, Option, Span, cost, covers
-from jaxckpt.planner.solvers.exhaustive import exhaustive, schedules
-from jaxckpt.planner.solvers.optimal import Table, least_budget, optimal
+from jaxckpt.planner.solvers import Infeasible
+from jaxckpt.planner.solvers.exhaustive import Exhaustive, schedules
+from jaxckpt.planner.solvers.optimal import Optimal, Table
 from tests.planner.solvers.chains import random_chain
 
 
@@ -21,8 +22,8 @@ def test_the_optimum_of_random_chains(seed):
     chain = random_chain(seed, length=1 + seed % 4, options=1 + seed % 3, wide=1 + seed % 2)
     table = Table(chain)
     for budget in budgets(chain):
-        best, found = exhaustive(chain, budget), table.schedule(budget)
-        assert (best is None) == (found is None), budget
+        best, found = Exhaustive().schedule(chain, budget), table.schedule(budget)
+        assert isinstance(best, Infeasible) == (found is None), budget
         if found is None:
             continue
         assert covers(chain, found)
@@ -33,10 +34,11 @@ def test_the_optimum_of_random_chains(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_feasible_at_the_least_budget_and_not_at_one_byte_less(seed):
     chain = random_chain(seed, length=1 + seed % 4)
-    least = least_budget(chain)
+    optimal = Optimal()
+    least = optimal.schedule(chain, -1).least_bytes
     assert least == min(cost(chain, schedule).peak for schedule in schedules(chain, 0, chain.length))
-    assert optimal(chain, least) is not None
-    assert optimal(chain, least - 1) is None
+    assert cost(chain, optimal.schedule(chain, least)).peak == least == cost(chain, optimal.least(chain)).peak
+    assert optimal.schedule(chain, least - 1) == Infeasible(least, optimal.least(chain))
 
 
 def test_time_falls_as_the_budget_grows():

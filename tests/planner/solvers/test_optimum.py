@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jaxckpt.planner.chain import Carried, Chain, Span, cost, covers, items
-from jaxckpt.planner.solvers import solver
-from jaxckpt.planner.solvers.exhaustive import exhaustive, schedules
-from jaxckpt.planner.solvers.milp import milp
-from jaxckpt.planner.solvers.optimal import Table, optimal
+from jaxckpt.planner.solvers import Infeasible, solver
+from jaxckpt.planner.solvers.exhaustive import Exhaustive, schedules
+from jaxckpt.planner.solvers.milp import Milp
+from jaxckpt.planner.solvers.optimal import Optimal, Table
 from tests.planner.solvers.chains import chains, random_chain
 
 SETTINGS = settings(
@@ -63,9 +63,15 @@ def test_every_solver_keeps_to_the_budget_and_covers_and_is_no_better_than_the_o
     for budget in (peaks[0] - 1, peaks[0], peaks[len(peaks) // 2], peaks[-1]):
         best = cheapest(costs, budget)
         for name in ("chain", "milp", "greedy", "sqrt", "exhaustive"):
-            found = solver(name)(chain, budget)
-            if found is None:
+            found = solver(name).schedule(chain, budget)
+            if isinstance(found, Infeasible):
                 assert best is None or name in ("greedy", "sqrt"), name
+                least = found.least_bytes
+                assert least > budget and cost(chain, found.schedule).peak == least and covers(chain, found.schedule), (
+                    name
+                )
+                assert least == peaks[0] or name in ("greedy", "sqrt"), name
+                assert not isinstance(solver(name).schedule(chain, least), Infeasible), name
                 continue
             assert covers(chain, found), name
             assert cost(chain, found).peak <= budget, name
@@ -80,16 +86,16 @@ def test_chain_and_integer_programme_agree_where_there_is_too_much_to_try(seed):
     chain = random_chain(seed, length=5 + seed % 4, options=2 + seed % 2)
     table = Table(chain)
     frontier = table.frontier()
-    assert milp(chain, table.least - 1) is None
+    assert Milp().schedule(chain, table.least - 1).least_bytes == table.least
     for budget in (table.least, frontier[len(frontier) // 2][0]):
-        found = milp(chain, budget)
+        found = Milp().schedule(chain, budget)
         assert covers(chain, found) and cost(chain, found).peak <= budget
         assert cost(chain, found).time == pytest.approx(cost(chain, table.schedule(budget)).time, rel=1e-5)
 
 
 def test_the_integer_programme_nests_drops_where_only_that_fits():
     chain = random_chain(5, length=7, options=1, wide=1)
-    found = milp(chain, Table(chain).least)
+    found = Milp().schedule(chain, Table(chain).least)
     drops = [item for item in found if hasattr(item, "again")]
     assert any(hasattr(inner, "again") for item in drops for inner in item.again)
 
@@ -98,13 +104,14 @@ def test_exhaustive_is_the_cheapest_of_all():
     chain = random_chain(3, length=3)
     costs = every_cost(chain)
     for budget in sorted({each.peak for each in costs})[::20]:
-        assert cost(chain, exhaustive(chain, budget)).time == cheapest(costs, budget)
-    assert exhaustive(chain, min(each.peak for each in costs) - 1) is None
+        assert cost(chain, Exhaustive().schedule(chain, budget)).time == cheapest(costs, budget)
+    least = min(each.peak for each in costs)
+    assert Exhaustive().schedule(chain, least - 1).least_bytes == least
 
 
 @pytest.mark.parametrize("name", ["chain", "milp", "greedy", "sqrt", "exhaustive"])
 def test_a_chain_of_no_stages_has_the_empty_schedule(name):
-    assert solver(name)(random_chain(0, 0), 0) == ()
+    assert solver(name).schedule(random_chain(0, 0), 0) == ()
 
 
 def test_steps_left_out_lose_little_on_average():
@@ -137,4 +144,5 @@ def test_stretches_that_differ_in_one_value_alone_are_told_apart():
         table = Table(chain)
         for budget, seconds in table.frontier():
             assert seconds == pytest.approx(cheapest(costs, budget))
-        assert optimal(chain, min(each.peak for each in costs) - 1) is None
+        least = min(each.peak for each in costs)
+        assert Optimal().schedule(chain, least - 1).least_bytes == least

@@ -5,19 +5,18 @@ import pytest
 from jaxckpt import _errors
 from jaxckpt.planner.chain import Chain, Span
 from jaxckpt.planner.solvers import SOLVERS, solver
-from jaxckpt.planner.solvers.milp import STAGES, milp
-from jaxckpt.planner.solvers.optimal import Table, optimal
+from jaxckpt.planner.solvers.milp import STAGES, Milp
+from jaxckpt.planner.solvers.optimal import Optimal, Table
 from tests.planner.solvers.chains import random_chain
 
 
 def test_the_names():
     assert set(SOLVERS) == {"chain", "milp", "greedy", "sqrt", "exhaustive"}
-    assert solver("chain") is optimal
+    assert all(solver(name).name == name for name in SOLVERS)
+    assert isinstance(solver("chain"), Optimal) and solver("chain") is not solver("chain")
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("chian", "Did you mean 'chain'?"), ("xyz", "There are 'chain', 'milp'"), (3, "There are")]
-)
+@pytest.mark.parametrize(("name", "hint"), [("chian", "Did you mean 'chain'?"), ("xyz", "There are 'chain', 'milp'")])
 def test_an_unknown_name_is_told_the_nearest(name, hint):
     with pytest.raises(_errors.ArgumentError) as error:
         solver(name)
@@ -25,9 +24,23 @@ def test_an_unknown_name_is_told_the_nearest(name, hint):
     assert hint in str(error.value)
 
 
-def test_the_integer_programme_refuses_long_chains():
+@pytest.mark.parametrize("given", [3, None, Milp, lambda chain, budget: ()])
+def test_what_is_no_solver_is_told_what_one_is(given):
+    with pytest.raises(
+        _errors.ArgumentError, match=r"an instance of a subclass of jaxckpt.planner.solvers.Solver; got"
+    ):
+        solver(given)
+
+
+def test_an_instance_is_taken_as_it_is():
+    milp = Milp()
+    assert solver(milp) is milp
+
+
+@pytest.mark.parametrize("ask", [lambda chain: Milp().schedule(chain, 10**6), lambda chain: Milp().least(chain)])
+def test_the_integer_programme_refuses_long_chains(ask):
     with pytest.raises(_errors.ArgumentError, match=rf"at most {STAGES} stages.*got {STAGES + 1}.*Use 'chain'"):
-        milp(random_chain(0, STAGES + 1), 10**6)
+        ask(random_chain(0, STAGES + 1))
 
 
 def test_a_stage_without_options_is_named():

@@ -1,0 +1,50 @@
+"""The leaves of a call's arguments: which are arrays and so traced, which are constants, which are passed as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt import _compat
+
+
+def is_array(x: Any) -> bool:
+    """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too, and NumPy's scalars."""
+    if isinstance(x, jax.Array) or _compat.is_tracer(x):
+        return True
+    if isinstance(x, (str, bytes, jax.ShapeDtypeStruct)) or callable(x) or is_number(x):
+        return False
+    try:
+        jax.typeof(x)
+    except TypeError:  # arrays of strings, objects
+        return False
+    return True
+
+
+def is_number(x: Any) -> bool:
+    """Returns whether a leaf is a number of Python's, bools among them, or a scalar of NumPy's."""
+    return isinstance(x, (bool, int, float, complex, np.generic))
+
+
+def is_given(x: Any) -> bool:
+    """Returns whether a leaf is an array or stands for one; numbers are static."""
+    return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
+
+
+def is_operand(x: Any) -> bool:
+    """Returns whether a leaf is an array, stands for one (`jax.ShapeDtypeStruct`), or is a number, which JAX takes for one."""
+    return is_number(x) or is_given(x)
+
+
+class Whole:
+    """A leaf whose content is passed as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def defines_call(base: type) -> bool:
+    """Returns whether instances can be called; `callable(base)` is true of every class."""
+    return any("__call__" in vars(cls) for cls in base.__mro__)

@@ -1,0 +1,140 @@
+"""Region and Loop: which operations of a function are run again, how its scans run, and the action of each value in them. Frozen, checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from jaxckpt._errors import PlanMismatchError
+from jaxckpt.core.actions import Action
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of operations whose intermediate values are dropped after the forward pass, but for those with another action.
+
+    Attributes:
+      start, stop: the stretch, a half-open interval of `Graph.ops`.
+      actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
+      regions: nested regions, disjoint and in order, in the same numbering.
+      checkpoint: False for a stretch that is left to JAX as it stands.
+      tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass begins. A compiler that
+        puts some of them off keeps alive what they are computed from.
+    """
+
+    start: int
+    stop: int
+    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
+    regions: tuple[Region, ...] = ()
+    checkpoint: bool = True
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        set_fields(self, start=whole(self.start, "start"), stop=whole(self.stop, "stop"))
+        set_fields(self, actions=checked_actions(self.actions), regions=all_of(self.regions, Region, "regions"))
+        check_flag(self.checkpoint, "checkpoint")
+        check_flag(self.tied, "tied")
+        check_order(self.regions, self.start, self.stop)
+
+    def __hash__(self) -> int:
+        return hash((self.start, self.stop, tuple(sorted(self.actions)), self.regions, self.checkpoint, self.tied))
+
+    def __reduce__(self) -> tuple[type[Region], tuple[Any, ...]]:  # a mapping proxy can be neither pickled nor copied
+        return Region, (self.start, self.stop, dict(self.actions), self.regions, self.checkpoint, self.tied)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some iterations of a `lax.scan`, one after the other, run alike.
+
+    Attributes:
+      count: how many iterations.
+      segments: nested segment lengths, outermost first: the iterations go in segments of so many, of which only the carry that they start
+        from is kept, those in segments again, and so on. () keeps the carry of each iteration.
+      actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
+      checkpoint: False leaves each such iteration to JAX, which keeps what derivatives need, also of loops inside.
+    """
+
+    count: int
+    segments: tuple[int, ...] = ()
+    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
+    checkpoint: bool = True
+
+    def __post_init__(self) -> None:
+        set_fields(self, count=whole(self.count, "count"), actions=checked_actions(self.actions))
+        set_fields(self, segments=tuple(whole(length, "segments") for length in self.segments))
+        check_flag(self.checkpoint, "checkpoint")
+        if self.count < 1 or any(length < 1 for length in self.segments):
+            raise PlanMismatchError(f"a run has at least one iteration, and so have its segments; got {self}")
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.segments, tuple(sorted(self.actions)), self.checkpoint))
+
+    def __reduce__(self) -> tuple[type[Run], tuple[Any, ...]]:
+        return Run, (self.count, self.segments, dict(self.actions), self.checkpoint)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How one `lax.scan` of the function is run: in the runs' ways.
+
+    Attributes:
+      op: its place in `Graph.ops`.
+      runs: in the order in which the iterations run; their counts add up to the scan's length.
+    """
+
+    op: int
+    runs: tuple[Run, ...]
+
+    def __post_init__(self) -> None:
+        set_fields(self, op=whole(self.op, "op"), runs=all_of(self.runs, Run, "runs"))
+
+
+# ------------------------------------------------------------------------------------------------- what fields may hold
+
+
+def set_fields(instance: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass that is being made."""
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+
+
+def whole(value: Any, what: str) -> int:
+    """Returns a whole number, 0 or more, as an int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+        raise PlanMismatchError(f"{what} must be a whole number, 0 or more; got {value!r:.80}. Plan anew.")
+    return operator.index(value)
+
+
+def check_flag(value: Any, what: str) -> None:
+    """Raises where a value is neither True nor False."""
+    if not isinstance(value, bool):
+        raise PlanMismatchError(f"{what} must be True or False; got {value!r:.80}. Plan anew.")
+
+
+def all_of(values: Iterable[Any], kind: type, what: str) -> tuple[Any, ...]:
+    """Returns values that are all of one type, as a tuple."""
+    found = tuple(values)
+    if isinstance(values, str) or not all(isinstance(value, kind) for value in found):
+        raise PlanMismatchError(f"{what} must each be of type {kind.__name__}; got {values!r:.80}. Plan anew.")
+    return found
+
+
+def checked_actions(actions: Mapping[int, Action]) -> Mapping[int, Action]:
+    """Returns a mapping from values to actions that cannot be changed."""
+    all_of(actions.values(), Action, "actions")
+    return MappingProxyType({whole(index, "an action's value"): action for index, action in actions.items()})
+
+
+def check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> None:
+    """Raises where regions overlap, are out of order, or do not lie within start..stop."""
+    at = start
+    for region in regions:
+        if region.start < at or region.stop < region.start or (stop is not None and region.stop > stop):
+            raise PlanMismatchError(
+                f"regions must be disjoint, in order and inside what holds them; got {region.start}..{region.stop}"
+            )
+        at = region.stop

@@ -1,0 +1,71 @@
+"""How values are shown: a table from types to functions. `jaxckpt.show` fills it when the package is imported.
+
+So a report knows nothing of tables, pages and pictures, and still prints as one. What is registered imports rich or matplotlib when it is
+called, not before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt.core.files import write_whole
+
+
+@dataclass(frozen=True)
+class Look:
+    """How values of one type are shown; None where they are not shown in that way.
+
+    Attributes:
+      text: value -> lines for a terminal.
+      fragment: value -> HTML for a notebook.
+      page: value -> a whole page of HTML.
+      picture: (value, path) writes a picture to that file.
+    """
+
+    text: Callable[[Any], str] | None = None
+    fragment: Callable[[Any], str] | None = None
+    page: Callable[[Any], str] | None = None
+    picture: Callable[[Any, str | os.PathLike[str]], None] | None = None
+
+
+_looks: dict[type, Look] = {}
+
+
+def show_as(kind: type, look: Look) -> None:
+    """Has values of a type, and of its subclasses that have no look of their own, be shown in this way."""
+    _looks[kind] = look
+
+
+def text_of(value: Any) -> str:
+    """Returns a value as lines for a terminal."""
+    return _way(value, "text")(value)  # type: ignore[no-any-return]
+
+
+def fragment_of(value: Any) -> str:
+    """Returns a value as HTML for a notebook."""
+    return _way(value, "fragment")(value)  # type: ignore[no-any-return]
+
+
+def save_page(value: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a value's page to a file, whole or not at all; raises as `write_whole`."""
+    write_whole(path, _way(value, "page")(value))
+
+
+def save_picture(value: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a value's picture to a file; its suffix is the format.
+
+    Raises:
+      ArgumentError: matplotlib writes no files with that suffix, or the folder does not exist.
+      MissingPackageError: matplotlib is not installed.
+    """
+    _way(value, "picture")(value, path)
+
+
+def _way(value: Any, way: str) -> Callable[..., Any]:
+    for kind in type(value).__mro__:
+        if (found := getattr(_looks.get(kind), way, None)) is not None:
+            return found  # type: ignore[no-any-return]
+    raise TypeError(f"A value must be of a type that jaxckpt.show knows as a {way}; got a {type(value).__name__}.")

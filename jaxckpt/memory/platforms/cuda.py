@@ -1,0 +1,87 @@
+"""GPUs by NVIDIA. Their compiler runs anywhere, given a description of the GPU, which is rendered from the chip's row."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Any
+
+from jaxckpt import _compat
+from jaxckpt.memory.chips import CHIPS, Chip
+from jaxckpt.memory.platforms.base import Place, Platform, summed
+from jaxckpt.memory.platforms.installed import installed
+
+_NAME = re.compile(r"(\w+?)(?:x(\d+))?")
+
+
+class Cuda(Platform):
+    """XLA for GPUs by NVIDIA."""
+
+    name = "cuda"
+    backend = "gpu"
+    extra = "aot-cuda"
+    local_extra = "cuda12"
+
+    def parse(self, text: str) -> Place | None:
+        """Returns the GPUs of one host: "h100", "h100x8"."""
+        found = _NAME.fullmatch(text)
+        if found is None or not (count := int(found[2] or 1)):
+            return None
+        return Place(found[1] + (f"x{count}" if count > 1 else ""), found[1], count)
+
+    def missing(self) -> str:
+        """Returns the plugin or the assembler; CUDA's libraries are needed only to run."""
+        if _compat.cuda_plugin() is None:
+            return "JAX's CUDA plugin"
+        assembler = shutil.which("ptxas") or any(installed(f"nvidia.{module}") for module in ("cuda_nvcc", "cu13"))
+        return "" if assembler else "NVIDIA's assembler ptxas"
+
+    def devices(self, place: Place) -> tuple[Any, ...]:
+        """Returns compile-only GPUs."""
+        return _compat.cuda_topology(place.chip, target_config(CHIPS[place.chip]), place.count)
+
+    def own_options(self, local: bool) -> dict[str, Any]:
+        """Returns that kernels are not tuned where there is nothing to tune them on: XLA then takes its default ones and looks for no device."""
+        return {} if local else _compat.untuned_options()
+
+    def has_host_memory(self, local: bool) -> bool:
+        """Returns whether it is here: JAX's compile-only GPUs know no memory kinds."""
+        return local
+
+    def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
+        """Returns XLA's figure, or the sum where something is on the host: XLA takes the host's temporaries for the device's then."""
+        return summed(stats) if host else super().peak_bytes(stats, host, timeline)
+
+
+def target_config(chip: Chip) -> str:
+    """Returns the description of a GPU that XLA compiles for: a text proto, GpuTargetConfigProto of xla/stream_executor.
+
+    What is not in the table is the same on all GPUs of these three generations (CUDA programming guide, "Technical specifications per
+    compute capability"), but for the version of cuDNN, which decides only what XLA may ask of it.
+    """
+    gpu, (major, minor) = chip.gpu, chip.gpu["capability"]
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {gpu["shared_block"] * 1024}
+  shared_memory_per_core: {gpu["shared"] * 1024}
+  core_count: {gpu["cores"]}
+  fpus_per_core: {gpu["units"]}
+  memory_bandwidth: {gpu["bandwidth"]}
+  l2_cache_size: {int(gpu["l2"] * 2**20)}
+  clock_rate_ghz: {gpu["clock"]}
+  device_memory_size: {chip.memory_bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+device_description_str: "{gpu["name"]}"
+"""

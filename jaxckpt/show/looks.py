@@ -1,0 +1,64 @@
+"""Which types are shown how: imported with the package; what draws is imported when something is drawn (rich and matplotlib take a while)."""
+
+from __future__ import annotations
+
+import os
+
+from jaxckpt.core.shown import Look, show_as
+from jaxckpt.memory.compare import Comparison
+from jaxckpt.memory.report import MemoryReport
+from jaxckpt.planner.frontier import Frontier
+
+
+def _comparison_text(comparison: Comparison) -> str:
+    from jaxckpt.show.table import comparison_view, to_text
+
+    return to_text(comparison_view(comparison))
+
+
+def _comparison_fragment(comparison: Comparison) -> str:
+    from jaxckpt.show.html import comparison_fragment
+
+    return comparison_fragment(comparison)
+
+
+def _comparison_page(comparison: Comparison) -> str:
+    from jaxckpt.show.html import comparison_page
+
+    return comparison_page(comparison)
+
+
+def _comparison_picture(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+    from jaxckpt.show.plot import save_comparison
+
+    save_comparison(comparison, path)
+
+
+def _report_picture(report: MemoryReport, path: str | os.PathLike[str]) -> None:
+    from jaxckpt.show.plot import save_report
+
+    save_report(report, path)
+
+
+def _frontier_text(frontier: Frontier) -> str:
+    from jaxckpt.show.plans import frontier_view
+    from jaxckpt.show.table import to_text
+
+    return to_text(frontier_view(frontier))
+
+
+def _frontier_fragment(frontier: Frontier) -> str:
+    from jaxckpt.show.plans import frontier_fragment
+
+    return frontier_fragment(frontier)
+
+
+def _frontier_picture(frontier: Frontier, path: str | os.PathLike[str]) -> None:
+    from jaxckpt.show.plans import save_frontier
+
+    save_frontier(frontier, path)
+
+
+show_as(Comparison, Look(_comparison_text, _comparison_fragment, _comparison_page, _comparison_picture))
+show_as(MemoryReport, Look(picture=_report_picture))
+show_as(Frontier, Look(_frontier_text, _frontier_fragment, picture=_frontier_picture))

@@ -1,0 +1,194 @@
+"""A chip is a row, a platform is a file: both are added here, and nothing else has to know of them."""
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from jaxckpt import Target, UnknownTargetError
+from jaxckpt.core.liveness import FUSING, Fusing, estimate_peak
+from jaxckpt.memory import targets
+from jaxckpt.memory.chips import CHIPS, Chip
+from jaxckpt.memory.platforms import PLATFORMS, Place, add
+from jaxckpt.memory.platforms.base import summed
+from jaxckpt.memory.platforms.cpu import Cpu
+
+WS, X = [jnp.ones((32, 32))] * 12, jnp.ones((2048, 32))
+
+
+def loss(ws, x):
+    for w in ws:
+        x = jnp.sin(jnp.tanh(x @ w))
+    return jnp.sum(x)
+
+
+STEP = jax.value_and_grad(loss)
+
+# -------------------------------------------------------------------------------------------------------------------- a row
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    row = CHIPS["h100"]
+    gpu = dict(row.gpu) | {"name": "A smaller GPU", "cores": 66}
+    monkeypatch.setitem(CHIPS, "h50", dataclasses.replace(row, kind="smaller", memory_bytes=2**35, gpu=gpu))
+    yield
+    targets._devices.cache_clear()
+
+
+def test_a_row_is_a_target(small_gpu):
+    target = Target("cuda:h50x4")
+    assert (target.platform, target.count, target.local, target.memory_bytes) == ("cuda", 4, False, 2**35)
+    assert "cuda:h50" in targets.known() and "cuda:h50" in str(jaxckpt.targets())
+    with pytest.raises(UnknownTargetError):
+        Target("tpu:h50")
+
+
+@pytest.mark.cuda
+def test_a_row_is_compiled_for(small_gpu):
+    report = jaxckpt.measure(STEP, WS, X, target="cuda:h50")
+    assert "A smaller GPU" in Target("cuda:h50").devices[0].device_kind
+    assert report.temp_bytes > X.nbytes
+    plan = jaxckpt.plan(loss, WS, X, budget="70%", target="cuda:h50")
+    assert plan.measured_bytes <= 0.7 * report.peak_bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["cuda:b200", "cuda:gb200"])
+def test_the_compiler_knows_blackwell(name):
+    target = Target(name)
+    (kind,) = {device.device_kind for device in target.devices}
+    matching = [chip for chip, row in CHIPS.items() if row.platform == "cuda" and re.search(row.kind, kind)]
+    assert matching == [name.split(":")[1]]
+    assert jaxckpt.measure(STEP, WS, X, target=target).temp_bytes > X.nbytes
+    assert target.flops["bfloat16"] > 2 * Target("cuda:h100").flops["bfloat16"]
+
+
+def test_figures_of_gpus_agree_with_each_other():
+    """Twice the rate for half the bits; what is on the chip is far less than what is beside it; both bandwidths are one."""
+    for name, row in CHIPS.items():
+        if row.platform == "cuda":
+            assert row.flops["bfloat16"] == pytest.approx(2 * row.flops["float32"], rel=0.01), name
+            assert row.gpu["cores"] * row.gpu["shared"] * 1024 + row.gpu["l2"] * 2**20 < row.memory_bytes / 200, name
+            assert row.gpu["bandwidth"] == pytest.approx(row.bandwidth, rel=0.05), name
+
+
+# --------------------------------------------------------------------------------------------------------------- a platform
+
+
+class Toy(Cpu):
+    """A device that fuses as a GPU does and is emulated by the CPU's compiler; one kibibyte goes to its runtime."""
+
+    name = "toy"
+    backend = "toy"
+    lowering = "cpu"
+    fusing = Fusing(stores_shared=False)
+
+    def __init__(self):
+        self.asked = []
+
+    def parse(self, text):
+        found = re.fullmatch(r"(\w+)", text)
+        return Place(text, found[1], 1) if found else None
+
+    def devices(self, place):
+        self.asked.append(place)
+        return tuple(jax.devices("cpu"))[:1]
+
+    def own_options(self, local):
+        self.asked.append("options")
+        return {}
+
+    def peak_bytes(self, stats, host, timeline):
+        return summed(stats) + 1024
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    for table in (PLATFORMS, FUSING):
+        monkeypatch.setitem(table, "toy", None)  # so that what is added is taken away again
+    platform = Toy()
+    add(platform)
+    rates = dict.fromkeys(("float32", "bfloat16"), 1e12)
+    monkeypatch.setitem(CHIPS, "one", Chip("toy", "toy", 2**30, rates, 1e11, 1e10, 1e10))
+    yield platform
+    targets._devices.cache_clear()
+
+
+def test_a_platform_is_known_by_its_name(toy):
+    target = Target("TOY:one")
+    assert (target.name, target.platform, target.count, target.memory_bytes) == ("toy:one", "toy", 1, 2**30)
+    assert [name for name in targets.known() if name.startswith("toy")] == ["toy", "toy:one"]
+    assert not toy.asked, "a name touches no device"
+    for name in ("toy:two", "toy:h100", "toy:one:2", "cuda:one"):
+        with pytest.raises(UnknownTargetError, match="there is no target"):
+            Target(name)
+
+
+def test_a_platform_compiles_measures_and_plans_in_its_own_way(toy):
+    report, local = (jaxckpt.measure(STEP, WS, X, target=name) for name in ("toy:one", "cpu"))
+    assert toy.asked == [Place("one", "one", 1), "options"]
+    assert report.peak_bytes == local.peak_bytes + 1024 and report.target == "toy:one"
+    assert report.timeline().peak_bytes > X.nbytes
+    plan = jaxckpt.plan(loss, WS, X, budget="70%", target="toy:one")
+    assert plan.target == "toy:one" and plan.measured_bytes <= 0.7 * report.peak_bytes
+    assert jaxckpt.compiler_options("toy:one") == jaxckpt.compiler_options("cpu")
+
+
+def test_a_platform_says_how_its_compiler_fuses(toy):
+    estimates = {name: estimate_peak(used_twice, X, platform=name) for name in ("cpu", "cuda", "toy")}
+    assert estimates["toy"] == estimates["cuda"] < estimates["cpu"]
+
+
+def used_twice(x):
+    y = jnp.sin(x)
+    return jnp.sum(y), jnp.sum(y * y)
+
+
+# ------------------------------------------------------------------------------------------------------------ what they say
+
+
+def stats(**figures):
+    names = ("argument", "output", "temp", "alias")
+    sizes = {f"{name}_size_in_bytes": figures.get(name, 0) for name in names}
+    return SimpleNamespace(**sizes, peak_memory_in_bytes=figures.get("peak", 0))
+
+
+def test_peaks_are_read_as_each_platform_means_them():
+    found = stats(argument=100, output=40, temp=60, alias=10, peak=170)
+    peaks = {
+        name: [platform.peak_bytes(found, *given) for given in ((0, None), (8, 155), (8, None))]
+        for name, platform in PLATFORMS.items()
+    }
+    assert peaks == {"cpu": [190, 190, 190], "cuda": [170, 190, 190], "tpu": [170, 155, 190]}
+    assert {name: platform.temp_bytes(found, 170) for name, platform in PLATFORMS.items()} == {
+        "cpu": 60,
+        "cuda": 60,
+        "tpu": 40,
+    }
+    assert [PLATFORMS[name].space(3) for name in ("cpu", "cuda", "tpu")] == [0, 0, 3]
+
+
+def test_a_refusal_is_read_as_tpu_compilers_write_it():
+    needed = PLATFORMS["tpu"].needed_bytes
+    assert needed("RESOURCE_EXHAUSTED: ... Ran out of memory in memory space hbm. Used 256.00G of 15.75G hbm.") == 2**38
+    assert needed("RESOURCE_EXHAUSTED: ... program (2.50M) exceeds available HBM (15.75G)") == 2.5 * 2**20
+    assert needed("RESOURCE_EXHAUSTED: no figures") is None
+
+
+def test_no_other_file_asks_which_platform_it_is():
+    root = Path(jaxckpt.__file__).parent
+    asks = re.compile(r"platform\w* (?:[!=]=|(?:not )?in) [\"'(\[{]|[\"'] [!=]= [\w.]*platform")
+    asking = [
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if asks.search(path.read_text())
+        and not {"_compat", "_compat.py", "platforms"} & set(path.relative_to(root).parts)
+    ]
+    # `for platform in ("cpu", "cuda")` asks both.
+    assert [name for name in asking if name != "transforms/budget.py"] == []

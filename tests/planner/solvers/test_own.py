@@ -1,0 +1,149 @@
+"""A solver of the user's own: an instance of a class that is registered nowhere."""
+
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from jaxckpt import ArgumentError, InfeasibleBudgetError
+from jaxckpt.planner.chain import Keep, cost
+from jaxckpt.planner.search import analyse
+from jaxckpt.planner.solvers import Infeasible, Solver, solver
+
+WS, X = [jnp.ones((32, 32))] * 12, jnp.ones((4096, 32))
+
+
+def loss(ws, x):
+    for w in ws:
+        x = jnp.sin(jnp.tanh(x @ w))
+    return jnp.sum(x)
+
+
+def leanest(chain):
+    options = [chain.span(stage, stage + 1).options for stage in range(chain.length)]
+    return tuple(
+        Keep(stage, stage + 1, min(range(len(each)), key=lambda o: each[o].kept)) for stage, each in enumerate(options)
+    )
+
+
+class Lean(Solver):
+    """Keeps the least of each stage, and drops no stage."""
+
+    name = "lean"
+
+    def __init__(self):
+        self.asked = []
+
+    def schedule(self, chain, budget):
+        self.asked.append(budget)
+        found = leanest(chain)
+        peak = cost(chain, found).peak
+        return found if peak <= budget else Infeasible(peak, found)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return analyse(loss, WS, X, target="cpu")
+
+
+def test_an_instance_plans(problem):
+    lean = Lean()
+    found = problem.plan("80%", solver=lean)
+    assert lean.asked and found.measured_bytes <= found.budget
+    assert found.regions == problem.model.plan(leanest(problem.model.chain)).regions
+    assert found.regions != problem.plan("80%").regions, "else anything could have made it"
+    again = jaxckpt.plan(loss, WS, X, budget="80%", target="cpu", solver=Lean())
+    assert again.regions == found.regions
+
+
+def test_a_frontier_and_autocheckpoint_take_an_instance(problem, tmp_path):
+    (point,) = jaxckpt.frontier(loss, WS, X, budgets=("80%",), target="cpu", verify=False, solver=Lean()).points
+    planned = jaxckpt.autocheckpoint(loss, budget="80%", target="cpu", verify=False, solver=Lean(), path=tmp_path)
+    expected = problem.model.plan(leanest(problem.model.chain)).regions
+    assert point.plan.regions == planned.plan(WS, X).regions == expected
+    (stored,) = tmp_path.iterdir()
+    jaxckpt.autocheckpoint(loss, budget="80%", target="cpu", verify=False, path=tmp_path).plan(WS, X)
+    assert len(list(tmp_path.iterdir())) == 2 and stored.exists(), "another solver's plan is another plan"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_it_answers_for_its_own_feasibility(problem, verify):
+    exact = least(problem, "chain", verify)
+    own = least(problem, Lean(), verify)
+    assert own > 1.1 * exact
+    with pytest.raises(InfeasibleBudgetError):
+        problem.plan((own + exact) // 2, solver=Lean(), verify=verify)
+    assert problem.plan((own + exact) // 2, solver="chain", verify=verify).regions
+    found = problem.plan(own, solver=Lean(), verify=verify)
+    assert (found.measured_bytes or found.predicted.peak_bytes) <= own
+
+
+def least(problem, solver, verify):
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        problem.plan(problem.argument_bytes + 1, solver=solver, verify=verify)
+    return caught.value.least_bytes
+
+
+def test_one_that_knows_no_least_is_infeasible_without_one(problem):
+    class Silent(Solver):
+        name = "silent"
+
+        def schedule(self, chain, budget):
+            return Infeasible()
+
+    with pytest.raises(InfeasibleBudgetError, match="got .* bytes\\). Use that") as caught:
+        problem.plan("60%", solver=Silent())
+    assert caught.value.least_bytes is None and caught.value.stretch is not None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda chain: leanest(chain)[1:],
+        lambda chain: leanest(chain)[::-1],
+        lambda chain: tuple(
+            Keep(k.start, k.stop, max(range(n), key=lambda o: chain.span(k.start, k.stop).options[o].kept))
+            for k in leanest(chain)
+            for n in [len(chain.span(k.start, k.stop).options)]
+        ),
+    ],
+    ids=["leaves a stage out", "out of order", "over the budget"],
+)
+def test_an_answer_that_is_none_is_an_error(problem, answer):
+    class Wrong(Lean):
+        name = "wrong"
+
+        def schedule(self, chain, budget):
+            found = super().schedule(chain, budget)
+            return found if isinstance(found, Infeasible) else answer(chain)
+
+    least_bytes = least(problem, Lean(), False)
+    with pytest.raises(
+        ArgumentError, match="solver must be one whose schedules cover every stage once.* wrong returned"
+    ):
+        problem.plan(least_bytes, solver=Wrong(), verify=False)
+
+
+def test_an_instance_keeps_what_budgets_share(problem, monkeypatch):
+    optimal = solver("chain")
+    chain = problem.model.chain
+    table = optimal.table(chain)
+    assert optimal.table(chain) is table
+    other = analyse(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WS[0], X, target="cpu").model.chain
+    assert optimal.schedule(other, 2**40) == optimal.table(other).schedule(2**40)
+    assert optimal.table(chain) is not table, "the last chain's alone is kept"
+    assert problem.table is problem.table
+
+
+def test_threads_may_ask_one_instance_of_several_chains(problem):
+    other = analyse(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WS[0], X, target="cpu").model.chain
+    chains, shared, found = [problem.model.chain, other], solver("sqrt"), []
+    expected = [solver("sqrt").least(chain) for chain in chains]
+    ask = lambda i: found.extend((i, shared.least(chains[i])) for _ in range(20))
+    threads = [threading.Thread(target=ask, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80 and all(schedule == expected[i] for i, schedule in found)
