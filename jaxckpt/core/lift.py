@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.leaves import Whole, is_array, is_given, is_number, is_operand
+from jaxckpt.core.typed import typed
 
 T = TypeVar("T")
 
@@ -44,11 +45,15 @@ class Spec:
 
     Attributes:
       trees: operand, its structure, the labels of its leaves.
-      constants: label -> leaf, of the leaves that are no arrays.
+      constants: label -> leaf, of the leaves that are no arrays; compared by type and value.
     """
 
     trees: tuple[tuple[str, Any, tuple[str, ...]], ...]
-    constants: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, Any], ...] = field(compare=False)
+    key: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", typed(self.constants))
 
 
 def spread(operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array) -> tuple[dict[str, Any], Spec]:

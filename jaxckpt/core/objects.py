@@ -17,6 +17,7 @@ from flax import nnx
 from jaxckpt._compat.flax import IndexMap, RefMap, is_node_module
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.leaves import Whole, defines_call
+from jaxckpt.core.typed import typed
 
 
 def is_object(leaf: Any) -> bool:
@@ -51,7 +52,7 @@ class Objects:
 
     Attributes:
       operands: label -> a Variable's value, or an array.
-      key: equal for trees of one structure.
+      key: equal for trees of one structure, whose attributes that are no arrays have one type and value.
     """
 
     def __init__(self, tree: Any, label: Callable[[tuple[Any, ...]], str]) -> None:
@@ -67,7 +68,8 @@ class Objects:
                 hint = "nnx.with_vars(module, ref=False, hijax=False) makes it so."
                 raise ArgumentError("arguments", rule, got, hint)
             labels[name if name not in labels else f"{name}#{len(labels)}"] = None
-        self._outside, self._leaves, self.key = outside, state.leaves, before
+        self._outside, self._leaves, self._before = outside, state.leaves, before
+        self.key = typed((*before.nodes, *before.attributes))
         values = [leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for leaf in state.leaves]
         self.operands = dict(zip(labels, values, strict=True))
         names = list(labels)
@@ -101,7 +103,7 @@ class Objects:
         pairs = zip(self._leaves, self.operands.values(), leaves, strict=False)
         changed = [(leaf, new) for leaf, old, new in pairs if not _same_leaves(old, new)]
         variables = all(isinstance(leaf, nnx.Variable) for leaf, _ in changed)
-        if same_graph(after, self.key.with_same_outer_index()) and variables:
+        if same_graph(after, self._before.with_same_outer_index()) and variables:
             for variable, new in changed:
                 variable.set_raw_value(new)
             return nnx.unflatten(result, results, index_ref=objects)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core import lift, purity
+from jaxckpt.core.typed import hashable, typed
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +52,7 @@ class Call:
     key: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        # 1 and True are equal, and not the same argument.
-        statics = tuple((place, type(_value(leaf)), _value(leaf)) for place, leaf in self.statics.items())
+        statics = tuple((place, typed(_value(leaf))) for place, leaf in self.statics.items())
         object.__setattr__(self, "key", (self.tree, self.avals, statics))
 
     def without_shardings(self) -> Call | None:
@@ -141,7 +141,7 @@ def parse(
         statics = {place: leaf for place, (leaf, aval) in enumerate(zip(leaves, avals)) if aval is None}
         arrays = [leaf for leaf, aval in zip(leaves, avals) if aval is not None]
         call = functools.partial(Call, tree, arrays, statics, tuple(aval for aval in avals if aval is not None))
-    if unhashable := [value for value in (*map(_value, statics.values()), tree) if not _hashable(value)]:
+    if unhashable := [value for value in (*map(_value, statics.values()), tree) if not hashable(value)]:
         raise ArgumentError("args", "arrays, numbers, or else hashable", unhashable)
     return call()
 
@@ -155,14 +155,6 @@ def _of_positions(fun: Callable[..., Any], keywords: bool) -> Callable[..., Any]
 
     call.__name__ = call.__qualname__ = lift.title(fun)
     return call
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _aval(leaf: Any) -> tuple[Any, bool, Any] | None:

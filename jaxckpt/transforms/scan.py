@@ -18,7 +18,7 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.actions import OFFLOAD, SAVE, Action, action_from
-from jaxckpt.core.graph import trace
+from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax
 from jaxckpt.policies import resolve as resolve_policy
@@ -26,9 +26,11 @@ from jaxckpt.transforms.binomial import scan_with_slots
 from jaxckpt.transforms.budget import Runs, fit
 from jaxckpt.transforms.checkpoint import checkpoint
 from jaxckpt.transforms.schedules import Nested, Schedule, Slots, resolve
-from jaxckpt.transforms.step import Scan, Values, is_inexact, take_apart
+from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, take_apart
 
-_CARRY = "jaxckpt.scan:carry"  # the name of carries that are kept on the host
+# The name of carries that are kept on the host, with a number of its own at each level: a checkpoint moves all that bears its name, in inner
+# segments and in inner scans too, which keep their carries for no longer than they run.
+_CARRY = "jaxckpt.scan:carry:"
 
 Body = Callable[[Values, Values], tuple[Values, Values]]
 
@@ -125,7 +127,20 @@ def _scan_nested(taken: Scan, plan: Nested, policy: Any, carry: Action, unroll: 
 
     # Inside a scan nothing can be merged with the forward pass, so there is no need to prevent it.
     inner = body if policy is None else checkpoint(body, policy=policy, prevent_cse=False)
-    return _run(plan, body, inner, policy, carry, step.reverse, unroll, taken.init, taken.xs)
+    return _run(plan, body, inner, policy, _names(plan, step, carry), step.reverse, unroll, taken.init, taken.xs)
+
+
+def _names(plan: Nested, step: Step, carry: Action) -> tuple[str, ...]:
+    """Returns the names of the carries that each level keeps on the host, outermost first; none where they stay on the device.
+
+    Numbers go up from those in the body: the same program has the same names wherever it is traced.
+    """
+    if carry == SAVE:
+        return ()
+    tags = {tag for value in graph_of(_compat.close_jaxpr(step.jaxpr, ())).values for tag in value.tags}
+    numbers = [tag.removeprefix(_CARRY) for tag in tags if tag.startswith(_CARRY)]
+    first = max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+    return tuple(f"{_CARRY}{number}" for number in reversed(range(first, first + plan.levels)))
 
 
 def _run(
@@ -133,27 +148,27 @@ def _run(
     body: Body,
     inner: Body,
     policy: Any,
-    carry: Action,
+    names: tuple[str, ...],
     reverse: bool,
     unroll: int | bool,
     init: Values,
     xs: Values,
 ) -> tuple[Values, Values]:
-    """Runs the steps of a nest; `inner` is the step as it is in plain stretches, `body` without the policy."""
+    """Runs the steps of a nest; `inner` is the step as it is in plain stretches, `body` without the policy, `names` as of `_names`."""
 
     def steps(f: Body, init: Values, xs: Values, length: int) -> tuple[Values, Values]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
 
     if plan.inner is None:
-        return steps(_checkpointed(body, policy, carry) if plan.remat else inner, init, xs, plan.length)
+        return steps(_checkpointed(body, policy, names) if plan.remat else inner, init, xs, plan.length)
     deeper, size, main = plan.inner, plan.inner.length, plan.count * plan.inner.length
 
     def segment(state: Values, rows: Values) -> tuple[Values, Values]:
-        return _run(deeper, body, inner, policy, carry, reverse, unroll, state, rows)
+        return _run(deeper, body, inner, policy, names[1:], reverse, unroll, state, rows)
 
     first, rest = _cut(xs, main, plan.rest, reverse)
     segments = [x.reshape(plan.count, size, *x.shape[1:]) for x in first]
-    state, ys = lax.scan(_checkpointed(segment, None, carry), init, segments, length=plan.count, reverse=reverse)
+    state, ys = lax.scan(_checkpointed(segment, None, names), init, segments, length=plan.count, reverse=reverse)
     ys = [y.reshape(main, *y.shape[2:]) for y in ys]
     if plan.rest:
         state, last = steps(inner, state, rest, plan.rest)
@@ -170,9 +185,9 @@ def _cut(xs: Values, main: int, rest: int, reverse: bool) -> tuple[Values, Value
     return [x[:main] for x in xs], [x[main:] for x in xs]
 
 
-def _checkpointed(f: Body, policy: Any, carry: Action) -> Body:
-    """Returns a step or a segment under a checkpoint, of which the carry that it starts from is kept in device or host memory."""
-    if carry == SAVE:
+def _checkpointed(f: Body, policy: Any, names: tuple[str, ...]) -> Body:
+    """Returns a step or a segment under a checkpoint, of which the carry that it starts from is kept: on the host by the first name, if any."""
+    if not names:
         return checkpoint(f, policy=policy, prevent_cse=False)
     if policy is not None:
         raise ArgumentError(
@@ -182,13 +197,15 @@ def _checkpointed(f: Body, policy: Any, carry: Action) -> Body:
             "Use a segment length, such as schedule=1.",
         )
 
+    name = names[0]
+
     def named(state: Values, x: Values) -> tuple[Values, Values]:
         away = [
-            jax.ad_checkpoint.checkpoint_name(leaf, _CARRY) if is_inexact(jax.typeof(leaf)) else leaf for leaf in state
+            jax.ad_checkpoint.checkpoint_name(leaf, name) if is_inexact(jax.typeof(leaf)) else leaf for leaf in state
         ]
         return f(away, x)
 
-    offload = _compat.keep_names([], [_CARRY])
+    offload = _compat.keep_names([], [name])
 
     def run(state: Values, x: Values) -> tuple[Values, Values]:
         with _compat.working_checkpoints():

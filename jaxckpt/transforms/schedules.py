@@ -90,6 +90,11 @@ class Nested:
         return self.count * self.inner.steps
 
     @property
+    def levels(self) -> int:
+        """Levels of checkpoints, one within the other."""
+        return 1 + self.inner.levels if self.inner is not None else int(self.remat)
+
+    @property
     def kept(self) -> int:
         """Carries kept from the forward to the backward pass."""
         return self.count if self.inner is not None else self.length if self.remat else 0

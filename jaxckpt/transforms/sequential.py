@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, StructureError
+from jaxckpt._errors import ArgumentError, JaxckptError, StructureError
+from jaxckpt.core.lift import result_of
 from jaxckpt.transforms.checkpoint import checkpoint
 
 Layer = Callable[[Any], Any]
@@ -33,7 +34,8 @@ def checkpoint_sequential(
 
     Raises:
       ArgumentError: `segment_size` is no int of at least 1 and not "sqrt", or a layer is no function.
-      StructureError: at the call: a layer could not take what the one before it returned.
+      StructureError: at the call: a layer does not take what the one before it returned, and does take what came earlier. What else a layer
+        raises comes as it is, with a note that names the layer.
 
     >>> import jax.numpy as jnp
     >>> f = checkpoint_sequential([jnp.sin] * 5, segment_size="sqrt")
@@ -61,8 +63,15 @@ def checkpoint_sequential(
     functions = [run_segment(which) for which in segments]
 
     def sequence(x: Any) -> Any:
-        for function in functions:
-            x = function(x)
+        given = x
+        try:
+            for function in functions:
+                x = function(x)
+        except _MISFITS as error:
+            misfit = _misfit(layers, given, error)
+            if misfit is None:
+                raise
+            raise misfit from error
         return x
 
     return sequence
@@ -85,17 +94,69 @@ def segment_length(segment_size: int | str, count: int) -> int:
 
 
 def _call(layer: Layer, i: int, x: Any) -> Any:
-    """Calls layer i; an error about what it was handed says which layers did not fit."""
     try:
         return layer(x)
-    except (TypeError, ValueError) as error:
-        if i == 0 or isinstance(error, StructureError):
-            raise
-        shapes = jax.tree.map(
-            lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__, x
+    except Exception as error:
+        error.add_note(_note(layer, i, x))
+        raise
+
+
+def _note(layer: Layer, i: int, x: Any) -> str:
+    return f"layers[{i}] ({_name(layer)}) raised this. It was given {_described(x)}."
+
+
+_MISFITS = (TypeError, ValueError, AttributeError, LookupError)
+"""What a function may raise that is given another structure, or other shapes, than it takes."""
+
+
+def _misfit(layers: Sequence[Layer], x: Any, error: Exception) -> StructureError | None:
+    """Returns the error of a layer that does not take what the one before it returned; None where the error is the layer's own.
+
+    It is found by running the layers on shapes alone: the layer raises the error again, and does not where it is given
+    what came before.
+
+    Args:
+      layers: of the sequence.
+      x: what the sequence was called with.
+      error: what a layer raised.
+    """
+    if isinstance(error, (JaxckptError, jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
+        return None
+    given: list[Any] = [_shapes(x)]
+    for i, layer in enumerate(layers):
+        failed = _run(layer, given)
+        if failed is None:
+            continue
+        again = type(failed) is type(error) and _note(layer, i, given[i]) in getattr(error, "__notes__", ())
+        earlier = [j for j in range(i) if _run(layer, [given[j]]) is None] if again else []
+        if not earlier:
+            return None
+        return StructureError(
+            f"layers[{i}] ({_name(layer)}) must take what layers[{i - 1}] returned; that was {_described(given[i])}, and it failed with "
+            f"{type(error).__name__}: {error}. It does take {_described(given[earlier[-1]])}: let layers[{i - 1}] return that."
         )
-        name = getattr(layer, "__name__", type(layer).__name__)
-        raise StructureError(
-            f"layers[{i}] ({name}) must take what layers[{i - 1}] returned; that was {shapes}, and it failed with "
-            f"{type(error).__name__}: {error}. Layers take and return one pytree of one structure."
-        ) from error
+    return None
+
+
+def _run(layer: Layer, given: list[Any]) -> Exception | None:
+    """Runs a layer on the last of `given`, which are shapes, and adds its result to them; returns what it raises."""
+    try:
+        given.append(_shapes(result_of(layer, (given[-1],))))
+    except Exception as error:
+        return error
+    return None
+
+
+def _shapes(x: Any) -> Any:
+    is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf, x)
+
+
+def _described(x: Any) -> str:
+    """Returns what to call an argument in a message: its structure, with types and shapes for arrays."""
+    describe = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
+    return str(jax.tree.map(describe, x))
+
+
+def _name(layer: Layer) -> str:
+    return str(getattr(layer, "__name__", type(layer).__name__))

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt.core.typed import hashable, typed
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Static:
         try:
             return _closure(self.fun, count, positional, named), dynamic, rest
         except TypeError:
-            if all(fixed.hashable for _, fixed in (*positional, *named)):
+            if all(hashable(fixed) for _, fixed in (*positional, *named)):
                 raise
         return _make_closure(self.fun, count, positional, named), dynamic, rest
 
@@ -84,30 +85,13 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
 
 @dataclass(frozen=True)
 class _Fixed:
-    """A static argument; equal where type and value are: 1, 1.0 and True are three, and a NaN is one."""
+    """A static argument; equal where type and value are, at every depth: see `typed`."""
 
     value: Any = field(compare=False)
     key: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", _typed(self.value))
-
-    @property
-    def hashable(self) -> bool:
-        try:
-            hash(self.key)
-        except TypeError:
-            return False
-        return True
-
-
-def _typed(value: Any) -> Any:
-    kind = type(value)
-    if kind in (float, complex):
-        return kind, repr(value)  # zeros of two signs are equal, and NaN to nothing
-    if kind in (tuple, frozenset):
-        return kind, kind(map(_typed, value))
-    return kind, value
+        object.__setattr__(self, "key", typed(self.value))
 
 
 def _make_closure(

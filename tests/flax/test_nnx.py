@@ -508,6 +508,21 @@ def test_equal_layers_are_traced_once_and_unequal_ones_are_not_mistaken():
     assert Counted.traced == 6
 
 
+class Signed(nnx.Module):
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+    def __call__(self, x: Any, times: Any = 1) -> Any:
+        kinds = {int: 2.0, float: 3.0, bool: 5.0}
+        return jnp.sin(x) * np.copysign(kinds[type(self.by)], self.by) * kinds[type(times)]
+
+
+def test_layers_whose_static_values_are_equal_and_of_other_types_are_not_mistaken():
+    values = [(1, 1), (1.0, 1), (True, 1), (0.0, 1), (-0.0, 1), (1, 1.0), (1, True), (1, 1)]
+    run = lambda kind: jax.jit(lambda x: [kind(by)(x, times) for by, times in values])(X)
+    assert_close(run(checkpoint(Signed)), run(Signed))
+
+
 def test_a_function_sees_changes_of_the_modules_that_it_closes_over():
     block = Block(nnx.Rngs(0))
     ours = checkpoint(lambda x: block(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import timeit
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,39 @@ def test_static_argnums_are_taken_whole(planner):
     assert len(planner) == 2
     with pytest.raises(ArgumentError, match="static_argnums must be within the 2 positional"):
         planned(WS, X)
+
+
+class Options(NamedTuple):
+    scale: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    scale: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: ((x, "a"),), Options, Config])
+def test_static_arguments_of_equal_values_and_other_types_are_other_programs(wrap, planner):
+    seen: list[str] = []
+
+    def switched(ws, x, static):
+        seen.append(repr(static))
+        return loss(ws, x) * (1 + len(set(seen)))
+
+    planned = autocheckpoint(switched, budget="60%", static_argnums=2)
+    values = [wrap(value) for value in (1, 1.0, True, 0.0, -0.0)]
+    first = [float(planned(WS, X, value)) for value in values]
+    assert len(planner) == len(values)
+    assert [float(planned(WS, X, value)) for value in values] == first
+    assert len(planner) == len(values) and len(set(first)) == len(values)
+
+
+def test_numbers_whose_values_are_needed_are_told_apart_by_sign_and_type(planner):
+    sign = lambda ws, x, by: loss(ws, x) * float(np.copysign(1, by)) * (2 if isinstance(by, float) else 1)
+    planned = autocheckpoint(sign, budget="60%")
+    plain = float(loss(WS, X))
+    got = [float(planned(WS, X, by)) for by in (0.0, -0.0, 1, 1.0, 0.0)]
+    assert got == pytest.approx([2 * plain, -2 * plain, plain, 2 * plain, 2 * plain])
 
 
 def test_under_vmap_the_plan_is_for_one_example(planner):

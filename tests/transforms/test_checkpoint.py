@@ -1,6 +1,8 @@
 """checkpoint: with no policy it is jax.checkpoint; with a Policy, values and gradients stay, what is kept is what is named."""
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import chex
 import hypothesis
@@ -192,11 +194,27 @@ def test_static_arguments_that_cannot_be_hashed_select_the_program_at_each_call(
     assert [float(jax.grad(wrapped)(1.0, {"by": by})) for by in (2.0, 3.0, 2.0)] == [2.0, 3.0, 2.0]
 
 
+class Options(NamedTuple):
+    by: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    by: Any
+
+
 @pytest.mark.parametrize("policy", [None, "nothing", "everything", "dots"])
 @pytest.mark.parametrize(
     "values",
-    [(1, True, 1.0, 1 + 0j), (0.0, -0.0), ((1, 2), (True, 2)), ("1", 1)],
-    ids=["ones", "zeros", "tuples", "text"],
+    [
+        (1, True, 1.0, 1 + 0j),
+        (0.0, -0.0),
+        ((1, 2), (True, 2)),
+        ("1", 1),
+        (Options(1), Options(1.0), Options((0.0,)), Options((-0.0,))),
+        (Config(1), Config(True), Config(Options(0.0)), Config(Options(-0.0))),
+    ],
+    ids=["ones", "zeros", "tuples", "text", "named tuples", "dataclasses"],
 )
 def test_static_arguments_of_equal_values_and_other_types_are_other_programs(policy, values):
     wrapped = jaxckpt.checkpoint(lambda mode, x: (x, seen.append(repr(mode)))[0], policy=policy, static_argnums=0)

@@ -21,10 +21,10 @@ from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
 from jaxckpt.policies import Policy, op
 from jaxckpt.transforms import pullback
-from jaxckpt.transforms.checkpoint import tag
+from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
 from jaxckpt.transforms.schedules import Nested, Slots, extra_steps, resolve
-from tests.helpers import assert_trees_close, gradient_executions, kept_bytes
+from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes, kept_shapes
 
 TARGETS = [
     pytest.param("cpu", id="cpu"),
@@ -389,6 +389,48 @@ def test_counters_and_keys_of_an_offloaded_carry_stay_where_they_are(schedule: A
     assert_trees_close(*grads)
     away = re.findall(r"(\w+)<host>", str(jax.make_jaxpr(jax.grad(functools.partial(loss, carry=OFFLOAD)))(h)))
     assert set(away) == {"f32"}
+
+
+def _within(wrap: Callable, outer: Any, inner: Any = "sqrt", **options: Any) -> Callable:
+    """A scan whose step, wrapped, runs two other scans."""
+
+    def loss(h: Any) -> Any:
+        run = wrap(lambda h: scan(lambda h, x: (jnp.sin(h * x), None), h, jnp.ones(16), schedule=inner, **options)[0])
+        return scan(lambda h, x: (run(run(h)) * x, None), h, jnp.ones(9), schedule=outer, **options)[0].sum()
+
+    return loss
+
+
+def _levels(schedule: Any, length: int, **options: Any) -> Callable:
+    return lambda h: scan(lambda h, x: (jnp.sin(h * x), None), h, jnp.ones(length), schedule=schedule, **options)[
+        0
+    ].sum()
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        functools.partial(_levels, "log", 300),
+        functools.partial(_levels, (21, 5), 103),
+        functools.partial(_levels, (30, 10, 3), 120, policy="dots"),
+        functools.partial(_within, lambda f: f, "sqrt"),
+        functools.partial(_within, lambda f: f, "every", "every"),
+        functools.partial(_within, jax.jit, 2, (6, 3)),
+        functools.partial(_within, checkpoint, (3, 3), "log"),
+        functools.partial(_within, lambda f: lambda h: jax.lax.cond(h[0] > 0, f, jnp.sin, h), 3),
+        functools.partial(_within, lambda f: lambda h: _within(jax.jit, 3, carry=OFFLOAD)(h) + f(h), "sqrt"),
+    ],
+)
+def test_carries_of_inner_levels_and_scans_are_not_kept_with_the_outer_ones(fun: Callable) -> None:
+    h = jnp.linspace(0.1, 1.0, 5)
+    away = fun(carry=OFFLOAD)
+    assert kept_shapes(away, h) == kept_shapes(fun(carry=SAVE), h)
+    assert executions(jax.grad(away), h)["sin"] == executions(jax.grad(fun(carry=SAVE)), h)["sin"]
+    traced = str(jax.make_jaxpr(jax.grad(away))(h))
+    assert "<host>" in traced
+    again = fun(carry=OFFLOAD)
+    named = [re.findall(r"jaxckpt.scan:carry:\d+", text) for text in (traced, str(jax.make_jaxpr(jax.grad(again))(h)))]
+    assert named[0] == named[1] != []
 
 
 def _small(schedule: Any, **options: Any) -> Callable:

@@ -90,12 +90,113 @@ def test_a_layer_that_returns_another_structure_is_named(segment_size):
     assert "float32[4, 6]" in message
 
 
-def test_an_error_of_a_layers_own_is_not_renamed():
-    def broken(x):
-        raise RuntimeError("mine")
+def narrower(x):
+    return x[:, :3]
 
-    with pytest.raises(RuntimeError, match="mine"):
-        checkpoint_sequential([jnp.sin, broken])(X)
+
+def dense(x):
+    return x @ jnp.ones((6, 6))
+
+
+def of_a_pair(x):
+    left, right = x
+    return left + right
+
+
+def of_a_dictionary(x):
+    return x["h"] * 2.0
+
+
+def with_an_attribute(x):
+    return x.reshape(6, 4)
+
+
+@pytest.mark.parametrize("segment_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("layers", "place", "came"),
+    [
+        ([jnp.sin, narrower, dense], 2, "float32[4, 3]"),
+        ([narrower, jnp.sin, jnp.cos, dense], 3, "float32[4, 3]"),
+        ([lambda x: (x, x), of_a_pair, of_a_pair], 2, "float32[4, 6]"),
+        ([lambda x: {"h": x}, of_a_dictionary, of_a_dictionary], 2, "float32[4, 6]"),
+        ([lambda x: (x, x), with_an_attribute], 1, "('float32[4, 6]', 'float32[4, 6]')"),
+    ],
+)
+def test_what_a_layer_does_not_take_but_took_before_is_named(layers, place, came, segment_size):
+    with pytest.raises(StructureError) as caught:
+        jax.eval_shape(checkpoint_sequential(layers, segment_size=segment_size), X)
+    rule = f"layers[{place}] ({layers[place].__name__}) must take what layers[{place - 1}] returned; that was {came}"
+    assert str(caught.value).startswith(rule)
+    assert caught.value.__cause__ is not None
+
+
+class Configured:
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, x):
+        if self.width < 0:
+            raise ValueError("negative width in config")
+        return x
+
+
+def failing(error):
+    def broken(x):
+        raise error
+
+    return broken
+
+
+def once():
+    """A layer that fails in its first call alone."""
+    calls = []
+
+    def flaky(x):
+        calls.append(x)
+        if len(calls) == 1:
+            raise ValueError("not yet")
+        return x
+
+    return flaky
+
+
+@pytest.mark.parametrize("segment_size", [1, 2, 3])
+@pytest.mark.parametrize("before", [jnp.sin, lambda x: (x, x), narrower])
+@pytest.mark.parametrize(
+    ("layer", "kind", "message"),
+    [
+        (failing(RuntimeError("mine")), RuntimeError, "mine"),
+        (failing(TypeError("mine")), TypeError, "mine"),
+        (failing(KeyError("mine")), KeyError, "mine"),
+        (failing(AttributeError("mine")), AttributeError, "mine"),
+        (failing(ArgumentError("width", "positive", -1)), ArgumentError, "width must be positive; got -1."),
+        (Configured(-1), ValueError, "negative width in config"),
+        (lambda x: jnp.zeros("wide"), TypeError, "wide"),
+        (lambda x: int("wide"), ValueError, "invalid literal for int"),
+        (once, ValueError, "not yet"),
+    ],
+)
+def test_an_error_of_a_layers_own_passes_with_a_note_that_names_the_layer(layer, kind, message, before, segment_size):
+    layer = layer() if layer is once else layer
+    with pytest.raises(kind, match=message) as caught:
+        checkpoint_sequential([jnp.cos, before, layer, jnp.sin], segment_size=segment_size)(X)
+    assert not isinstance(caught.value, StructureError)
+    name = getattr(layer, "__name__", type(layer).__name__)
+    assert any(note.startswith(f"layers[2] ({name}) raised this. It was given ") for note in caught.value.__notes__)
+
+
+def test_a_layer_that_branches_on_values_has_jaxs_error():
+    branching = lambda x: x if x.sum() > 0 else (x, x)
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(checkpoint_sequential([lambda x: (x, x), lambda x: x[0], branching]))(X)
+    with pytest.raises(ValueError, match="negative sum"):  # eager: the value is there
+        checkpoint_sequential([jnp.sin, lambda x: negative(x)], segment_size=2)(jnp.ones(3) * -1)
+
+
+def negative(x):
+    if float(x.sum()) < 0:
+        raise ValueError("negative sum")
+    return x
 
 
 def test_segments_keep_less_the_longer_they_are():
