@@ -16,6 +16,7 @@ import jaxckpt
 from jaxckpt import _compat
 from jaxckpt.memory import assign, cache
 from jaxckpt.memory import report as module
+from jaxckpt.memory.platforms import tpu
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target
 
@@ -161,7 +162,7 @@ def test_other_compilers_go_to_the_end(target, compiles):
 
 
 def test_a_tpu_that_is_here_belongs_to_one_process(monkeypatch, no_size_is_small, compiles):
-    monkeypatch.setattr(assign, "tpu_visible", lambda: True)
+    monkeypatch.setattr(tpu, "tpu_visible", lambda: True)
     assert measure(*_on_chip(), target=TPU, generate_code=False).code_bytes > 0
     assert len(compiles) == 1
 
