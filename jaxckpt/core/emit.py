@@ -20,6 +20,7 @@ from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core import reads
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import Body, Graph, Op, trace
+from jaxckpt.core.lift import array
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.reads import INTERNAL, Flat
@@ -66,9 +67,10 @@ def apply_plan(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls what `emit` returned, on the arguments that the graph was traced with or others like them."""
+    """Calls what `emit` returned, on the arguments that the graph was traced with or others like them; all results are arrays."""
     leaves = jax.tree.leaves((args, kwargs))
-    return jax.tree.unflatten(graph.out_tree, emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves))
+    out = emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves)
+    return jax.tree.unflatten(graph.out_tree, map(array, out))
 
 
 class Named:

@@ -146,6 +146,7 @@ class _Planned:
 
     def finish(self, call: Call, out: list[Any]) -> Any:
         """Returns the result of a call, of what the jaxpr returned."""
+        out = [lift.array(leaf) for leaf in out]
         if call.taken is None:
             return jax.tree.unflatten(self.out_tree, out)
         assert call.taken.lifted is not None
@@ -173,7 +174,7 @@ class _Auto:
                 closed = calls.closed(call, self.fun)
                 return planned.plan.apply(closed.fun)(*closed.args)
         out = _compat.eval_jaxpr(
-            _compat.open_jaxpr(planned.jaxpr), _compat.jaxpr_consts(planned.jaxpr), *map(calls.array, call.arrays)
+            _compat.open_jaxpr(planned.jaxpr), _compat.jaxpr_consts(planned.jaxpr), *map(lift.array, call.arrays)
         )
         return planned.finish(call, out)
 

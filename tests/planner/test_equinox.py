@@ -197,3 +197,27 @@ def test_what_has_no_hash_is_planned_measured_and_compared_as_what_has_one():
     assert_trees_close(jax.grad(auto)(w, x), jax.grad(chain)(w, x))
     rows = jaxckpt.compare({"a": fun, "b": auto}, w, x, step=unhashable_step, time=True).rows
     assert rows[1].peak_bytes < rows[0].peak_bytes and all(row.seconds > 0 for row in rows)
+
+
+def test_state_that_a_filtered_step_makes_constant_serves_the_next_step():
+    class Counted(eqx.Module):
+        layer: eqx.nn.Linear
+        name: str
+
+        def __call__(self, first, x):
+            for _ in range(6):
+                x = jnp.tanh(jax.vmap(self.layer)(x))
+            return jnp.mean(x**2) + jnp.where(first, 1.0, 2.0), jnp.array(False)
+
+    model, x = Counted(eqx.nn.Linear(16, 16, key=jax.random.key(0)), "a"), jnp.ones((1024, 16))
+    apply = lambda model, first, x: model(first, x)
+    plan = jaxckpt.plan(apply, model, jnp.array(True), x, budget="80%", step=with_aux)
+    assert plan.regions
+    for wrapped in (plan.apply(apply), jaxckpt.autocheckpoint(apply, budget="80%", step=with_aux)):
+        for compiled in (eqx.filter_jit, lambda fun: fun):
+            first, plain = jnp.array(True), jnp.array(True)
+            for _ in range(3):
+                (value, first), _ = compiled(with_aux(wrapped))(model, first, x)
+                (expected, plain), _ = compiled(with_aux(apply))(model, plain, x)
+                assert isinstance(first, jax.Array) and first.dtype == jnp.bool
+                assert_trees_close(value, expected)
