@@ -20,6 +20,7 @@ from jaxckpt._errors import PlanMismatchError
 from jaxckpt.core import reads
 from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Loop, Region
@@ -53,9 +54,10 @@ def emit(
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls what `emit` returned, on the arguments that the graph was traced with or others like them."""
+    """Calls what `emit` returned, on the arguments that the graph was traced with or others like them; all results are arrays."""
     leaves = jax.tree.leaves((args, kwargs))
-    return jax.tree.unflatten(graph.out_tree, emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves))
+    out = emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves)
+    return jax.tree.unflatten(graph.out_tree, map(array, out))
 
 
 class Named:

@@ -38,6 +38,16 @@ def is_operand(x: Any) -> bool:
     return is_number(x) or is_given(x)
 
 
+def array(leaf: Any) -> Any:
+    """Returns an array of JAX's, from itself, from one of NumPy's, or from a number (whose type stays weak).
+
+    What a jaxpr returns is not always one: a constant of it is a number of Python's, or of JAX's own kind.
+    """
+    if isinstance(leaf, jax.Array) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
+        return leaf
+    return jax.numpy.asarray(leaf)
+
+
 class Whole:
     """A leaf whose content is passed as it is."""
 

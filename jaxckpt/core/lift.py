@@ -193,7 +193,7 @@ def take(
       traced: whether a leaf counts as an array.
     """
     nnx = _nnx()
-    fun, args = unbound(fun, args)
+    fun, args = unbound(_hashable(fun), args)
     is_object = nnx.is_object if nnx is not None else None
     flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
     leaves = [leaf for _, leaf in flat]
@@ -237,6 +237,17 @@ def take(
 
     key = (tree, tuple(labels), spec.trees, None if objects is None else objects.key)
     return Taken(lifted.of_arrays, (arrays,), {}, finish, restore, lifted.everything, key, lifted)
+
+
+def _hashable(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, or one that calls it where it has no hash, which jax.jit needs: an equinox transform has dictionaries in it."""
+    try:
+        hash(fun)
+    except TypeError:
+        call = functools.wraps(fun, updated=())(lambda *args, **kwargs: fun(*args, **kwargs))
+        call.__qualname__ = title(fun)
+        return call
+    return fun
 
 
 def unbound(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -24,7 +24,7 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
-from jaxckpt.core import lift
+from jaxckpt.core import leaves, lift
 from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -147,6 +147,7 @@ class _Planned:
 
     def finish(self, call: Call, out: list[Any]) -> Any:
         """Returns the result of a call, of what the jaxpr returned."""
+        out = [leaves.array(leaf) for leaf in out]
         if call.taken is None:
             return jax.tree.unflatten(self.out_tree, out)
         assert call.taken.lifted is not None
@@ -174,7 +175,7 @@ class _Auto:
                 closed = calls.closed(call, self.fun)
                 return planned.plan.apply(closed.fun)(*closed.args)
         out = _compat.eval_jaxpr(
-            _compat.open_jaxpr(planned.jaxpr), _compat.jaxpr_consts(planned.jaxpr), *map(calls.array, call.arrays)
+            _compat.open_jaxpr(planned.jaxpr), _compat.jaxpr_consts(planned.jaxpr), *map(leaves.array, call.arrays)
         )
         return planned.finish(call, out)
 

@@ -188,11 +188,6 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **rest)
 
 
-def array(leaf: Any) -> Any:
-    """Returns an array of JAX's, from itself, from one of NumPy's, or from a number (whose type stays weak)."""
-    return leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf)
-
-
 def shapes_of(call: Call) -> Any:
     """Returns the arguments of a call's function of arrays (of `call.taken.fun`, where there are objects), as shapes."""
     return jax.tree.map(abstract, call.positional() if call.taken is None else call.taken.args)

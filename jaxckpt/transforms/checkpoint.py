@@ -16,6 +16,7 @@ from jaxckpt._errors import ArgumentError, EffectsError
 from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
+from jaxckpt.core.leaves import array
 from jaxckpt.core.lift import anything
 from jaxckpt.policies import Policy, resolve
 from jaxckpt.transforms import statics
@@ -154,7 +155,7 @@ def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tupl
                 f"recomputation would repeat them; it has {found.effects}. Move io_callback, pure effects and the like out of it, or "
                 "checkpoint less."
             )
-        return jax.tree.unflatten(found.out_tree, found.run(*found.consts, *leaves))
+        return jax.tree.unflatten(found.out_tree, map(array, found.run(*found.consts, *leaves)))
 
     return checkpointed
 

@@ -136,3 +136,88 @@ def test_a_module_that_is_called_is_checkpointed_with_its_arrays_as_arguments(po
     arrays, static = eqx.partition(model, eqx.is_array)
     kept = lambda each: kept_bytes(lambda arrays, x: loss(each)(eqx.combine(arrays, static), x), arrays, x)
     assert kept(wrap) < kept(lambda model: model)
+
+
+def with_aux(fun):
+    return eqx.filter_value_and_grad(fun, has_aux=True)
+
+
+@pytest.mark.parametrize(("step", "aux"), [(eqx.filter_value_and_grad, False), (with_aux, True)])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_autocheckpoint_plans_for_equinoxs_own_gradient(step, aux, jit):
+    network = eqx.nn.MLP(16, 16, 32, 4, key=jax.random.key(0))
+    x = jnp.linspace(-1, 1, 1024 * 16).reshape(1024, 16)
+
+    def loss(network, x):
+        value = jnp.mean(jax.vmap(network)(x) ** 2)
+        return (value, jnp.sum(x)) if aux else value
+
+    auto = jaxckpt.autocheckpoint(loss, budget="80%", step=step)
+    compiled = eqx.filter_jit if jit else lambda fun: fun
+    leaves = lambda fun: jax.tree.leaves(eqx.filter(compiled(step(fun))(network, x), eqx.is_array))
+    assert_trees_close(leaves(auto), leaves(loss), rtol=1e-5)
+    plan = auto.plan(network, x)
+    assert plan.regions and plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+    assert jaxckpt.measure(step(auto), network, x).peak_bytes <= plan.budget
+
+
+@dataclasses.dataclass
+class Unhashable:
+    """A function with an equality of its own, and so no hash."""
+
+    fun: object
+
+    def __call__(self, *args):
+        return self.fun(*args)
+
+
+def unhashable_step(fun):
+    return Unhashable(jax.value_and_grad(fun))
+
+
+def test_what_has_no_hash_is_planned_measured_and_compared_as_what_has_one():
+    w, x = jnp.eye(16) * 0.5, jnp.ones((1024, 16))
+
+    def chain(w, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    fun = Unhashable(chain)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(fun)
+    assert jaxckpt.measure(fun, w, x).peak_bytes == jaxckpt.measure(chain, w, x).peak_bytes
+    plans = [
+        jaxckpt.plan(each, w, x, budget="70%", step=step)
+        for each, step in ((chain, jax.value_and_grad), (fun, unhashable_step))
+    ]
+    assert plans[0] == plans[1] and plans[1].measured_bytes <= plans[1].budget
+    auto = jaxckpt.autocheckpoint(fun, budget="70%", step=unhashable_step)
+    assert auto.plan(w, x).measured_bytes == plans[0].measured_bytes
+    assert_trees_close(jax.grad(auto)(w, x), jax.grad(chain)(w, x))
+    rows = jaxckpt.compare({"a": fun, "b": auto}, w, x, step=unhashable_step, time=True).rows
+    assert rows[1].peak_bytes < rows[0].peak_bytes and all(row.seconds > 0 for row in rows)
+
+
+def test_state_that_a_filtered_step_makes_constant_serves_the_next_step():
+    class Counted(eqx.Module):
+        layer: eqx.nn.Linear
+        name: str
+
+        def __call__(self, first, x):
+            for _ in range(6):
+                x = jnp.tanh(jax.vmap(self.layer)(x))
+            return jnp.mean(x**2) + jnp.where(first, 1.0, 2.0), jnp.array(False)
+
+    model, x = Counted(eqx.nn.Linear(16, 16, key=jax.random.key(0)), "a"), jnp.ones((1024, 16))
+    apply = lambda model, first, x: model(first, x)
+    plan = jaxckpt.plan(apply, model, jnp.array(True), x, budget="80%", step=with_aux)
+    assert plan.regions
+    for wrapped in (plan.apply(apply), jaxckpt.autocheckpoint(apply, budget="80%", step=with_aux)):
+        for compiled in (eqx.filter_jit, lambda fun: fun):
+            first, plain = jnp.array(True), jnp.array(True)
+            for _ in range(3):
+                (value, first), _ = compiled(with_aux(wrapped))(model, first, x)
+                (expected, plain), _ = compiled(with_aux(apply))(model, plain, x)
+                assert isinstance(first, jax.Array) and first.dtype == jnp.bool
+                assert_trees_close(value, expected)
