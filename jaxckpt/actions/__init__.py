@@ -5,9 +5,16 @@ from jaxckpt.actions.base import Action as Action
 from jaxckpt.actions.base import Array as Array
 from jaxckpt.actions.base import Cost as Cost
 from jaxckpt.actions.base import action_from as action_from
-from jaxckpt.actions.offload import OFFLOAD as OFFLOAD
+
+# isort: split
+# In the order in which messages list them.
 from jaxckpt.actions.recompute import RECOMPUTE as RECOMPUTE
+
+# isort: split
 from jaxckpt.actions.save import SAVE as SAVE
+
+# isort: split
+from jaxckpt.actions.offload import OFFLOAD as OFFLOAD
 
 
 def given(action: Action, value: Array) -> Action:

@@ -56,7 +56,7 @@ KINDS: dict[str, type[Action]] = {}
 
 
 class _Kinds(ABCMeta):
-    """Enters each class with a `kind` into the table, makes one object of a class without parameters, and `Action("save")` the action of that name."""
+    """Enters each class with a `kind` into the table; of a class without parameters there is one object; `Action("save")` is the one of that kind."""
 
     _plain: Any
 
@@ -165,7 +165,8 @@ def action_from(value: Any, argument: str = "action") -> Action:
         kind, parameters = value["kind"], {name: item for name, item in value.items() if name != "kind"}
     found = KINDS.get(kind.strip().lower()) if isinstance(kind, str) else None
     if found is None:
-        raise ArgumentError(argument, f"an action, one of {', '.join(KINDS)}", value, did_you_mean(str(kind), KINDS))
+        rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(KINDS)}"
+        raise ArgumentError(argument, rule, value, did_you_mean(str(kind), KINDS))
     try:
         return found(**parameters)  # type: ignore[no-any-return]
     except TypeError as error:

@@ -251,7 +251,7 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
 
 def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:
     """Returns the jaxpr of a body with names: one for all bodies of a jaxpr of which the same is kept, since JAX caches by identity."""
-    own = sorted({index for op in _walk(body) for index in op.outputs} - set(body.inputs))
+    own = sorted(_own_values(body) - set(body.inputs))
     given = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
     key = (id(original), tuple((i, actions[index]) for i, index in enumerate(own) if index in actions))
     if not given and key in names.shared:
@@ -264,10 +264,6 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
     if not given:
         names.shared[key] = original, new, own
     return new
-
-
-def _walk(body: Body) -> Iterator[Op]:
-    return (op for inner in _bodies(body) for op in inner.ops)
 
 
 def _loop_body(op: Op, names: _Names, actions: Mapping[int, Action]) -> tuple[Flat, Any]:
