@@ -25,7 +25,7 @@ from jaxckpt._errors import (
     UnsupportedJaxError,
     VerificationError,
 )
-from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
+from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.graph import Graph, count_flops, trace
 from jaxckpt.core.plan import MemoryEstimate, Plan, Region
 from jaxckpt.memory.compare import Comparison, compare

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, UnmatchedTagError, did_you_mean
-from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from
+from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from, given
 from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.plan import Plan, Region
 from jaxckpt.core.units import format_bytes, parse_bytes
@@ -241,8 +241,8 @@ class Policy:
             if not value.addressable or not (value.kind == "intermediate" or (value.kind == "input" and value.tags)):
                 continue
             action = next((action for sel, action in self.rules if sel.picks(value)), self.default)
-            if action != RECOMPUTE:
-                actions[value.index] = action
+            if action.keeps:
+                actions[value.index] = given(action, value)
         return actions
 
     def regions(self, graph: Graph) -> tuple[Region, ...]:

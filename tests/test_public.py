@@ -26,7 +26,7 @@ NAMES = """
 
 
 def test_the_public_names_are_these():
-    modules = {"core", "memory", "transforms", "flax", "show", "cli", "planner", "factories"}
+    modules = {"actions", "core", "memory", "transforms", "flax", "show", "cli", "planner", "factories"}
     assert sorted(n for n in vars(jaxckpt) if not n.startswith("_") and n not in modules) == sorted(NAMES)
     assert sorted(jaxckpt.__all__) == sorted(NAMES)
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
-from jaxckpt.core import reads
-from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE, Action
+from jaxckpt.actions import SAVE, Action
+from jaxckpt.core import reads, stored, surgery
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import rewrite as rewrite_loop
@@ -41,7 +41,7 @@ def emit(
       PlanMismatchError: a loop is no scan of the graph, or of another length.
     """
     if not regions and not loops:
-        return functools.partial(_evaluate, _compat.open_jaxpr(graph.jaxpr))
+        return functools.partial(surgery.evaluate, _compat.open_jaxpr(graph.jaxpr))
     names = _Names(graph)
     actions = {i: a for region in regions for i, a in _all_actions(region).items()}
     if stray := [loop.op for loop in loops if not 0 <= loop.op < len(graph.ops)]:
@@ -75,10 +75,10 @@ class Named:
         if stop == len(self.body.ops):
             eqns += [eqn for group in self.groups[stop:] for eqn in group]
         made = {var for eqn in eqns for var in eqn.outvars}
-        inputs = _used(eqns, made)
+        inputs = surgery.used(eqns)
         where = {self.body.values[var]: var for var in made if var in self.body.values}
         wanted = [where[index] for index in outputs]
-        jaxpr = _compat.build_jaxpr([], inputs, wanted, eqns, self.body.jaxpr.debug_info)
+        jaxpr = surgery.stretch(eqns, inputs, wanted, self.body.jaxpr)
         return jaxpr, [self.body.values[var] for var in inputs]
 
     def value(self, eqn: Any) -> int | None:
@@ -95,7 +95,9 @@ class _Names:
 
     def __init__(self, graph: Graph, whole: bool = False) -> None:
         self.whole = whole
-        self.read: set[int] = set()  # values that the derivative of their own operation reads
+        self.read: set[int] = (
+            set()
+        )  # values that the derivative of their own operation reads, and those kept as something else
         self.shared: dict[Any, tuple[Any, Any, list[int]]] = {}  # calls that have been given names, see `_call`
         self.same: dict[int, int] = {}  # value -> the one whose name it has, where two calls are one program
         taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
@@ -109,8 +111,11 @@ class _Names:
         index = self.same.get(index, index)
         return f"{self.prefix}{index}:{self.graph.values[index].label}"
 
-    def equations(self, operand: Any, result: Any, index: int, maker: Any) -> list[Any]:
+    def equations(self, operand: Any, result: Any, index: int, maker: Any, action: Action) -> list[Any]:
         """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line of `maker`."""
+        if action.changes:
+            self.read.add(index)
+            return [_compat.name_equation(operand, result, stored.marker(self(index), action), maker)]
         if self.whole:
             return [_compat.name_equation(operand, result, self(index), maker)]
         return _compat.kept_equations(operand, result, self(index), maker)
@@ -130,7 +135,7 @@ def _internal_names(body: Body) -> list[str]:
 
 
 def _all_actions(region: Region) -> dict[int, Action]:
-    actions = {index: action for index, action in region.actions.items() if action != RECOMPUTE}
+    actions = {index: action for index, action in region.actions.items() if action.keeps}
     for inner in region.regions:
         actions |= _all_actions(inner)
     return actions
@@ -166,7 +171,9 @@ def _rewrite(
             index = body.values[eqn.invars[0]]
             if index in actions and index not in named and names.graph.values[index].kind != "intermediate":
                 named.add(index)
-                (groups[-1] if groups else pending).extend(names.equations(eqn.invars[0], eqn.outvars[0], index, eqn))
+                (groups[-1] if groups else pending).extend(
+                    names.equations(eqn.invars[0], eqn.outvars[0], index, eqn, actions[index])
+                )
             else:
                 (groups[-1] if groups else pending).append(eqn)
             continue
@@ -222,7 +229,7 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
     for i, (var, index) in enumerate(zip(eqn.outvars, op.outputs)):
         if index in actions and index not in inside and not isinstance(var, _compat.DropVar):
             outvars[i] = _compat.fresh_var(var.aval)
-            extra.extend(names.equations(outvars[i], var, index, eqn))
+            extra.extend(names.equations(outvars[i], var, index, eqn, actions[index]))
     if extra:
         kept = [i for i, index in enumerate(op.outputs) if index in actions]
         if reads.needs_redirection(eqn, kept):
@@ -233,7 +240,7 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
 
 def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:
     """Returns the jaxpr of a body with names: one for all bodies of a jaxpr of which the same is kept, since JAX caches by identity."""
-    own = sorted({index for op in _walk(body) for index in op.outputs} - set(body.inputs))
+    own = sorted(_own_values(body) - set(body.inputs))
     given = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
     key = (id(original), tuple((i, actions[index]) for i, index in enumerate(own) if index in actions))
     if not given and key in names.shared:
@@ -242,31 +249,23 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
         names.read.update(index for index, other in zip(own, first) if other in names.read)
         return new
     eqns = [e for group in _rewrite(body, names, actions) for e in group]
-    new = _compat.like(original, _with_eqns(body.jaxpr, eqns), _compat.jaxpr_consts(original))
+    new = _compat.like(original, surgery.with_equations(body.jaxpr, eqns), _compat.jaxpr_consts(original))
     if not given:
         names.shared[key] = original, new, own
     return new
-
-
-def _walk(body: Body) -> Iterator[Op]:
-    return (op for inner in _bodies(body) for op in inner.ops)
 
 
 def _loop_body(op: Op, names: _Names, actions: Mapping[int, Action]) -> tuple[Flat, Any]:
     body = op.bodies[0]
     jaxpr = body.jaxpr
     if actions:
-        jaxpr = _with_eqns(jaxpr, [eqn for group in _rewrite(body, names, actions) for eqn in group])
-    fun: Flat = functools.partial(_evaluate, jaxpr)
+        jaxpr = surgery.with_equations(jaxpr, [eqn for group in _rewrite(body, names, actions) for eqn in group])
+    fun: Flat = functools.partial(surgery.evaluate, jaxpr)
     return fun if names.read.isdisjoint(actions) else reads.reads_names(fun), _policy(actions, names)
 
 
 def _own_values(body: Body) -> set[int]:
     return {index for inner in _bodies(body) for index in inner.values.values()}
-
-
-def _with_eqns(jaxpr: Any, eqns: list[Any]) -> Any:
-    return _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.debug_info)
 
 
 # --------------------------------------------------------------------------------------------------- regions into functions
@@ -278,8 +277,8 @@ def _region(
     """Returns the whole function as one checkpoint."""
     jaxpr = _compat.open_jaxpr(graph.jaxpr)
     if not region.regions:
-        body = _with_eqns(jaxpr, graph.calls.folded([eqn for group in groups for eqn in group]))
-        inner: Flat = functools.partial(_evaluate, body)
+        body = surgery.with_equations(jaxpr, graph.calls.folded([eqn for group in groups for eqn in group]))
+        inner: Flat = functools.partial(surgery.evaluate, body)
     else:
         inner = _stretch(region.start, region.stop, region.regions, graph, groups, names, prevent_cse)
     return _checkpointed(inner, region, names, prevent_cse)
@@ -328,8 +327,8 @@ _hold.defjvp(_hold_tangents, symbolic_zeros=True)
 
 
 def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
-    saved = [names(i) for i, action in actions.items() if action == SAVE]
-    offloaded = [names(i) for i, action in actions.items() if action == OFFLOAD]
+    saved = [names(i) for i, action in actions.items() if action.keeps and not action.on_host]
+    offloaded = [names(i) for i, action in actions.items() if action.keeps and action.on_host]
     return _compat.keep_names(saved, offloaded)
 
 
@@ -367,17 +366,16 @@ def _piece(
         eqns = [eqn for group in groups[begin:end] for eqn in group]
         if end == len(graph.ops):
             eqns += [eqn for group in groups[end:] for eqn in group]
-        made = {var for eqn in eqns for var in eqn.outvars}
-        ins = _used(eqns, made)
+        ins = surgery.used(eqns)
         outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
         if region is None:
-            fun: Flat = functools.partial(_evaluate, _slice(ins, outs, eqns, graph))
+            fun: Flat = functools.partial(surgery.evaluate, _slice(ins, outs, eqns, graph))
         elif region.regions:
             inner = _piece(begin, end, region.regions, graph, groups, names, prevent_cse, ins, outs)
             fun = _checkpointed(inner, region, names, prevent_cse)
         else:
             fun = _checkpointed(
-                functools.partial(_evaluate, _slice(ins, outs, eqns, graph)), region, names, prevent_cse
+                functools.partial(surgery.evaluate, _slice(ins, outs, eqns, graph)), region, names, prevent_cse
             )
         parts.append((fun, ins, outs))
         needed |= set(ins)
@@ -402,19 +400,5 @@ def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int,
     return [*cuts, (at, stop, None)] if at < stop else cuts
 
 
-def _used(eqns: list[Any], made: set[Any]) -> list[Any]:
-    used: dict[Any, None] = {}
-    for eqn in eqns:
-        for var in eqn.invars:
-            if not isinstance(var, _compat.Literal) and var not in made:
-                used[var] = None
-    return list(used)
-
-
 def _slice(ins: list[Any], outs: list[Any], eqns: list[Any], graph: Graph) -> Any:
-    return _compat.build_jaxpr([], ins, outs, graph.calls.folded(eqns), _compat.open_jaxpr(graph.jaxpr).debug_info)
-
-
-def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
-    constants = len(jaxpr.constvars)
-    return _compat.eval_jaxpr(jaxpr, args[:constants], *args[constants:])
+    return surgery.stretch(graph.calls.folded(eqns), ins, outs, _compat.open_jaxpr(graph.jaxpr))

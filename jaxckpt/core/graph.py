@@ -28,6 +28,7 @@ from jaxckpt.core.flops import flops as _primitive_flops
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.reads import INTERNAL
+from jaxckpt.core.surgery import inner_jaxprs
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,22 +395,6 @@ class _Place:
         scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
         times = self.repeats * (params["length"] if primitive == "scan" else 1)
         return _Place(times, self.addressable and (call or primitive not in _OPAQUE), scope)
-
-
-def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int | None], Any]]:
-    """Yields ((parameter, place in it or None), jaxpr) for the programs that an operation holds.
-
-    The scalar functions of reductions, scatters and sorts are not programs in that sense.
-    """
-    if primitive.startswith(("reduce", "scatter", "select_and", "sort", "argm", "custom_lin")):
-        return
-    for name, param in params.items():
-        if _compat.is_jaxpr(param):
-            yield (name, None), param
-        elif isinstance(param, tuple):
-            for place, item in enumerate(param):
-                if _compat.is_jaxpr(item):
-                    yield (name, place), item
 
 
 def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
-from jaxckpt.core.actions import Action
+from jaxckpt.actions import Action
 from jaxckpt.core.graph import Op
 from jaxckpt.core.reads import Flat
 from jaxckpt.core.regions import Loop, Run

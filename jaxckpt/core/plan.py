@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
-from jaxckpt.core.actions import Action, action_from
+from jaxckpt.actions import Action, action_from
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
@@ -196,10 +196,10 @@ class Plan:
     def describe(self, graph: Graph) -> str:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
         self.check(graph)
-        kept = sum(graph.values[i].kept_bytes for region in _walk(self.regions) for i in region.actions)
+        kept = sum(_stored(region.actions, graph) for region in _walk(self.regions))
         for loop in self.loops:
             for run in loop.runs:
-                each = sum(graph.values[i].bytes for i in run.actions)
+                each = _stored(run.actions, graph, each=True)
                 kept += each * run.count if not run.segments else 0
         lines = [
             f"Plan for {self.fingerprint}: {counted(len(list(_walk(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
@@ -346,7 +346,7 @@ def _actions_from_json(raw: dict[str, Any]) -> dict[int, Action]:
 def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterator[str]:
     for region in regions:
         kept = [graph.values[index] for index in region.actions]
-        total = format_bytes(sum(value.kept_bytes for value in kept))
+        total = format_bytes(_stored(region.actions, graph))
         if not region.checkpoint:
             yield f"{indent}├─ ops {region.start}..{region.stop}  as they stand"
             continue
@@ -366,10 +366,16 @@ def _describe_loops(loops: tuple[Loop, ...], graph: Graph) -> Iterator[str]:
                 yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: as they stand"
                 continue
             kept = [graph.values[index] for index in run.actions]
-            each = format_bytes(sum(value.bytes for value in kept))
+            each = format_bytes(_stored(run.actions, graph, each=True))
             yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
             for value in sorted(kept, key=lambda v: -v.bytes)[:8]:
                 yield f"│  │    {run.actions[value.index]!r:9} {_value_line(value)}"
+
+
+def _stored(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> int:
+    """Returns the bytes that actions keep, in all iterations or of `each`."""
+    values = [(action, graph.values[index]) for index, action in actions.items()]
+    return sum(action.stored_bytes(value) * (1 if each else value.repeats) for action, value in values)
 
 
 def _value_line(value: Value) -> str:

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt import _compat
+from jaxckpt._errors import EffectsError
+from jaxckpt.core import stored
 
-INTERNAL = "jaxckpt:"
-"""Names that begin so are the emitter's, and no tags."""
+INTERNAL = stored.INTERNAL
 
 CALL = "jaxckpt_reads_names"
 """What the call is named in a jaxpr by which `reads_names` brings its derivative."""
@@ -137,6 +138,11 @@ def reads_names(fun: Flat) -> Flat:
     def call(*args: Any) -> list[Any]:
         closed = jax.make_jaxpr(fun)(*args)
         if not _compat.allowed_in_custom_rules(closed):
+            if stored.has_markers(_compat.open_jaxpr(closed)):
+                raise EffectsError(
+                    "A function must be free of side effects where a value is kept as something else than it is (a compressed one); it has "
+                    f"{', '.join(map(str, _compat.open_jaxpr(closed).effects))}. Save the value as it is, or move the effect out."
+                )
             return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
         return call_reading_names(closed)(*args)
 
@@ -151,14 +157,20 @@ def call_reading_names(closed: Any) -> Flat:
 
     primal.__name__ = primal.__qualname__ = CALL
     made = jax.custom_jvp(primal)
+    marked = stored.has_markers(_compat.open_jaxpr(closed))
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         zero = jax.custom_derivatives.SymbolicZero
         moving = tuple(not isinstance(tangent, zero) for tangent in tangents)
         both, out_moving = differentiated(moving)
         given = [tangent for tangent in tangents if not isinstance(tangent, zero)]
-        flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
-        results, out = flat[: len(out_moving)], iter(flat[len(out_moving) :])
+        if marked:
+            results, kept = stored.run_storing(closed, primals)
+            flat = stored.run_with(both, kept, [*primals, *given])
+        else:
+            flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
+            results = flat[: len(out_moving)]
+        out = iter(flat[len(out_moving) :])
         return results, [
             next(out) if flag else zero(_compat.tangent_aval(result)) for result, flag in zip(results, out_moving)
         ]

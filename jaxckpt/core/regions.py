@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxckpt._errors import PlanMismatchError
-from jaxckpt.core.actions import Action
+from jaxckpt.actions import Action
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
+from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import leaves, lift
-from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan

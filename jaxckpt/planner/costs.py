@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxckpt.actions import Cost
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.liveness import BARRIER, FUSED, MOVES, ROOTS
 from jaxckpt.memory.targets import Target
@@ -115,6 +116,22 @@ def timer(graph: Graph, target: Target, devices: int = 1) -> Callable[[Op], Time
         return Time(each, each + (WEIGHT * op.flops / rate if is_dear(op) else 0.0))
 
     return time
+
+
+def keeping(cost: Cost, target: Target, devices: int = 1) -> Time:
+    """Returns what it takes to store a value and to bring it back, one resource after the other.
+
+    Args:
+      cost: as of the value on all devices together.
+      devices: how many share it.
+    """
+    seconds = (
+        cost.flops / (target.flops["float32"] * VECTOR)
+        + cost.memory_bytes / target.bandwidth
+        + cost.host_bytes / target.host_bandwidth
+        + cost.link_bytes / target.link_bandwidth
+    ) / devices
+    return Time(seconds, seconds)
 
 
 def scaled(time: Callable[[Op], Time], factor: float) -> Callable[[Op], Time]:

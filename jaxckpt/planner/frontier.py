@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
+from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
-from jaxckpt.core.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan

@@ -1,9 +1,11 @@
 """Which values to keep at a price per byte: a minimum cut.
 
-Every value that the backward pass needs must be there: kept, which costs its bytes times the price, or computed again, which costs its
-operation's seconds and needs the operands to be there. With a variable for "value is there" and one for "operation runs again" that is a cut
-of a graph with two nodes for each; D. Greig et al. 1989 for such energies, A. Jain et al. 2020 (Checkmate, arXiv:1910.02653) for the problem,
-for which this is the part without the order in time. All prices together give the convex hull of (bytes, seconds).
+Every value that the backward pass needs must be there: kept, which costs its bytes times the price, or computed again, which costs
+its operation's seconds and needs the operands to be there. Of several ways to keep a value (compressed, on the host) the one that
+costs least at that price counts, its own seconds included, so that the problem stays a cut. With a variable for "value is there" and
+one for "operation runs again" it is a cut of a graph with two nodes for each; D. Greig et al. 1989 for such energies, A. Jain et al.
+2020 (Checkmate, arXiv:1910.02653) for the problem, for which this is the part without the order in time. All prices together give the
+convex hull of (bytes, seconds).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from jaxckpt.actions import SAVE, Action
 
 _SCALE = 2**30
 """The sum of all capacities: scipy's maximum flow is of 32-bit integers."""
@@ -36,10 +40,25 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is kept, what runs again (places in the list of operations), and what that costs."""
+class Way:
+    """One way to keep a value.
 
-    kept: frozenset[int]
+    Attributes:
+      action: by which it is kept.
+      bytes: that it takes.
+      seconds: of storing it and bringing it back.
+    """
+
+    action: Action
+    bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is kept and how, what runs again (places in the list of operations), and what that costs."""
+
+    kept: Mapping[int, Action]
     again: tuple[int, ...]
     bytes: int
     seconds: float
@@ -48,7 +67,7 @@ class Choice:
 def hull(
     operations: Sequence[Operation],
     needed: Collection[int],
-    size: Mapping[int, int],
+    ways: Mapping[int, Sequence[Way]],
     free: Collection[int] = (),
     most: int = 24,
 ) -> list[Choice]:
@@ -57,12 +76,12 @@ def hull(
     Args:
       operations: in an order in which they can run.
       needed: keys of the values that have to be there; what no operation makes is there.
-      size: bytes of the values that can be kept.
-      free: values that are kept anyway, at no cost.
+      ways: of the values that can be kept, how.
+      free: values that are saved anyway, at no cost.
       most: so many choices at most.
     """
-    cost = {key: 0 if key in free else bytes_ for key, bytes_ in size.items()}
-    problem = _Problem(operations, needed, cost)
+    saved = [Way(SAVE, 0)]
+    problem = _Problem(operations, needed, {key: saved if key in free else each for key, each in ways.items()})
     least, fastest = problem.solve(float("inf")), problem.solve(0.0)
     found = [least]
     _between(problem, least, fastest, found, most)
@@ -94,8 +113,10 @@ def _between(problem: _Problem, left: Choice, right: Choice, found: list[Choice]
 class _Problem:
     """The cut for one price; nodes are values "there", then operations "again", then source and sink."""
 
-    def __init__(self, operations: Sequence[Operation], needed: Collection[int], cost: Mapping[int, int]) -> None:
-        self.operations, self.cost = operations, cost
+    def __init__(
+        self, operations: Sequence[Operation], needed: Collection[int], ways: Mapping[int, Sequence[Way]]
+    ) -> None:
+        self.operations, self.ways = operations, ways
         self.needed = list(dict.fromkeys(needed))
         maker = {key: place for place, op in enumerate(operations) for key in op.outputs}
         self.maker = maker
@@ -106,17 +127,19 @@ class _Problem:
     def solve(self, price: float) -> Choice:
         """Returns the cheapest choice: seconds + price x bytes. 0 asks for the fewest seconds, infinity for the fewest bytes."""
         times = np.array([op.seconds for op in self.operations] or [0.0])
-        sizes = np.array([self.cost.get(key, 0) for key in self.keys] or [0])
+        sizes = np.array([max((way.bytes for way in self.ways.get(key, ())), default=0) for key in self.keys] or [0])
         if price == 0.0:
             price = _CHEAPEST * (times.sum() or 1.0) / max(int(sizes.sum()), 1)
         elif price == float("inf"):
             price = (times.sum() or 1.0) / _CHEAPEST / max(int(sizes.sum()), 1)
-        total = times.sum() + price * float(sizes.sum())
+        best = {key: min(self.ways[key], key=lambda way: _cost(way, price)) for key in self.keys if key in self.ways}
+        costs = {key: _cost(way, price) for key, way in best.items()}
+        total = times.sum() + sum(costs.values())
         scale = _SCALE / total if total else 0.0
         edges: dict[tuple[int, int], int] = {}
         for key, node in self.keys.items():
             again = len(self.keys) + self.maker[key]
-            edges[node, again] = round(scale * price * self.cost[key]) if key in self.cost else _NEVER
+            edges[node, again] = round(scale * costs[key]) if key in costs else _NEVER
         for place, op in enumerate(self.operations):
             again = len(self.keys) + place
             edges[again, self.sink] = round(scale * op.seconds) + 1
@@ -126,7 +149,7 @@ class _Problem:
         for key in self.needed:
             if key in self.keys:
                 edges[self.source, self.keys[key]] = _NEVER
-        return self.choice(self._runs_again(edges))
+        return self.choice(self._runs_again(edges), best)
 
     def _runs_again(self, edges: Mapping[tuple[int, int], int]) -> set[int]:
         rows, columns = np.array(list(edges), np.int32).reshape(-1, 2).T
@@ -138,8 +161,8 @@ class _Problem:
         reached = breadth_first_order(rest, self.source, return_predecessors=False)
         return {int(node) - len(self.keys) for node in reached if len(self.keys) <= node < self.source}
 
-    def choice(self, again: Collection[int]) -> Choice:
-        """Returns what has to be kept if these operations, where they are of use, run again."""
+    def choice(self, again: Collection[int], best: Mapping[int, Way]) -> Choice:
+        """Returns what has to be kept, in the best way, if these operations, where they are of use, run again."""
         kept, runs = set(), set()
         waiting = [key for key in self.needed if key in self.keys]
         seen = set(waiting)
@@ -155,12 +178,17 @@ class _Problem:
             more = [other for other in self.operations[place].inputs if other in self.keys and other not in seen]
             seen.update(more)
             waiting += more
+        ways = {key: best[key] for key in sorted(kept)}
         return Choice(
-            frozenset(kept),
+            {key: way.action for key, way in ways.items()},
             tuple(sorted(runs)),
-            sum(self.cost[key] for key in kept),
-            float(sum(self.operations[place].seconds for place in runs)),
+            sum(way.bytes for way in ways.values()),
+            float(sum(self.operations[place].seconds for place in runs) + sum(way.seconds for way in ways.values())),
         )
+
+
+def _cost(way: Way, price: float) -> float:
+    return price * way.bytes + way.seconds
 
 
 def cheapest_first(choices: Iterable[Choice]) -> list[Choice]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxckpt.core.actions import SAVE
+from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Loop, Plan, Region, Run
@@ -56,7 +56,7 @@ class Model:
     graph: Graph
     places: tuple[int, ...]
     chain: Chain
-    choices: dict[tuple[int, int], list[tuple[int, ...] | tuple[Run, ...] | None]]
+    choices: dict[tuple[int, int], list[Mapping[int, Action] | tuple[Run, ...] | None]]
     times: dict[tuple[int, int], list[float]]
     forward: tuple[float, ...]
     step_seconds: float
@@ -113,12 +113,13 @@ class Model:
                 if choice is not None:
                     loops.append(Loop(start, choice))  # type: ignore[arg-type]
             else:
-                kept = dict.fromkeys(choice or (), SAVE)
-                regions.append(Region(start, stop, kept, checkpoint=choice is not None, tied=True))  # type: ignore[arg-type]
+                kept: Any = choice or {}
+                regions.append(Region(start, stop, kept, checkpoint=choice is not None, tied=True))
         return tuple(regions)
 
     def _note(self, region: Region) -> str:
-        kept = sum(self.graph.values[index].kept_bytes for index in region.actions)
+        values = [(action, self.graph.values[index]) for index, action in region.actions.items()]
+        kept = sum(action.stored_bytes(value) * value.repeats for action, value in values)
         if not region.checkpoint:
             return "(as it stands)"
         if region.regions:
@@ -133,6 +134,7 @@ def build(
     shards: Shards = WHOLE,
     timed: bool = False,
     progress: Progress | None = None,
+    actions: Sequence[Action] = (SAVE,),
 ) -> Model:
     """Returns the chain of a function, every stretch of it analysed.
 
@@ -143,8 +145,10 @@ def build(
       shards: how arrays lie over the target's devices; the graph's bytes are those on one.
       timed: whether each distinct stretch is timed on the local device.
       progress: called as `progress(done, total, what)`.
+      actions: the ways to keep a value.
     """
-    return _Builder(graph, differentiated, target, shards, timed, progress or (lambda done, total, what: None)).build()
+    report = progress or (lambda done, total, what: None)
+    return _Builder(graph, differentiated, target, shards, timed, report, tuple(actions)).build()
 
 
 class _Builder:
@@ -156,7 +160,9 @@ class _Builder:
         shards: Shards,
         timed: bool,
         progress: Progress,
+        actions: Sequence[Action],
     ) -> None:
+        self.actions = actions
         self.graph, self.target, self.shards, self.progress = graph, target, shards, progress
         self.timed = timed
         self.differentiated = frozenset(differentiated)
@@ -205,7 +211,7 @@ class _Builder:
                         if isinstance(analysis, ScanAnalysis):
                             choices[s, t].append(choice.runs)  # type: ignore[union-attr]
                         else:
-                            choices[s, t].append(tuple(mapped[s, t][v] for v in choice.values))  # type: ignore[union-attr]
+                            choices[s, t].append({mapped[s, t][v]: action for v, action in choice.actions.items()})  # type: ignore[union-attr]
                         times[s, t].append(choice.time.seconds)
                         at_once = max(choice.work + waiting - twice, 0)
                         options.append(Option(choice.bytes, choice.time.effort, at_once, label))
@@ -303,12 +309,21 @@ class _Builder:
             key = f"{text}:{start}"  # its runs name values of its own body
             if key not in self.scans:
                 self.scans[key] = analyse_scan(
-                    self.graph, self.graph.ops[start], self.active, self.target, self.shards, self.timed
+                    self.graph, self.graph.ops[start], self.active, self.target, self.shards, self.timed, self.actions
                 )
             return self.scans[key]
         if text not in self.analyses:
             found = analyse(
-                self.named, start, stop, part.outputs, self.active, self.target, part.outputs, self.shards, self.timed
+                self.named,
+                start,
+                stop,
+                part.outputs,
+                self.active,
+                self.target,
+                part.outputs,
+                self.shards,
+                self.timed,
+                self.actions,
             )
             self.analyses[text] = found, {index: number for number, index in numbers.items()}
         return self.analyses[text][0]

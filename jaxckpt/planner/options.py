@@ -7,21 +7,22 @@ branch and inner loop is what it will be. Values that only the derivative comput
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxckpt import _compat
+from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core.emit import Named
-from jaxckpt.core.graph import Op, graph_of
+from jaxckpt.core.graph import Op, Value, graph_of
 from jaxckpt.core.inline import inline
 from jaxckpt.core.liveness import passed_on, stretch_peak
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import mincut
-from jaxckpt.planner.costs import Time, scaled, timer, total
+from jaxckpt.planner.costs import Time, keeping, scaled, timer, total
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.timing import run_seconds
 
@@ -31,13 +32,13 @@ class Kept:
     """One choice.
 
     Attributes:
-      values: what is kept, besides what goes in (indices of values); None where nothing is said and plain differentiation keeps its own.
+      actions: what is kept, besides what goes in (index of a value -> how); None where nothing is said and plain differentiation keeps its own.
       bytes: of them, those that later stretches use not counted.
       time: of recomputation.
       work: bytes that recomputation and backward pass need at once, what is kept and goes in not counted, gradients counted.
     """
 
-    values: tuple[int, ...] | None
+    actions: Mapping[int, Action] | None
     bytes: int
     time: Time
     work: int
@@ -74,6 +75,7 @@ def analyse(
     carried_outputs: Collection[int] = (),
     shards: Shards = WHOLE,
     timed: bool = False,
+    actions: Sequence[Action] = (SAVE,),
 ) -> Analysis:
     """Returns the choices that there are for the operations start..stop of a body.
 
@@ -84,6 +86,7 @@ def analyse(
       carried_outputs: those of the outputs that are kept anyway.
       shards: how arrays lie over the target's devices; all bytes are those on one.
       timed: whether the stretch is run on the local device, and the roofline's times scaled to what that took.
+      actions: the ways to keep a value.
     """
     joint = _Joint(named, start, stop, outputs, active)
     graph = shards.applied(joint.graph)
@@ -91,9 +94,9 @@ def analyse(
     if timed and (expected := total(map(time, joint.forward)).seconds):
         time = scaled(time, run_seconds(named.stretch(start, stop, outputs)[0]) / expected)
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
-    size = {index: graph.values[index].bytes for index in joint.origin}
+    ways = {index: list(_ways(graph.values[index], actions, target)) for index in joint.origin}
     anyway = {index for index, original in joint.origin.items() if original in carried_outputs}
-    found = mincut.cheapest_first(mincut.hull(operations, joint.needed, size, anyway))
+    found = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
     choices = []
     for choice in found:
         again = [joint.forward[place] for place in choice.again]
@@ -101,8 +104,9 @@ def analyse(
         # What is kept may be written over when it is used for the last time.
         peak = stretch_peak(graph, [*again, *joint.backward], joint.results, [*joint.arriving, *own], target.platform)
         # What goes out is kept in any case, but the region has to be told if it needs it.
-        values = tuple(sorted(joint.origin[index] for index in choice.kept))
-        choices.append(Kept(values, choice.bytes, total(map(time, again)), max(peak - choice.bytes, 0)))
+        kept = dict(sorted((joint.origin[index], action) for index, action in choice.kept.items()))
+        stored = total(_keeping(graph.values[index], choice.kept[index], target) for index in own)
+        choices.append(Kept(kept, choice.bytes, total(map(time, again)) + stored, max(peak - choice.bytes, 0)))
     residual_bytes = sum(graph.values[index].bytes for index in joint.needed if index in joint.made)
     left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
     plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
@@ -115,6 +119,16 @@ def analyse(
         left_bytes,
         max(plain - left_bytes, 0),
     )
+
+
+def _ways(value: Value, actions: Sequence[Action], target: Target) -> Iterator[mincut.Way]:
+    """Yields the ways to keep a value; one that no action admits is saved as it is."""
+    for action in dict.fromkeys(given(action, value) for action in actions):
+        yield mincut.Way(action, action.device_bytes(value), _keeping(value, action, target).effort)
+
+
+def _keeping(value: Value, action: Action, target: Target) -> Time:
+    return keeping(action.cost(value), target)
 
 
 class _Joint:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxckpt import _compat
-from jaxckpt.core.actions import SAVE
+from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.loops import can_be_rewritten
@@ -69,20 +69,27 @@ class _Sizes:
 
 
 def analyse_scan(
-    graph: Graph, op: Op, active: Collection[int], target: Target, shards: Shards, timed: bool = False
+    graph: Graph,
+    op: Op,
+    active: Collection[int],
+    target: Target,
+    shards: Shards,
+    timed: bool = False,
+    actions: Sequence[Action] = (SAVE,),
 ) -> ScanAnalysis:
     """Returns the choices that there are for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
-      shards, timed: as of `jaxckpt.planner.options.analyse`.
+      shards, timed, actions: as of `jaxckpt.planner.options.analyse`.
     """
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
     inside = _active_inside(graph, op, active, consts, carries)
     made = {index for inner in body.ops for index in inner.outputs}
     outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
-    found = analyse(Named(graph, body), 0, len(body.ops), outputs, inside, target, shards=shards, timed=timed)
+    named = Named(graph, body)
+    found = analyse(named, 0, len(body.ops), outputs, inside, target, shards=shards, timed=timed, actions=actions)
     length = op.params["length"]
 
     def total(indices: Collection[int], moving: bool = False) -> int:
@@ -171,7 +178,7 @@ def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
 
 
 def _run(count: int, segments: tuple[int, ...], choice: Kept) -> Run:
-    return Run(count, segments, dict.fromkeys(choice.values or (), SAVE), choice.values is not None)
+    return Run(count, segments, choice.actions or {}, choice.actions is not None)
 
 
 def _lengths(length: int) -> list[int]:

@@ -17,8 +17,8 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
+from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
-from jaxckpt.core.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -84,7 +84,8 @@ def plan(
       target: what it will run on, see `jaxckpt.Target`; None for the local backend. It need not be here.
       step: makes the step of a function: `jax.value_and_grad`, or a function that also has the optimiser's update in it, which calls
         the function that it is given and differentiates it.
-      actions: what may become of a value: RECOMPUTE and SAVE.
+      actions: what may become of a value; RECOMPUTE and SAVE, and others at will: of each value that is kept, the planner takes the one that
+        costs least.
       costs: "roofline", seconds by the target's rates; or "measured": each distinct stretch is run on the local device, which must be the
         target, and its rates corrected by what that took.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
@@ -131,14 +132,16 @@ def analyse(
         raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
     if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
         raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
-    actions = tuple(actions)
-    wanted = {action_from(action, "actions") for action in actions}
-    if not {RECOMPUTE, SAVE} >= wanted or RECOMPUTE not in wanted or SAVE not in wanted:
-        hint = "Values on the host and encoded ones are for a Policy yet: jaxckpt.checkpoint(policy=...)."
-        raise ArgumentError("actions", "RECOMPUTE and SAVE", tuple(actions), hint)
+    wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
+    if RECOMPUTE not in wanted or SAVE not in wanted:
+        hint = "Where regions meet values are saved, and others recomputed, whatever other actions there are."
+        raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = resolve(target)
+    for action in wanted:
+        if refusal := action.refusal(resolved):
+            raise ArgumentError("actions", f"actions that {resolved.name} can take", action, refusal)
     if costs == "measured" and not resolved.local:
         hint = "Leave out the target to plan for this machine."
         raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
@@ -158,7 +161,8 @@ def analyse(
             progress(0, 1, "reading how the compiler shards")
         shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
-    model = build(graph, differentiated, resolved, shards, costs == "measured", progress)
+    keeping = [action for action in wanted if action.keeps]
+    model = build(graph, differentiated, resolved, shards, costs == "measured", progress, keeping)
     return Problem(fun, args, step, resolved, graph, model)
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxckpt.actions import SAVE
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import table
 
 if TYPE_CHECKING:
-    from jaxckpt.core.actions import Action
+    from jaxckpt.actions import Action
     from jaxckpt.core.graph import Graph, Op, Value
     from jaxckpt.core.plan import Loop, Plan, Region
 
@@ -165,7 +166,9 @@ def _keeps(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> s
     kept = [graph.values[index] for index in actions]
     if not kept:
         return "keeps the carry of each" if each else "keeps what goes in and out"
-    size = format_bytes(sum(value.bytes if each else value.kept_bytes for value in kept))
+    size = format_bytes(
+        sum(actions[value.index].stored_bytes(value) * (1 if each else value.repeats) for value in kept)
+    )
     return f"keeps {counted(len(kept), 'value')}, {size}{' of each, and its carry' if each else ''}"
 
 
@@ -174,9 +177,9 @@ def _value_lines(actions: Mapping[int, Action], graph: Graph, indent: str, each:
     alike: dict[tuple[str, str, str], list[int]] = {}
     for index, action in sorted(actions.items()):
         value = graph.values[index]
-        name = _name(value) if action.kind == "save" else f"{action.kind} {_name(value)}"
+        name = _name(value) if action == SAVE else f"{action!r} {_name(value)}"
         kind = (name, table.format_array(value.dtype, value.shape), pathlib.PurePath(value.source).name)
-        alike.setdefault(kind, []).append(value.bytes if each else value.kept_bytes)
+        alike.setdefault(kind, []).append(action.stored_bytes(value) * (1 if each else value.repeats))
     lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
     least = LISTED * sum(sum(sizes) for _, sizes in lines)
     listed = [line for line in lines[:NAMED] if sum(line[1]) >= least]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core.actions import OFFLOAD, SAVE, Action
+from jaxckpt.actions import OFFLOAD, SAVE, Action
 from jaxckpt.transforms.budget import Runs
 from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.transforms.reverse_only import no_forward_mode, no_second_reverse

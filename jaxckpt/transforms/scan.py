@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.actions import OFFLOAD, SAVE, Action, action_from
+from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax

@@ -95,6 +95,29 @@ def test_two_calls_of_one_function_may_keep_different_values():
     assert_trees_close(jax.grad(lambda x: jnp.sum(wrapped(x)))(X), jax.grad(lambda x: jnp.sum(layer(x)))(X))
 
 
+@pytest.mark.parametrize("picked", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_calls_of_one_function_keep_the_carries_of_their_loops_that_are_picked(picked):
+    """A loop's carry is no result of an operation; it is a value of the call all the same."""
+
+    @jax.jit
+    def block(x):
+        body = lambda c, _: (jnp.sin(jnp.sin(tag(c, "carry"))), None)
+        return tag(jnp.sin(jax.lax.scan(body, x, None, length=3)[0]), "y")
+
+    def model(x):
+        return jnp.sum(block(block(block(x))))
+
+    x = jnp.ones(400)
+    graph = trace_with_calls(model, (x,), {})
+    carries = [value.index for value in graph.values if "carry" in value.tags]
+    assert len(carries) == 3
+    wanted = {carries[place] for place in picked}
+    policy = Policy([(jaxckpt.where(lambda value: value.index in wanted), SAVE), ("y", SAVE)])
+    kept = jaxckpt.residuals(jaxckpt.checkpoint(model, policy=policy), x).residuals
+    assert sum(r.shape == (3, 400) for r in kept) == len(picked)
+    assert sum(r.shape == (400,) and not r.argument for r in kept) >= 2
+
+
 def test_scopes_of_calls_are_scopes_of_what_they_compute():
     def layer(x):
         with jax.named_scope("outer"):

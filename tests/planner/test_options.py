@@ -6,7 +6,7 @@ import pytest
 
 import jaxckpt
 from benchmarks.models import gpt, moe, resnet
-from jaxckpt import SAVE, Target
+from jaxckpt import Target
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import count_flops, trace
 from jaxckpt.core.plan import Loop, Plan, Region
@@ -67,7 +67,7 @@ def test_every_choice_keeps_the_bytes_that_it_says(name, fun, args):
     graph, found = whole(fun, args)
     assert len(found.choices) > 1
     for choice in found.choices[:: max(1, len(found.choices) // 4)]:
-        plan = Plan((Region(0, len(graph.ops), dict.fromkeys(choice.values, SAVE)),), graph.fingerprint)
+        plan = Plan((Region(0, len(graph.ops), choice.actions),), graph.fingerprint)
         kept = jaxckpt.residuals(plan.apply(fun), *args).kept_bytes
         # JAX keeps on top what it computes at once from arguments alone (shapes' constants, indices, keys).
         assert choice.bytes <= kept <= choice.bytes * 1.02 + 4096
@@ -82,7 +82,7 @@ def test_more_bytes_are_fewer_seconds_and_the_dearest_choice_runs_no_matmul_agai
     plain = count_flops(jax.grad(mlp), *args)
 
     def again(choice):
-        plan = Plan((Region(0, len(graph.ops), dict.fromkeys(choice.values, SAVE)),), graph.fingerprint)
+        plan = Plan((Region(0, len(graph.ops), choice.actions),), graph.fingerprint)
         return count_flops(jax.grad(plan.apply(mlp)), *args) - plain
 
     assert again(found.choices[-1]) < matmul
@@ -92,7 +92,7 @@ def test_more_bytes_are_fewer_seconds_and_the_dearest_choice_runs_no_matmul_agai
 def test_values_that_only_the_derivative_computes_cannot_be_kept():
     graph, found = whole(flash, (jnp.ones((32, 32)), jnp.ones((64, 32))))
     cosines = {op.outputs[0] for op in graph.walk() if op.primitive == "cos"}
-    assert not any(cosines & set(choice.values) for choice in found.choices)
+    assert not any(cosines & set(choice.actions) for choice in found.choices)
 
 
 def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():

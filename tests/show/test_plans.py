@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxckpt.core.actions import OFFLOAD, SAVE
+from jaxckpt.actions import OFFLOAD, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, Region, Run
 from jaxckpt.planner.figures import PlanFigures

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxckpt._errors import ArgumentError, ForwardModeError
-from jaxckpt.core.actions import OFFLOAD, RECOMPUTE, SAVE
+from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
 from jaxckpt.policies import Policy, op

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxckpt.core.actions import SAVE
+from jaxckpt.actions import SAVE
 from jaxckpt.policies import Policy, op
 from jaxckpt.transforms.checkpoint import tag
 from jaxckpt.transforms.scan import scan

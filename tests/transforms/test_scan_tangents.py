@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from jaxckpt._errors import ForwardModeError
-from jaxckpt.core.actions import OFFLOAD, SAVE
+from jaxckpt.actions import OFFLOAD, SAVE
 from jaxckpt.transforms.scan import scan
 from jaxckpt.transforms.schedules import Slots
 from tests.helpers import assert_trees_close

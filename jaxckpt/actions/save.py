@@ -1,0 +1,15 @@
+"""Keep a value in device memory from the forward to the backward pass."""
+
+from __future__ import annotations
+
+from jaxckpt.actions.base import Action
+
+
+class Save(Action):
+    """The value is kept as it is; see `SAVE`."""
+
+    kind = "save"
+
+
+SAVE: Action = Save()
+"""Keep the value in device memory from the forward to the backward pass."""

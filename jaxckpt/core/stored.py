@@ -1,0 +1,219 @@
+"""Values that are kept as something else than they are: encoded after the forward pass, decoded for the backward pass.
+
+The emitter names such a value as it names all that is kept, and puts the action's JSON into the name: a marker. When the function around it is
+differentiated (`reads.call_reading_names`), it becomes two programs. The first is the forward pass, exact; it also returns, encoded, what is
+marked, and that is what `jax.checkpoint` keeps by name. The second is the derivative; wherever it would read a marked value, or anything that
+is computed from one, it starts from what was decoded. Markers inside of scans, branches and calls are reached through them: what is kept of
+a scan is stacked by it, and read by it again.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
+from jaxckpt.actions import Action, action_from
+from jaxckpt.core import surgery
+
+INTERNAL = "jaxckpt:"
+"""Names that begin so are the emitter's, and no tags."""
+
+_MARK = "@"
+Kept = dict[str, Any]
+"""What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that hold markers ("0",
+"1") what is kept inside of it: of a scan stacked, of branches a list."""
+
+_THROUGH = ("scan", "cond", "jit", "pjit", "closed_call", "core_call")
+"""Operations through which markers are reached."""
+
+
+def marker(name: str, action: Action) -> str:
+    """Returns the name that marks a value: an internal name, and the action by which it is kept."""
+    text = base64.urlsafe_b64encode(json.dumps(action.to_json()).encode()).decode()
+    return f"{name}{_MARK}{text}"
+
+
+def marked(eqn: Any) -> tuple[str, Action] | None:
+    """Returns the name under which what an equation marks is kept, and the action; None where it is no marker."""
+    name = _compat.equation_name(eqn)
+    if name is None or not name.startswith(INTERNAL) or _MARK not in name:
+        return None
+    plain, _, text = name.rpartition(_MARK)
+    return plain, action_from(json.loads(base64.urlsafe_b64decode(text)))
+
+
+def has_markers(jaxpr: Any) -> bool:
+    """Whether a program marks anything, where markers are reached.
+
+    Raises:
+      ArgumentError: it does so where they are not.
+    """
+    found = False
+    for eqn in jaxpr.eqns:
+        if marked(eqn) is not None:
+            found = True
+        else:
+            found |= _holds(eqn)
+    return found
+
+
+def _holds(eqn: Any) -> bool:
+    primitive = _compat.primitive_name(eqn)
+    if primitive in ("custom_jvp_call", "custom_vjp_call"):
+        return False  # those of an inner checkpoint, which has its own derivative
+    inside = [has_markers(_compat.open_jaxpr(jaxpr)) for jaxpr in surgery.programs(eqn)]
+    if any(inside) and primitive not in _THROUGH:
+        raise ArgumentError(
+            "policy",
+            f"one that keeps values inside of {primitive} as they are",
+            "an action that changes what is kept",
+            "Give SAVE or RECOMPUTE to them, or checkpoint the function inside of it.",
+        )
+    return any(inside)
+
+
+def run_storing(closed: Any, args: Sequence[Any]) -> tuple[list[Any], Kept]:
+    """Evaluates a closed jaxpr: returns its results, and what is kept of it, encoded and named."""
+    run = _Run(storing=True)
+    results, kept = run.program(closed, None, args)
+    return results, _named(kept)
+
+
+def run_with(closed: Any, kept: Kept, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr with what was kept, decoded, in place of all that is marked."""
+    return _Run(storing=False).program(closed, kept, args)[0]
+
+
+def _named(kept: Kept) -> Kept:
+    """Gives what is kept its names: for `jax.checkpoint` these are the values that it keeps."""
+    done: Kept = {}
+    for key, item in kept.items():
+        if key.startswith(INTERNAL):
+            done[key] = jax.tree.map(functools.partial(jax.ad_checkpoint.checkpoint_name, name=key), item)
+        else:
+            done[key] = [_named(each) for each in item] if isinstance(item, list) else _named(item)
+    return done
+
+
+class _Run:
+    """Evaluates programs; with `storing` what is marked is collected, else it is replaced by what was kept."""
+
+    def __init__(self, storing: bool) -> None:
+        self.storing = storing
+
+    def program(self, closed: Any, kept: Kept | None, args: Sequence[Any]) -> tuple[list[Any], Kept]:
+        """Returns the results of a program, and what is kept of it."""
+        jaxpr = _compat.open_jaxpr(closed)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed)))
+        env.update(zip(jaxpr.invars, args))
+        found: Kept = {}
+        for special, eqns in _stretches(jaxpr):
+            if not special:
+                self._plain(jaxpr, eqns, env)
+                continue
+            (eqn,) = eqns
+            mark = marked(eqn)
+            if mark is None:
+                place = str(sum(not key.startswith(INTERNAL) for key in found))
+                inside = None if kept is None else kept[place]
+                results, found[place] = self._inside(eqn, inside, [_read(env, atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, results))
+                continue
+            name, action = mark
+            value = eqn.invars[0]
+            if self.storing:
+                env[eqn.outvars[0]] = _read(env, value)
+                found[name] = action.encode(_read(env, value))
+            else:
+                assert kept is not None, "the forward pass kept what is marked"
+                like = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
+                env[eqn.outvars[0]] = _checked(action, action.decode(kept[name], like), like)
+        return [_read(env, atom) for atom in jaxpr.outvars], found
+
+    def _plain(self, jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+        inputs = surgery.used(eqns)
+        results = [var for eqn in eqns for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
+        found = surgery.evaluate(surgery.stretch(eqns, inputs, results, jaxpr), *(env[var] for var in inputs))
+        env.update(zip(results, found))
+
+    def _inside(self, eqn: Any, kept: Any, operands: list[Any]) -> tuple[list[Any], Any]:
+        primitive, params = _compat.primitive_name(eqn), _compat.equation_params(eqn)
+        if primitive == "scan":
+            return self._scan(params, kept, operands)
+        programs = surgery.programs(eqn)
+        if primitive == "cond":
+            return self._cond(programs, kept, operands)
+        (program,) = programs
+        return self.program(program, kept, operands)
+
+    def _scan(self, params: dict[str, Any], kept: Kept | None, operands: list[Any]) -> tuple[list[Any], Kept]:
+        consts, carries = _compat.num_scan_consts_carry(params)
+        fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+
+        def body(carry: list[Any], rows: tuple[list[Any], Kept | None]) -> tuple[list[Any], tuple[list[Any], Kept]]:
+            results, found = self.program(params["jaxpr"], rows[1], [*fixed, *carry, *rows[0]])
+            return results[:carries], (results[carries:], found)
+
+        last, (ys, found) = lax.scan(
+            body, init, (xs, kept), length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
+        return [*last, *ys], found
+
+    def _cond(self, programs: list[Any], kept: Any, operands: list[Any]) -> tuple[list[Any], list[Kept]]:
+        index, *inputs = operands
+        keeps = [
+            jax.eval_shape(functools.partial(self._branch, programs, kept, place), *inputs)[1]
+            for place in range(len(programs))
+        ]
+
+        def branch(place: int) -> Any:
+            def run(*xs: Any) -> tuple[list[Any], list[Kept]]:
+                results, found = self._branch(programs, kept, place, *xs)
+                others = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), each) for each in keeps]
+                return results, [*others[:place], found, *others[place + 1 :]]
+
+            return run
+
+        results, found = lax.switch(index, [branch(place) for place in range(len(programs))], *inputs)
+        return results, found
+
+    def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], Kept]:
+        return self.program(programs[place], None if kept is None else kept[place], inputs)
+
+
+def _stretches(jaxpr: Any) -> Iterator[tuple[bool, list[Any]]]:
+    """Yields the equations in order: (False, those between markers and what holds some), (True, [one of these])."""
+    plain: list[Any] = []
+    for eqn in jaxpr.eqns:
+        if marked(eqn) is None and not _holds(eqn):
+            plain.append(eqn)
+            continue
+        if plain:
+            yield False, plain
+            plain = []
+        yield True, [eqn]
+    if plain:
+        yield False, plain
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+
+def _checked(action: Action, value: Any, like: jax.ShapeDtypeStruct) -> Any:
+    if (value.shape, value.dtype) != (like.shape, like.dtype):
+        raise ArgumentError(
+            "decode",
+            f"a function that returns {like.dtype}{list(like.shape)}, as {action!r} kept it",
+            jax.typeof(value),
+        )
+    return value
