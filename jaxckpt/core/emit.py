@@ -166,6 +166,9 @@ def _rewrite(
     ops = iter(enumerate(body.ops))
     pending: list[Any] = []  # names given to inputs before the first operation
     before: dict[Any, tuple[int, Any]] = {}  # variable with a name -> where it is made, and the one without
+    calls: dict[
+        Any, tuple[int, Any]
+    ] = {}  # result of a call with names inside -> where it is made, and the call without
     for eqn in body.jaxpr.eqns:
         if _is_alias(eqn):
             index = body.values[eqn.invars[0]]
@@ -179,13 +182,14 @@ def _rewrite(
             continue
         place, op = next(ops)
         if reads.is_effect(eqn):
-            invars = [_bare(before, var, cuts, place) for var in eqn.invars]
-            groups.append([*pending, eqn.replace(invars=invars)])
+            groups.append([*pending, *_effect(eqn, before, calls, cuts, place)])
             pending = []
             continue
         group = _rewrite_op(eqn, op, names, actions, loops.get(place))
         if place not in loops:
             before.update((var, (place, new)) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
+            if op.primitive not in ("scan", "cond") and any(i in actions for b in op.bodies for i in _own_values(b)):
+                calls.update((var, (place, eqn)) for var in eqn.outvars)
         groups.append([*pending, *group])
         pending = []
     if pending:
@@ -195,6 +199,33 @@ def _rewrite(
 
 def _is_alias(eqn: Any) -> bool:
     return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
+
+
+def _effect(
+    eqn: Any,
+    before: Mapping[Any, tuple[int, Any]],
+    calls: Mapping[Any, tuple[int, Any]],
+    cuts: Sequence[int],
+    place: int,
+) -> list[Any]:
+    """Returns an equation that is run for its side effects: it reads values from before they are named (see `reads.is_effect`).
+
+    Of a call that gives names inside it reads the results of one that does not; the compiler merges the two.
+    """
+    copies: dict[int, Any] = {}
+    invars = []
+    for var in eqn.invars:
+        made, call = (None, None) if isinstance(var, _compat.Literal) else calls.get(var, (None, None))
+        if made is None or call is None or bisect.bisect(cuts, made) != bisect.bisect(cuts, place):
+            invars.append(_bare(before, var, cuts, place))
+            continue
+        if id(call) not in copies:
+            operands = [_bare(before, operand, cuts, place) for operand in call.invars]
+            copies[id(call)] = call.replace(
+                invars=operands, outvars=[_compat.fresh_var(each.aval) for each in call.outvars]
+            )
+        invars.append(copies[id(call)].outvars[call.outvars.index(var)])
+    return [*copies.values(), eqn.replace(invars=invars)]
 
 
 def _bare(before: Mapping[Any, tuple[int, Any]], atom: Any, cuts: Sequence[int], place: int) -> Any:

@@ -108,6 +108,7 @@ def _nothing_kept_unasked(
         for name in {_unnumbered(value.label), *value.tags}:
             allowed[name] += value.kept_bytes
     shapes = {(value.shape, _part(value.dtype)) for value in values}
+    hidden = {tag for value in graph.values if not value.addressable for tag in value.tags}
     sizes: Counter = Counter()
     for residual in report.residuals:
         if residual.argument:
@@ -119,6 +120,8 @@ def _nothing_kept_unasked(
                 f"{residual} is kept, and nothing of its shape is by the policy",
             )
         if name in _INSIDE:  # what comes out of a branch or a nested checkpoint is reported by that alone
+            continue
+        if name in hidden and name not in allowed:  # a kept value that a rule of the user's names anew
             continue
         if name not in allowed:
             raise Failed(

@@ -279,16 +279,26 @@ def test_a_function_with_side_effects_runs_forward_and_is_refused_where_it_is_di
 
 
 @pytest.mark.parametrize("policy", [Policy({"*": SAVE}), Policy([(op("*"), SAVE)]), "dots"], ids=str)
-@pytest.mark.parametrize("place", ["alone", "scan", "jit", "used"])
+@pytest.mark.parametrize("place", ["alone", "scan", "jit", "used", "checkpoint", "call"])
 def test_a_kept_value_may_feed_a_print_alone(place, policy):
     def body(x):
         shown = tag(jnp.sin(x), "shown")
         jax.debug.callback(lambda v: None, shown)
         return jnp.cos(x) * 2 + (shown if place == "used" else 0)
 
+    def made_inside(wrapper):
+        def inner(x):
+            shown = wrapper(lambda x: tag(jnp.sin(jnp.sin(x)), "shown"))(x)
+            jax.debug.callback(lambda v: None, shown)
+            return jnp.cos(x) * 2
+
+        return inner
+
     fun = {
         "alone": body,
         "used": body,
+        "checkpoint": made_inside(jax.checkpoint),
+        "call": made_inside(jax.jit),
         "scan": lambda x: jax.lax.scan(lambda c, _: (body(c), None), x, length=3)[0],
         "jit": jax.jit(lambda x: jax.jit(body)(jax.jit(body)(x))),
     }[place]
