@@ -6,11 +6,21 @@ With JAXCKPT_REQUIRE_TARGETS=1 (continuous integration) a missing target is a fa
 from __future__ import annotations
 
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+
+TRACING = """
+    actions compat/test_source.py core memory/test_buffers.py memory/test_cache.py memory/test_estimate.py memory/test_wire.py
+    planner/solvers/test_optimal.py planner/solvers/test_registry.py planner/solvers/test_rules.py planner/solvers/test_steps.py
+    planner/test_budget.py planner/test_chain.py planner/test_costs.py planner/test_mincut.py planner/test_stages.py
+    show/test_plans.py test_errors.py test_imports.py test_policies.py test_public.py transforms/test_constant_results.py
+    transforms/test_schedules.py
+""".split()  # noqa: SIM905 (a list of files is easier to read so)
+"""Files and folders of tests that trace, and compile nothing larger than single operations. All others are marked `compile`."""
 
 _CHECKED: dict[str, str | None] = {}
 
@@ -27,6 +37,17 @@ def _missing(name: str) -> str | None:
         except MissingTargetError as error:
             _CHECKED[name] = str(error)
     return _CHECKED[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts each test into its tier: `compile`, `target`, or neither, which is the quick one."""
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("cuda", "tpu", "gpu")):
+            item.add_marker("target")
+        path = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else "doctest"
+        if not any(path == each or path.startswith(f"{each}/") for each in TRACING):
+            item.add_marker("compile")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -144,6 +144,9 @@ class Action(metaclass=_Kinds):
     def __hash__(self) -> int:
         return hash((self.kind, json.dumps(dict(self.parameters()), sort_keys=True)))
 
+    def __str__(self) -> str:
+        return repr(self) if self.parameters() else self.kind
+
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
         return f"{self.kind}({given})" if given else self.kind.upper()

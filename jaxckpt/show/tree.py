@@ -177,7 +177,7 @@ def _value_lines(actions: Mapping[int, Action], graph: Graph, indent: str, each:
     alike: dict[tuple[str, str, str], list[int]] = {}
     for index, action in sorted(actions.items()):
         value = graph.values[index]
-        name = _name(value) if action == SAVE else f"{action!r} {_name(value)}"
+        name = _name(value) if action == SAVE else f"{action} {_name(value)}"
         kind = (name, table.format_array(value.dtype, value.shape), pathlib.PurePath(value.source).name)
         alike.setdefault(kind, []).append(action.stored_bytes(value) * (1 if each else value.repeats))
     lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
