@@ -29,6 +29,9 @@ cache_in_context = _cache()
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version_info__)
 
+CPU_WIDENS_BFLOAT16_LOOPS = JAX_VERSION < (0, 12)
+"""XLA for the CPU in jax 0.10 carries bfloat16 through a while loop in float32, arrays that it writes row by row too; in 0.12 it does not."""
+
 # ---------------------------------------------------------------------------------------------------------------- jaxprs
 # A jaxpr and its constants were two classes up to jax 0.10 (Jaxpr, ClosedJaxpr); 0.12 has one, which still answers to
 # both interfaces. `jax.extend.core` has no function that takes an equation apart or puts one together.
