@@ -12,6 +12,7 @@ and devices), `compiler` (XLA). `flax` is imported with Flax alone.
 
 from jaxckpt._compat import needs  # the probe: first of all
 from jaxckpt._compat.compiler import (
+    CPU_WIDENS_BFLOAT16_LOOPS,
     CompileError,
     CompileRequest,
     checkpoint_options,

@@ -22,6 +22,9 @@ from jax._src.lib.mlir import ir
 from jaxckpt._compat.needs import VERSION, unsupported
 from jaxckpt._errors import UnsupportedJaxError
 
+CPU_WIDENS_BFLOAT16_LOOPS = VERSION < (0, 12)
+"""XLA for the CPU in jax 0.10 carries bfloat16 through a while loop in float32, arrays that it writes row by row too; in 0.12 it does not."""
+
 
 def checkpoint_options(platform: str) -> dict[str, str]:
     """Returns the compiler options without which the compiler undoes unrolled checkpointing on that platform.

@@ -14,6 +14,7 @@ Variables that hold refs, or are of hijax types, are refused: they change as a s
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -95,15 +96,18 @@ class _Memo:
     """
 
     def __init__(self) -> None:
-        self._trace: Any = None
-        self._lifted: dict[Any, Lifted] = {}
+        self._here = threading.local()  # a trace belongs to one thread
 
     def get(self, key: Any, make: Callable[[], Lifted]) -> Lifted:
         now = _compat.trace_state()
-        if now != self._trace or len(self._lifted) >= 64:  # without a trace there is no end to it
-            self._trace, self._lifted = now, {}
+        trace: Any
+        lifted: dict[Any, Lifted]
+        trace, lifted = getattr(self._here, "memo", (None, {}))
+        if now != trace or len(lifted) >= 64:  # without a trace there is no end to it
+            lifted = {}
+            self._here.memo = now, lifted
         try:
-            return self._lifted.get(key) or self._lifted.setdefault(key, make())
+            return lifted.get(key) or lifted.setdefault(key, make())
         except TypeError:  # an attribute that cannot be hashed
             return make()
 

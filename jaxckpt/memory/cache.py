@@ -51,6 +51,12 @@ def enabled() -> bool:
     return bool(os.environ.get(FOLDER))
 
 
+def surroundings() -> dict[str, str]:
+    """Returns what a compiler's answer depends on besides the program: variables with flags, and versions, "" for what is not there."""
+    versions = {name: _version(name) for name in _COMPILERS}
+    return {name: os.environ.get(name, "") for name in _FLAGS} | versions
+
+
 def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path | None:
     """Returns the file of a program's answer, which may not exist yet; None where `JAXCKPT_CACHE_DIR` can name no folder.
 
@@ -67,8 +73,7 @@ def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -
         return None
     names = sorted({operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))})
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
-    decides += [os.environ.get(name, "") for name in _FLAGS]
-    decides += [f"{name} {_version(name)}" for name in _COMPILERS]
+    decides += surroundings().values()
     digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()
     return folder / f"{digest[:40]}.report"
 
@@ -120,4 +125,4 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return ""

@@ -30,6 +30,7 @@ from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
+from jaxckpt.memory.cache import surroundings
 from jaxckpt.memory.gradient import suited
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner import calls, search
@@ -69,7 +70,8 @@ def autocheckpoint(
       target: None for the local backend.
       step: makes the step that is planned for of `fun`; the step takes the arguments of `fun`.
       actions, costs, verify, solver: see `jaxckpt.plan`.
-      path: a folder to keep plans in; what another process left there is read instead of planned again. It is made if it does not exist.
+      path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the versions of jax, its
+        compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings, bools, functions and
         other leaves that are neither arrays nor numbers are taken for such wherever they are.
 
@@ -301,7 +303,7 @@ class _Auto:
         step = suited(settings.step, shapes)
         facts = {
             "format": FORMAT,
-            "jax": jax.__version__,
+            "compilers": surroundings(),
             "step": trace(step(fun), *shapes).fingerprint,
             "shardings": [
                 str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None

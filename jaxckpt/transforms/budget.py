@@ -7,15 +7,19 @@
   - sums of constants' cotangents that an inner loop has beside the outer one's;
   - what one step and its backward pass work with: the liveness of that program, for the compilers of CPUs and of GPUs the larger one.
 
-What is there anyway does not count: operands and results of the scan, and their cotangents. One program is traced for all targets, so where
-compilers differ the count is of the one that takes more.
+A CPU computes 16-bit floats in float32: while a step works with them they have 4 bytes an element there, and bfloat16 that
+a loop writes row by row may have (`stacked_bytes`).
+
+What is there anyway does not count: operands and results of the scan, their cotangents, and copies in float32 that the scan
+without a gradient makes too. One program is traced for all targets, so where compilers differ the count is of the one that
+takes more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -79,14 +83,14 @@ def fit(step: Step, limit: int, *, policy: bool = False) -> Nested | Binomial:
 
 
 def _choices(step: Step, limit: int, policy: bool) -> Iterator[Choice]:
-    length, one, residuals = step.length, step.carry_bytes, residual_bytes(step)
+    length, one, residuals = step.length, sum(map(stacked_bytes, step.carry_avals)), residual_bytes(step)
     wanted = everything(step)
     at_once = backward(step, wanted, None, defer=False)
     working = working_bytes(step, at_once)
     yield Choice(plain(length), length, length * residuals + working)
     yield Choice(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
-    xs = sum(nbytes(var.aval) for var in step.jaxpr.invars[step.consts + step.carries :])
-    ys = sum(map(nbytes, step.y_avals))
+    xs = sum(stacked_bytes(var.aval) for var in step.jaxpr.invars[step.consts + step.carries :])
+    ys = sum(map(stacked_bytes, step.y_avals))
     sums = sum(nbytes(var.aval) for var in step.jaxpr.invars[: step.consts] if is_inexact(var.aval))
     # Every row of a segment: residuals, and as blocks the rows of xs, of the ys' cotangents, and of cotangents of xs.
     row = residuals + 2 * xs + 2 * ys
@@ -112,7 +116,7 @@ def everything(step: Step) -> Wanted:
 
 
 def residual_bytes(step: Step) -> int:
-    """Returns the bytes that differentiating the step keeps of it, if all that can be is differentiated; constants and xs not counted."""
+    """Returns the bytes that a loop keeps of the step, if all that can be is differentiated; constants and xs not counted."""
     inputs = [var.aval for var in step.jaxpr.invars]
 
     def residuals(*flat: Any) -> Values:
@@ -130,7 +134,7 @@ def residual_bytes(step: Step) -> int:
     traced = _compat.open_jaxpr(jax.make_jaxpr(residuals)(*inputs))
     there = {*traced.constvars, *traced.invars[: step.consts], *traced.invars[step.consts + step.carries :]}
     kept = {var for var in traced.outvars if isinstance(var, _compat.Var) and var not in there}
-    return sum(nbytes(var.aval) for var in kept)
+    return sum(stacked_bytes(var.aval) for var in kept)
 
 
 # ------------------------------------------------------------------------------------------------------------- runs of slots
@@ -196,7 +200,7 @@ class Runs:
             if run == 1 or work is None:
                 return alone
             rest = step.length % run
-            rows = (run + rest) * sum(map(nbytes, work.stacks))
+            rows = (run + rest) * sum(stacked_bytes(aval, twice=True) for aval in work.stacks)
             return rows + max(pulling, settling(run))
 
         if work is not None and longest > 1:
@@ -222,7 +226,7 @@ def working_bytes(step: Step, work: Backward) -> int:
     args = consts, rows, xs, [ct for ct, flag in zip(cts, flags) if flag], sums
     forward = graph_of(_compat.close_jaxpr(step.jaxpr, ()))
     back = graph_of(jax.make_jaxpr(work.pull)(*args))
-    return max(_live(forward), _live(back)) + step.carry_bytes
+    return max(_live(forward), _live(back)) + sum(stacked_bytes(aval, twice=True) for aval in step.carry_avals)
 
 
 def settling_bytes(step: Step, work: Backward, run: int) -> int:
@@ -242,11 +246,35 @@ def _inputs(step: Step) -> tuple[list[Any], list[Any], list[Any]]:
     return avals[: step.consts], avals[step.consts : carries], avals[carries:]
 
 
+def stacked_bytes(aval: Any, *, twice: bool = False) -> int:
+    """Returns the bytes of a row of an array that a loop writes row by row, or of a carry, by the compiler that takes more.
+
+    Args:
+      aval: the abstract value of the row or carry.
+      twice: whether it is there in its own type too, for another loop.
+    """
+    widened = _compat.CPU_WIDENS_BFLOAT16_LOOPS and aval.dtype == jax.numpy.bfloat16
+    return nbytes(aval) * ((3 if twice else 2) if widened else 1)
+
+
 def _live(graph: Graph) -> int:
     """Returns the most bytes that live at once beside what is given, by the compiler that takes more."""
-    given = sum(value.bytes for value in graph.values if value.kind in ("argument", "constant"))
-    cpu, gpu = (graph_peak(graph, platform) - given for platform in ("cpu", "cuda"))
+    cpu, gpu = _beside(_widened(graph), "cpu"), _beside(graph, "cuda")
     return max(cpu, gpu + max((_parts(op, graph) for op in graph.walk()), default=0))
+
+
+def _beside(graph: Graph, platform: str) -> int:
+    given = sum(value.bytes for value in graph.values if value.kind in ("argument", "constant"))
+    return graph_peak(graph, platform) - given
+
+
+def _widened(graph: Graph) -> Graph:
+    """Returns the graph with four bytes for each element of what a CPU computes in float32: all floats that have fewer."""
+    narrow = lambda dtype: jax.dtypes.issubdtype(dtype, jax.numpy.floating) and dtype.itemsize < 4
+    values = tuple(
+        replace(value, bytes=4 * math.prod(value.shape)) if narrow(value.dtype) else value for value in graph.values
+    )
+    return replace(graph, values=values)
 
 
 def _parts(op: Any, graph: Graph) -> int:

@@ -64,9 +64,7 @@ _SUMS = {"add", "add_any", "convert_element_type", "copy", "copy_p", "neg", "res
 
 def _inner_programs(eqn: Any) -> list[Any]:
     """Returns the programs that an equation holds."""
-    params = _compat.equation_params(eqn).values()
-    items = [item for param in params for item in (param if isinstance(param, (tuple, list)) else [param])]
-    return [_compat.open_jaxpr(item) for item in items if _compat.is_jaxpr(item)]
+    return [_compat.open_jaxpr(program) for program in _compat.inner_jaxprs(eqn)]
 
 
 def is_cheap(eqn: Any) -> bool:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from flax import nnx
 import jaxckpt
 from jaxckpt import SAVE, ArgumentError, Policy, UnmatchedTagError
 from jaxckpt.flax import apply, checkpoint
+from jaxckpt.flax.nnx import _Memo
 from tests.flax.measures import assert_cheaper, assert_close, cost, gradients
 
 X = jax.random.normal(jax.random.key(9), (64, 8))
@@ -506,6 +509,52 @@ def test_equal_layers_are_traced_once_and_unequal_ones_are_not_mistaken():
     assert Counted.traced == 3
     assert_close(jax.jit(lambda x: run(x))(X), expected)
     assert Counted.traced == 6
+
+
+class Waiting:
+    """A static argument; it is equal to all others, and while it is hashed for the first time something else runs."""
+
+    def __init__(self, meanwhile: Any = None) -> None:
+        self.meanwhile = meanwhile
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Waiting)
+
+    def __hash__(self) -> int:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return 0
+
+
+def test_threads_that_trace_one_class_at_once_do_not_get_each_others_layers():
+    memo: Any = _Memo()
+    found: list[list[str]] = [[], []]
+    begun, resumed = threading.Event(), threading.Event()
+
+    def theirs(x: Any) -> Any:
+        memo.get("begin", lambda: "begun")
+        begun.set()
+        assert resumed.wait(60)
+        found[1] += [memo.get(Waiting(), lambda: made) for made in ("theirs", "again")]
+        return x
+
+    def ours(x: Any) -> Any:
+        found[0] += [
+            memo.get(Waiting(hook), lambda made=made: made) for hook, made in ((switch, "ours"), (None, "again"))
+        ]
+        return x
+
+    def switch() -> None:
+        running.append(pool.submit(jax.eval_shape, theirs, X))
+        assert begun.wait(60)
+
+    running: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        jax.eval_shape(ours, X)
+        resumed.set()
+        running[0].result()
+    assert found == [["ours", "ours"], ["theirs", "theirs"]]
 
 
 class Signed(nnx.Module):

@@ -23,6 +23,7 @@ import jaxckpt
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Plan, Region
+from jaxckpt.memory import cache
 from jaxckpt.memory.report import measure
 from jaxckpt.planner import auto, calls, search
 from jaxckpt.planner.auto import autocheckpoint
@@ -325,6 +326,25 @@ def test_plans_are_kept_and_read_back(planner, tmp_path):
     autocheckpoint(loss, budget="60%", path=folder, verify=False).plan(WS, X)
     first.plan(WS, X[:64])
     assert len(planner) == 6 and len(files(folder)) == 6
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "XLA_FLAGS", "LIBTPU_INIT_ARGS", "jax", "jaxlib", "jaxckpt", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt",
+    ],
+)  # fmt: skip
+def test_whatever_decides_a_compiler_s_answer_plans_anew(planner, tmp_path, monkeypatch, changed):
+    plan = lambda: autocheckpoint(loss, budget="60%", path=tmp_path).plan(WS, X)
+    plan()
+    version = cache._version
+    if changed.isupper():
+        monkeypatch.setenv(changed, os.environ.get(changed, "") + " --xla_nothing=1")
+    else:
+        monkeypatch.setattr(cache, "_version", lambda package: "999" if package == changed else version(package))
+    plan()
+    plan()
+    assert len(planner) == len(files(tmp_path)) == 2
 
 
 def test_a_changed_function_is_planned_again(planner, tmp_path):

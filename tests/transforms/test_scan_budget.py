@@ -99,6 +99,40 @@ def test_the_integers_that_place_slots_do_not_grow_with_the_scan() -> None:
     assert abs(long - short) < 40_000
 
 
+def mlp(weights: Any, c: Any, x: Any) -> Any:
+    return c + jnp.tanh(c @ weights["w"]) @ weights["w"] + x, None
+
+
+def normed(weights: Any, c: Any, x: Any) -> Any:
+    h = jax.nn.gelu(c @ weights["w"]) + x
+    return h / jnp.sqrt(1 + jnp.mean(h * h, -1, keepdims=True)), None
+
+
+def beyond_plain(step: Callable, key: str, dtype: Any, budget: int) -> int:
+    """Returns the bytes that the CPU's compiler takes for the value and gradient, beside what it takes for the value without a schedule."""
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
+    args = {key: shape(*SHAPES[key])}, shape(BATCH, WIDTH), shape(200, BATCH, WIDTH)
+
+    def loss(run: Callable, weights: Any, start: Any, xs: Any) -> Any:
+        return jnp.sum(run(functools.partial(step, weights), start, xs)[0].astype(jnp.float32))
+
+    temporary = lambda fun: measure(fun, *args, target="cpu").temp_bytes
+    scheduled = jax.value_and_grad(functools.partial(loss, functools.partial(scan, budget=budget)))
+    return temporary(scheduled) - temporary(functools.partial(loss, lax.scan))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("step", "key"), [(rnn, "w"), (elementwise, "b"), (mlp, "w"), (normed, "w")])
+def test_a_budget_holds_on_the_cpu_which_computes_16_bit_floats_in_float32(
+    step: Callable, key: str, dtype: Any
+) -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        beyond_plain(step, key, dtype, 1)
+    least = caught.value.least_bytes
+    for budget in (least, 3 * least, 2**21):
+        assert beyond_plain(step, key, dtype, budget) <= 1.05 * budget
+
+
 def chosen(name: str, length: int, budget: int) -> Any:
     step, keys = STEPS[name]
     weights = {key: jnp.ones(SHAPES[key]) for key in keys}
