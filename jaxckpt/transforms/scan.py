@@ -226,8 +226,9 @@ def _kept_by(policy: Any, taken: Scan) -> tuple[Scan, list[Any]]:
         lambda *flat: _compat.eval_jaxpr(taken.step.jaxpr, [], *flat), *(var.aval for var in taken.step.jaxpr.invars)
     )
     actions = rules.decide(graph)
-    if OFFLOAD in actions.values():
-        rule = "without OFFLOAD where the schedule is Slots(n): what a run keeps is needed at once"
+    if others := {action for action in actions.values() if action.keeps and action != SAVE}:
+        named = " or ".join(sorted(map(repr, others)))
+        rule = f"without {named} where the schedule is Slots(n): what a run keeps is needed at once"
         raise ArgumentError("policy", rule, policy, "carry=OFFLOAD moves the carries.")
     jaxpr = _compat.open_jaxpr(graph.jaxpr)
     # A tag gives a second variable to a value; keeping the first is enough.

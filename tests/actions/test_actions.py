@@ -231,3 +231,20 @@ def test_a_value_inside_of_a_checkpoint_of_the_users_is_refused():
     fun = lambda w, x: jnp.sum(jnp.sin(inner(w, x)))
     with pytest.raises(ArgumentError, match="inside of (checkpoint|remat)"):
         jax.grad(jaxckpt.checkpoint(fun, policy=Policy({"hidden": HALF})))(W, X)
+
+
+def test_under_a_schedule_of_scan_and_never_silently_saved_in_slots():
+    def run(x, **how):
+        body = lambda x, _: (jnp.sin(tag(jnp.tanh(x @ W), "hidden")) @ W.T + x, None)
+        return jnp.sum(jaxckpt.scan(body, x, None, length=6, **how)[0] ** 2)
+
+    def kept(action):
+        policy = Policy({"hidden": action})
+        return jaxckpt.residuals(lambda x: run(x, schedule="every", policy=policy), X).kept_bytes
+
+    assert kept(SAVE) - kept(HALF) == 6 * WIDE // 2
+    segmented = jax.grad(lambda x: run(x, schedule=3, policy=Policy({"hidden": HALF})))(X)
+    exact = jax.grad(lambda x: run(x, schedule="none"))(X)
+    assert jnp.allclose(segmented, exact, rtol=0.05, atol=0.02 * float(jnp.max(jnp.abs(exact))))
+    with pytest.raises(ArgumentError, match="without HALF where the schedule is Slots"):
+        run(X, schedule=jaxckpt.Slots(3), policy=Policy({"hidden": HALF}))
