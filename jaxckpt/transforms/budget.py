@@ -226,7 +226,10 @@ def working_bytes(step: Step, work: Backward) -> int:
     args = consts, rows, xs, [ct for ct, flag in zip(cts, flags) if flag], sums
     forward = graph_of(_compat.close_jaxpr(step.jaxpr, ()))
     back = graph_of(jax.make_jaxpr(work.pull)(*args))
-    return max(_live(forward), _live(back)) + sum(stacked_bytes(aval, twice=True) for aval in step.carry_avals)
+    # The scan without a gradient has the xs in float32 where the compiler widens them, but not the cotangents of the ys.
+    wide = step.length * sum(stacked_bytes(aval, twice=True) - nbytes(aval) for aval in step.y_avals)
+    one = sum(stacked_bytes(aval, twice=True) for aval in step.carry_avals)
+    return max(_live(forward), _live(back)) + one + wide
 
 
 def settling_bytes(step: Step, work: Backward, run: int) -> int:

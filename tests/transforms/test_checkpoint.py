@@ -194,6 +194,24 @@ def test_static_arguments_that_cannot_be_hashed_select_the_program_at_each_call(
     assert [float(jax.grad(wrapped)(1.0, {"by": by})) for by in (2.0, 3.0, 2.0)] == [2.0, 3.0, 2.0]
 
 
+@pytest.mark.parametrize(("tagged", "again"), [("result", 5), ("inside", 0)])
+def test_a_loop_runs_again_for_what_its_derivative_reads_unless_that_is_tagged_inside(tagged, again):
+    def step(c, _):
+        h = c @ c
+        c = jnp.sin(tag(h, "h") if tagged == "inside" else h)
+        return c, c
+
+    def fun(x):
+        ys = lax.scan(step, x, None, length=5)[1]
+        return jnp.sum(jnp.sin(tag(ys, "h") if tagged == "result" else ys))
+
+    x = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
+    ours = jaxckpt.checkpoint(fun, policy=Policy({"h": SAVE}))
+    assert kept_shapes(ours, x) == {(5, 8, 8): 1}
+    assert executions(jax.grad(ours), x)["dot_general"] == executions(jax.grad(fun), x)["dot_general"] + again
+    assert_trees_close(jax.grad(ours)(x), jax.grad(fun)(x))
+
+
 class Options(NamedTuple):
     by: Any
 
