@@ -18,8 +18,8 @@ class Offload(Action):
         return Cost(host_bytes=2 * value.bytes)
 
     def refusal(self, target: Any) -> str:
-        """A CPU has no other memory."""
-        return "The host's memory is the CPU's own." if target.platform == "cpu" else ""
+        """The planner counts device memory alone."""
+        return "The planner has no budget of the host's memory yet; a Policy moves values there: jaxckpt.checkpoint(policy=...)."
 
 
 OFFLOAD: Action = Offload()

@@ -204,7 +204,7 @@ def test_what_is_no_action_is_refused():
         action_from("hafl")
     with pytest.raises(ArgumentError, match="RECOMPUTE and SAVE"):
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(SAVE, HALF))
-    with pytest.raises(ArgumentError, match="the CPU's own"):
+    with pytest.raises(ArgumentError, match="no budget of the host's memory"):
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(RECOMPUTE, SAVE, OFFLOAD))
 
 
