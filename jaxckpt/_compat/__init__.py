@@ -86,6 +86,7 @@ from jaxckpt._compat.traces import (
     cache_in_context,
     clean_trace,
     create_device_mesh,
+    explicit_sharding,
     is_linearized,
     is_ref,
     is_ref_type,

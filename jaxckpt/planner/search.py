@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
@@ -29,6 +28,7 @@ from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner.budget import resident_bytes, resolve_budget
+from jaxckpt.planner.calls import abstract as abstract_leaf
 from jaxckpt.planner.chain import Drop, Schedule, cost, covers, items
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.shards import WHOLE, read
@@ -185,7 +185,7 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
 
     def watch(call: lift.Taken) -> Any:
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-        abstract = [_weakly(x) if hasattr(x, "shape") else x for x in leaves]
+        abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
         calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
@@ -208,13 +208,6 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
 def _with(seen: _Seen, asked: set[int]) -> _Seen:
     """Returns the call with the leaves that were asked for."""
     return replace(seen, differentiated=tuple(sorted(asked)))
-
-
-def _weakly(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype; a weak type (of `jnp.full(shape, 0.5)`, of a number) stays weak, for it decides what is promoted."""
-    aval = jax.typeof(leaf)
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, **_compat.manual_axes(aval))
 
 
 def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
