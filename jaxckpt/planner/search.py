@@ -521,14 +521,26 @@ def _per_device(args: Any) -> int:
     for leaf in jax.tree.leaves(args):
         if lift.is_number(leaf):
             leaf = jax.typeof(leaf)
-        sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", None)
+        sharding, shape = _layout(leaf), getattr(leaf, "shape", None)
         if shape is None:
             continue
-        if sharding is not None and getattr(sharding, "num_devices", 1) > 1:
+        if sharding is not None:
             leaf = jax.ShapeDtypeStruct(sharding.shard_shape(tuple(shape)), leaf.dtype)
         total += aval_bytes(leaf)
     return total
 
 
 def _sharded(args: Any) -> bool:
-    return any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in jax.tree.leaves(args))
+    return any(_layout(leaf) is not None for leaf in jax.tree.leaves(args))
+
+
+def _layout(leaf: Any) -> Any:
+    """Returns the sharding of a leaf that lies over several devices, else None.
+
+    Within jax.shard_map a leaf is what one device has: its type names a mesh with manual axes, over which nothing lies.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or sharding.num_devices == 1:
+        return None
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return None if jax.sharding.AxisType.Manual in kinds else sharding

@@ -110,3 +110,9 @@ def test_plans_keep_the_layout_that_is_part_of_an_arguments_type(kind: str) -> N
     assert len(found) == 8
     for name, (plain, ours) in found:
         assert ours > plain, name
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_what_is_planned_within_shard_map_recomputes_and_equals_the_plain_function(kind: str) -> None:
+    ((_, (plain, ours)),) = run(kind, "inside")
+    assert ours > plain
