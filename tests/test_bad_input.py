@@ -18,6 +18,10 @@ def loss(ws, x):
     return jnp.sum(x)
 
 
+def row(carry, x):
+    return carry, x
+
+
 PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
 
 
@@ -37,6 +41,29 @@ PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
         (lambda: jaxckpt.count_flops(3, X), "fun must be a function; got 3"),
         (lambda: jaxckpt.checkpoint(loss, static_argnames="mode"), "static_argnames must be names of arguments of fun"),
         (lambda: Policy({}, strict="no"), "strict must be a bool; got 'no'"),
+        (lambda: jaxckpt.autocheckpoint(loss, budget="50%", path=3), "path must be the path of a folder; got 3"),
+        (lambda: jaxckpt.residuals(3, X), "fun must be a function; got 3"),
+        (lambda: jaxckpt.residuals(loss, {"a": [WS, "b"]}, X), r"args\[0\]\['a'\]\[1\] must be an array, .* got 'b'"),
+        (lambda: jaxckpt.trace(3, X), "fun must be a function; got 3"),
+        (lambda: jaxckpt.frontier(3, X), "fun must be a function; got 3"),
+        (lambda: jaxckpt.compare({"a": 3}, X), r"variants\['a'\] must be a function; got 3"),
+        (lambda: jaxckpt.verify(3, loss, WS, X), "fun must be a function"),
+        (lambda: jaxckpt.verify(loss, loss, WS, X, seed="a"), "seed must be a whole number; got 'a'"),
+        (lambda: jaxckpt.tag({"a": X, "b": "s"}, "name"), "x must be a pytree of arrays; got 's'"),
+        (lambda: jaxckpt.scan(3, 0.0, X), r"f must be a function \(carry, x\) -> \(carry, y\); got 3"),
+        (lambda: jaxckpt.scan(row, 0.0, X, unroll="a"), "unroll must be a bool, or a whole number .* got 'a'"),
+        (lambda: jaxckpt.scan(row, 0.0, X, unroll=-1), "unroll must be a bool, or a whole number .* got -1"),
+        (lambda: jaxckpt.scan(row, 0.0, (X, 2.0)), "xs must be a pytree of arrays with one row a step.* got 2.0"),
+        (lambda: jaxckpt.scan(row, 0.0, jnp.ones(())), "xs must be a pytree of arrays with one row a step"),
+        (
+            lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_zzz": 1}),
+            "compiler_options must be options of XLA.* got {'xla_zzz': 1}.*knows no such option",
+        ),
+        (
+            lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_cpu_enable_fast_math": "zz"}),
+            "compiler_options must be options of XLA.* got {'xla_cpu_enable_fast_math': 'zz'}.*not a valid bool",
+        ),
+        (lambda: jaxckpt.measure(loss, WS, X, compiler_options=3), "compiler_options must be a mapping"),
         (
             lambda: jax.grad(lambda x: jaxckpt.measure(loss, WS, x, target="cpu").peak_bytes * 1.0)(X),
             r"float32\[64,16\]",
