@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from jaxckpt import ArgumentError, InfeasibleBudgetError, Policy
+from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy
 
 WS, X = [jnp.eye(16) * 0.5] * 4, jnp.ones((64, 16))
 
@@ -73,6 +73,61 @@ PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
 def test_an_argument_that_breaks_a_rule_is_named(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+ENTRIES = {
+    "plan": lambda fun: jaxckpt.plan(fun, WS, X, budget="90%", target="cpu"),
+    "frontier": lambda fun: jaxckpt.frontier(fun, WS, X, budgets=("90%",), target="cpu"),
+    "compare": lambda fun: jaxckpt.compare({"a": fun}, WS, X, target="cpu"),
+    "autocheckpoint": lambda fun: jaxckpt.autocheckpoint(fun, budget="90%", target="cpu")(WS, X),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    ("fun", "kinds"),
+    [
+        (lambda ws, x: (loss(ws, x), x), r"float32\[\], float32\[64, 16\]"),
+        (lambda ws, x: x @ ws[0], r"float32\[64, 16\]"),
+        (lambda ws, x: jnp.argmax(loss(ws, x)), r"int32\[\]"),
+    ],
+    ids=["aux", "vector", "integer"],
+)
+def test_a_loss_that_is_no_scalar_is_told_of_has_aux(entry, fun, kinds):
+    message = rf"must return one floating-point scalar.* returns {kinds}.*jax.value_and_grad, has_aux=True"
+    with pytest.raises(NotDifferentiableError, match=message):
+        ENTRIES[entry](fun)
+
+
+def test_a_function_that_fails_by_itself_fails_with_its_own_error():
+    def broken(ws, x):
+        raise TypeError("of the user's")
+
+    with pytest.raises(TypeError, match="of the user's"):
+        ENTRIES["plan"](broken)
+
+
+@pytest.mark.parametrize("budget", ["60", 60])
+def test_a_share_without_its_sign_is_told_of_it(budget):
+    with pytest.raises(InfeasibleBudgetError, match="A share of the peak is written '60%'"):
+        jaxckpt.plan(loss, WS, X, budget=budget, target="cpu")
+
+
+def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_arguments():
+    def chain(ws, x, mode):
+        for w in ws:
+            x = jnp.tanh(x @ w) if mode == "train" else x @ w
+        return jnp.sum(x)
+
+    ws = [jnp.eye(16) * 0.5] * 30
+    plan = jaxckpt.plan(chain, ws, X, "train", budget="1GiB", target="cpu", verify=False)
+    with pytest.raises(jaxckpt.PlanMismatchError) as caught:
+        plan.apply(chain)(ws, X, "eval")
+    text = str(caught.value)
+    assert "float32[16, 16] and 11 more. If the plan was made for these, the program itself differs" in text
+    assert "static argument" in text and "evaluation mode" in text
+    with pytest.raises(jaxckpt.PlanMismatchError, match=r"came: float32\[16, 16\], float32\[64, 16\]\. If"):
+        plan.apply(chain)(ws[:1], X, "train")
 
 
 def test_a_prediction_is_called_one():

@@ -23,7 +23,7 @@ from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.gradient import suited
+from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, resolve
@@ -149,8 +149,13 @@ def analyse(
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
     if not callable(step(fun)):
         raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
-    step = suited(step, args)
-    seen = _observe(fun, step, args)
+    plain, step = step in PLAIN, suited(step, args)
+    try:
+        seen = _observe(fun, step, args)
+    except TypeError as error:
+        if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
+            raise wrong from error
+        raise
     graph = trace(seen.fun, *seen.args, **seen.kwargs)
     purity.refuse_refs(fun, graph)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
@@ -311,7 +316,8 @@ class Problem:
         if limit < self.argument_bytes:
             raise InfeasibleBudgetError(
                 f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
-                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
+                f"{format_bytes(limit)}. {_share_hint(budget)}"
+                "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
                 least_bytes=self.argument_bytes,
                 budget_bytes=limit,
             )
@@ -513,6 +519,12 @@ class _Search:
         where = f"operations {start}–{stop}, {largest.primitive}{f' at {place}' if place else ''}"
         text = f"The dearest stretch needs {format_bytes(needed)} at once: {where}."
         return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
+
+
+def _share_hint(budget: int | str) -> str:
+    """Returns a sentence for a budget of so few bytes that a share of the peak will have been meant."""
+    count = str(budget).strip()
+    return f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
 
 
 def _per_device(args: Any) -> int:
