@@ -8,6 +8,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy
+from tests.helpers import gradient_executions
 
 WS, X = [jnp.eye(16) * 0.5] * 4, jnp.ones((64, 16))
 
@@ -128,6 +129,39 @@ def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_argumen
     assert "static argument" in text and "evaluation mode" in text
     with pytest.raises(jaxckpt.PlanMismatchError, match=r"came: float32\[16, 16\], float32\[64, 16\]\. If"):
         plan.apply(chain)(ws[:1], X, "train")
+
+
+@pytest.mark.parametrize(
+    "selector", [jaxckpt.op("dot_genral"), ~jaxckpt.op("dot_genral") & jaxckpt.larger_than(1)], ids=str
+)
+def test_an_op_that_is_no_primitive_of_this_jax_is_an_error_with_the_nearest(selector):
+    with pytest.raises(ArgumentError, match=r"op's glob must be .* got 'dot_genral'.*Did you mean 'dot_general'"):
+        jax.grad(jaxckpt.checkpoint(loss, policy=Policy({selector: "save"})))(WS, X)
+    jax.grad(jaxckpt.checkpoint(loss, policy=Policy({selector: "save"}, strict=False)))(WS, X)
+
+
+NAMES = [
+    "conv_general_dilated",
+    "conv*",
+    "scan",
+    "while",
+    "cond",
+    "custom_vjp_call",
+    "custom_jvp_call",
+    "shard_map",
+    "fft",
+]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "pallas_call", "scaled_matmul_wrapper", "io_callback", "ragged_dot*", "rem*"])
+def test_an_op_that_does_not_occur_picks_nothing(name):
+    policy = Policy({jaxckpt.op(name): "save", jaxckpt.op("dot_general"): "save"})
+    assert gradient_executions(jaxckpt.checkpoint(loss, policy=policy), WS, X)["dot_general"] == 8 + 3
+
+
+@pytest.mark.parametrize("preset", jaxckpt.policies.PRESETS)
+def test_presets_name_primitives_of_this_jax(preset):
+    jax.grad(jaxckpt.checkpoint(loss, policy=preset))(WS, X)
 
 
 def test_a_prediction_is_called_one():

@@ -60,6 +60,7 @@ from jaxckpt._compat.names import (
 )
 from jaxckpt._compat.primitives import (
     check_primitives,
+    primitive_names,
 )
 from jaxckpt._compat.rules import (
     Primitive,
