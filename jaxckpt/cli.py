@@ -36,7 +36,7 @@ from jaxckpt.planner import search
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.figures import figures, sketch, timed
 from jaxckpt.planner.frontier import BUDGETS, sweep
-from jaxckpt.policies import Policy
+from jaxckpt.policies import LENIENT, Policy
 from jaxckpt.show import html, plans, plot, table
 
 FACTORY = """\
@@ -478,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JaxckptError, OSError) as error:
         if options.verbose:
             raise
-        print(f"jaxckpt: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"jaxckpt: error: {' '.join(str(error).removesuffix(LENIENT).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("jaxckpt: interrupted", file=sys.stderr)

@@ -44,12 +44,11 @@ class Selector:
         """Whether it picks a value."""
         return PICKS[self.kind](value, *self.operands)
 
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The tag globs in it, for `Policy(strict=True)`."""
-        if self.kind == "tagged":
+    def globs(self, kind: str) -> tuple[str, ...]:
+        """Returns the globs in it, over tags ("tagged") or over names of primitives ("op"), for `Policy(strict=True)`."""
+        if self.kind == kind:
             return self.operands
-        return tuple(glob for each in self.operands if isinstance(each, Selector) for glob in each.globs)
+        return tuple(glob for each in self.operands if isinstance(each, Selector) for glob in each.globs(kind))
 
     def __and__(self, other: Selector | str) -> Selector:
         return Selector("&", (self, selector(other)))
@@ -71,6 +70,9 @@ class Selector:
 
     __repr__ = __str__
 
+
+LENIENT = " Or pass strict=False to the Policy."
+"""The end of errors of a strict policy; the command line, which has no such argument, leaves it out."""
 
 PICKS: dict[str, Callable[..., bool]] = {
     "tagged": lambda v, glob: any(fnmatch.fnmatchcase(tag, glob) for tag in v.tags),
@@ -198,7 +200,8 @@ class Policy:
     Args:
       rules: a mapping, or pairs, from selector to action; the first that picks a value counts. Actions may be given by name ("save").
       default: the action of values that no rule picks.
-      strict: whether a tag glob that matches no tag of the function raises `UnmatchedTagError`.
+      strict: whether a tag glob that matches no tag of the function raises `UnmatchedTagError`, and an `op` that matches the name of no
+        primitive of this JAX, in the function or not, raises `ArgumentError`.
 
     Raises:
       ArgumentError: a selector or an action is none.
@@ -233,6 +236,7 @@ class Policy:
 
         Raises:
           UnmatchedTagError: the policy is strict and a glob of its matches no tag.
+          ArgumentError: the policy is strict and an `op` of its matches no primitive's name.
         """
         if self.strict:
             self._check_globs(graph)
@@ -265,7 +269,13 @@ class Policy:
         return True, None if self.default == RECOMPUTE else _compat.everything_saveable
 
     def _check_globs(self, graph: Graph) -> None:
-        globs = {glob for sel, _ in self.rules for glob in sel.globs}
+        for glob in sorted({glob for sel, _ in self.rules for glob in sel.globs("op")}):
+            known = {value.primitive for value in graph.values if value.primitive}
+            if fnmatch.filter(known, glob) or fnmatch.filter(known := known | _compat.primitive_names(), glob):
+                continue
+            hint = did_you_mean(glob, sorted(known)) + LENIENT
+            raise ArgumentError("op's glob", "one that matches the name of a primitive of this JAX", glob, hint)
+        globs = {glob for sel, _ in self.rules for glob in sel.globs("tagged")}
         for glob in sorted(globs):
             if any(fnmatch.fnmatchcase(tag, glob) for tag in graph.tags):
                 continue
@@ -277,7 +287,7 @@ class Policy:
                 )
             raise UnmatchedTagError(
                 f"Policy: the tag glob {glob!r} matches no tag of the traced function. {did_you_mean(glob, graph.tags)} "
-                "Tag a value with jaxckpt.tag(x, name), or pass strict=False."
+                f"Tag a value with jaxckpt.tag(x, name).{LENIENT}"
             )
 
     def __repr__(self) -> str:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from jaxckpt import ArgumentError, InfeasibleBudgetError, Policy
+from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy
+from tests.helpers import gradient_executions
 
 WS, X = [jnp.eye(16) * 0.5] * 4, jnp.ones((64, 16))
 
@@ -16,6 +17,10 @@ def loss(ws, x):
     for w in ws:
         x = jnp.tanh(x @ w)
     return jnp.sum(x)
+
+
+def row(carry, x):
+    return carry, x
 
 
 PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
@@ -37,6 +42,29 @@ PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
         (lambda: jaxckpt.count_flops(3, X), "fun must be a function; got 3"),
         (lambda: jaxckpt.checkpoint(loss, static_argnames="mode"), "static_argnames must be names of arguments of fun"),
         (lambda: Policy({}, strict="no"), "strict must be a bool; got 'no'"),
+        (lambda: jaxckpt.autocheckpoint(loss, budget="50%", path=3), "path must be the path of a folder; got 3"),
+        (lambda: jaxckpt.residuals(3, X), "fun must be a function; got 3"),
+        (lambda: jaxckpt.residuals(loss, {"a": [WS, "b"]}, X), r"args\[0\]\['a'\]\[1\] must be an array, .* got 'b'"),
+        (lambda: jaxckpt.trace(3, X), "fun must be a function; got 3"),
+        (lambda: jaxckpt.frontier(3, X), "fun must be a function; got 3"),
+        (lambda: jaxckpt.compare({"a": 3}, X), r"variants\['a'\] must be a function; got 3"),
+        (lambda: jaxckpt.verify(3, loss, WS, X), "fun must be a function"),
+        (lambda: jaxckpt.verify(loss, loss, WS, X, seed="a"), "seed must be a whole number; got 'a'"),
+        (lambda: jaxckpt.tag({"a": X, "b": "s"}, "name"), "x must be a pytree of arrays; got 's'"),
+        (lambda: jaxckpt.scan(3, 0.0, X), r"f must be a function \(carry, x\) -> \(carry, y\); got 3"),
+        (lambda: jaxckpt.scan(row, 0.0, X, unroll="a"), "unroll must be a bool, or a whole number .* got 'a'"),
+        (lambda: jaxckpt.scan(row, 0.0, X, unroll=-1), "unroll must be a bool, or a whole number .* got -1"),
+        (lambda: jaxckpt.scan(row, 0.0, (X, 2.0)), "xs must be a pytree of arrays with one row a step.* got 2.0"),
+        (lambda: jaxckpt.scan(row, 0.0, jnp.ones(())), "xs must be a pytree of arrays with one row a step"),
+        (
+            lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_zzz": 1}),
+            "compiler_options must be options of XLA.* got {'xla_zzz': 1}.*knows no such option",
+        ),
+        (
+            lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_cpu_enable_fast_math": "zz"}),
+            "compiler_options must be options of XLA.* got {'xla_cpu_enable_fast_math': 'zz'}.*not a valid bool",
+        ),
+        (lambda: jaxckpt.measure(loss, WS, X, compiler_options=3), "compiler_options must be a mapping"),
         (
             lambda: jax.grad(lambda x: jaxckpt.measure(loss, WS, x, target="cpu").peak_bytes * 1.0)(X),
             r"float32\[64,16\]",
@@ -46,6 +74,94 @@ PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
 def test_an_argument_that_breaks_a_rule_is_named(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+ENTRIES = {
+    "plan": lambda fun: jaxckpt.plan(fun, WS, X, budget="90%", target="cpu"),
+    "frontier": lambda fun: jaxckpt.frontier(fun, WS, X, budgets=("90%",), target="cpu"),
+    "compare": lambda fun: jaxckpt.compare({"a": fun}, WS, X, target="cpu"),
+    "autocheckpoint": lambda fun: jaxckpt.autocheckpoint(fun, budget="90%", target="cpu")(WS, X),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    ("fun", "kinds"),
+    [
+        (lambda ws, x: (loss(ws, x), x), r"float32\[\], float32\[64, 16\]"),
+        (lambda ws, x: x @ ws[0], r"float32\[64, 16\]"),
+        (lambda ws, x: jnp.argmax(loss(ws, x)), r"int32\[\]"),
+    ],
+    ids=["aux", "vector", "integer"],
+)
+def test_a_loss_that_is_no_scalar_is_told_of_has_aux(entry, fun, kinds):
+    message = rf"must return one floating-point scalar.* returns {kinds}.*jax.value_and_grad, has_aux=True"
+    with pytest.raises(NotDifferentiableError, match=message):
+        ENTRIES[entry](fun)
+
+
+def test_a_function_that_fails_by_itself_fails_with_its_own_error():
+    def broken(ws, x):
+        raise TypeError("of the user's")
+
+    with pytest.raises(TypeError, match="of the user's"):
+        ENTRIES["plan"](broken)
+
+
+@pytest.mark.parametrize("budget", ["60", 60])
+def test_a_share_without_its_sign_is_told_of_it(budget):
+    with pytest.raises(InfeasibleBudgetError, match="A share of the peak is written '60%'"):
+        jaxckpt.plan(loss, WS, X, budget=budget, target="cpu")
+
+
+def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_arguments():
+    def chain(ws, x, mode):
+        for w in ws:
+            x = jnp.tanh(x @ w) if mode == "train" else x @ w
+        return jnp.sum(x)
+
+    ws = [jnp.eye(16) * 0.5] * 30
+    plan = jaxckpt.plan(chain, ws, X, "train", budget="1GiB", target="cpu", verify=False)
+    with pytest.raises(jaxckpt.PlanMismatchError) as caught:
+        plan.apply(chain)(ws, X, "eval")
+    text = str(caught.value)
+    assert "float32[16, 16] and 11 more. If the plan was made for these, the program itself differs" in text
+    assert "static argument" in text and "evaluation mode" in text
+    with pytest.raises(jaxckpt.PlanMismatchError, match=r"came: float32\[16, 16\], float32\[64, 16\]\. If"):
+        plan.apply(chain)(ws[:1], X, "train")
+
+
+@pytest.mark.parametrize(
+    "selector", [jaxckpt.op("dot_genral"), ~jaxckpt.op("dot_genral") & jaxckpt.larger_than(1)], ids=str
+)
+def test_an_op_that_is_no_primitive_of_this_jax_is_an_error_with_the_nearest(selector):
+    with pytest.raises(ArgumentError, match=r"op's glob must be .* got 'dot_genral'.*Did you mean 'dot_general'"):
+        jax.grad(jaxckpt.checkpoint(loss, policy=Policy({selector: "save"})))(WS, X)
+    jax.grad(jaxckpt.checkpoint(loss, policy=Policy({selector: "save"}, strict=False)))(WS, X)
+
+
+NAMES = [
+    "conv_general_dilated",
+    "conv*",
+    "scan",
+    "while",
+    "cond",
+    "custom_vjp_call",
+    "custom_jvp_call",
+    "shard_map",
+    "fft",
+]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "pallas_call", "scaled_matmul_wrapper", "io_callback", "ragged_dot*", "rem*"])
+def test_an_op_that_does_not_occur_picks_nothing(name):
+    policy = Policy({jaxckpt.op(name): "save", jaxckpt.op("dot_general"): "save"})
+    assert gradient_executions(jaxckpt.checkpoint(loss, policy=policy), WS, X)["dot_general"] == 8 + 3
+
+
+@pytest.mark.parametrize("preset", jaxckpt.policies.PRESETS)
+def test_presets_name_primitives_of_this_jax(preset):
+    jax.grad(jaxckpt.checkpoint(loss, policy=preset))(WS, X)
 
 
 def test_a_prediction_is_called_one():

@@ -331,3 +331,11 @@ def test_the_console_script_says_nothing_but_the_report(factory):
     assert done.returncode == 0, done.stderr
     assert "dots" in done.stdout
     assert not re.search(r"cuda|absl|TPU|Traceback|WARNING", done.stderr), done.stderr
+
+
+def test_errors_of_a_strict_policy_advise_nothing_that_the_command_line_has_not(factory, capsys):
+    for rule in ("zzz*=save", "op(dot_genral)=save"):
+        assert cli.main(["compare", f"{factory}:model", "--target", "cpu", "--policy", rule]) == 1
+        said = capsys.readouterr().err
+        assert "zzz" in said or "Did you mean 'dot_general'" in said
+        assert "strict" not in said

@@ -61,6 +61,7 @@ from jaxckpt._compat.names import (
 )
 from jaxckpt._compat.primitives import (
     check_primitives,
+    primitive_names,
 )
 from jaxckpt._compat.rules import (
     Primitive,
@@ -87,6 +88,7 @@ from jaxckpt._compat.traces import (
     cache_in_context,
     clean_trace,
     create_device_mesh,
+    explicit_sharding,
     is_linearized,
     is_ref,
     is_ref_type,

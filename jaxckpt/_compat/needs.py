@@ -123,6 +123,7 @@ NEEDS: tuple[Need, ...] = (
     Need("jax.interpreters.ad.zeros_like_aval", "make arrays of zeros", positional=1),
     Need("jax.interpreters.batching.primitive_batchers", "batch operations of its own", has=("__setitem__",)),
     Need("jax.interpreters.batching.broadcast", "batch operations of its own", positional=4),
+    Need("jax._src.interpreters.mlir._lowerings", "know the names of operations", has=("__iter__",)),
     Need("jax.interpreters.mlir.register_lowering", "lower operations of its own", positional=2),
     Need("jax.interpreters.mlir.lower_fun", "lower operations of its own", positional=1, keywords=("multiple_results",)),
     Need("jax.Ref", "refuse programs that change references"),

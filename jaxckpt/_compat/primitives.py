@@ -13,8 +13,12 @@ from typing import Any
 
 import jax
 import jax.ad_checkpoint
+import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
+from jax._src.interpreters import mlir
+from jax.extend.core import primitives
+from jax.interpreters import ad
 
 from jaxckpt._compat.jaxprs import equation_name, equation_params, inner_jaxprs, num_scan_consts_carry, open_jaxpr
 from jaxckpt._compat.jaxprs import primitive_name as name_of
@@ -56,6 +60,17 @@ def _own_cotangents(x: Any) -> Any:
 
 
 _own_cotangents.defvjp(lambda x: (lax.sin(x), None), lambda _, cotangent: (cotangent,))
+
+IMPORTED_LATE = frozenset({"pallas_call"})
+"""Primitives of modules that JAX imports at first use."""
+
+
+def primitive_names() -> frozenset[str]:
+    """Returns what the primitives of this JAX are called, those that other packages have registered too; no public function lists them."""
+    tables = vars(primitives).values(), ad.primitive_jvps, ad.primitive_transposes, mlir._lowerings
+    found = {each.name for table in tables for each in table if isinstance(each, jax.extend.core.Primitive)}
+    return IMPORTED_LATE | found
+
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 _PLACED = ("in_shardings", "out_shardings", "donated_invars", "compiler_options_kvs")

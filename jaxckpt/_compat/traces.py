@@ -75,6 +75,16 @@ def manual_axes(aval: Any) -> dict[str, Any]:
     return {} if kind is None or kind.empty else {"manual_axis_type": kind, "sharding": aval.sharding}
 
 
+def explicit_sharding(aval: Any) -> Any:
+    """Returns the sharding that is part of a value's type, over an abstract mesh; None where no axis of the mesh is explicit.
+
+    Over other axes the type says nothing of how a value lies. `jax.typeof(x).sharding` is public, not so that of a jaxpr's variable.
+    """
+    sharding = getattr(aval, "sharding", None)
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return sharding if jax.sharding.AxisType.Explicit in kinds else None
+
+
 def varying_axes(aval: Any) -> Any:
     """Returns over which axes of jax.shard_map an abstract value varies, to be compared; None for what is no array."""
     return aval.manual_axis_type if isinstance(aval, jax.core.ShapedArray) else None

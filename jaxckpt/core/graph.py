@@ -203,6 +203,8 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     >>> [op.primitive for op in graph.ops], graph.flops
     (['sin', 'dot_general'], 63)
     """
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
     closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
     return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths)
 

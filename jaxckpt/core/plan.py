@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -115,10 +115,12 @@ class Plan:
                 if stop > len(graph.ops)
                 else ""
             )
-            arguments = ", ".join(f"{v.dtype}{list(v.shape)}" for v in graph.values if v.kind == "argument")
+            arguments = [f"{v.dtype}{list(v.shape)}" for v in graph.values if v.kind == "argument"]
             raise PlanMismatchError(
                 f"The plan was made for another function, or other shapes: it fits the program {self.fingerprint}, this one is "
-                f"{graph.fingerprint}{size}. Arguments that came: {arguments[:400]}. Make a plan for this function."
+                f"{graph.fingerprint}{size}. Arguments that came: {_some(arguments)}. If the plan was made for these, the "
+                "program itself differs: by a static argument, training or evaluation mode, or a string or number that selects it. "
+                "Make a plan for this function."
             )
         _check_regions(self.regions, graph)
         _check_loops(self.loops, graph)
@@ -230,6 +232,16 @@ class Plan:
             )
             lines.append(f"  scan at {loop.op}: {', then '.join(runs)}")
         return "\n".join(lines)
+
+
+SHOWN_ARGUMENTS = 20
+"""Arguments that an error lists."""
+
+
+def _some(arguments: Sequence[str]) -> str:
+    """Returns a list of arguments as text, the first ones of a long one."""
+    more = len(arguments) - SHOWN_ARGUMENTS
+    return ", ".join(arguments[:SHOWN_ARGUMENTS]) + (f" and {more} more" if more > 0 else "")
 
 
 _RECORD = {"budget": int, "target": str, "measured_bytes": int, "unplanned_bytes": int, "overhead": (int, float)}

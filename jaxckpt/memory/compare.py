@@ -17,7 +17,7 @@ from jaxckpt.core import lift, shown
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.gradient import PLAIN, suited
+from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, compiler_options, resolve
@@ -283,13 +283,8 @@ def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ..
             f"{name} has nothing to differentiate: the first argument must be of floating-point dtypes, since gradients are taken with "
             f"respect to it; {got}. Put the parameters first, or pass a step of your own."
         )
-    out = jax.tree.leaves(lift.result_of(fun, args))
-    if len(out) != 1 or out[0].shape != () or not is_inexact(out[0]):
-        kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in out) or "nothing"
-        raise NotDifferentiableError(
-            f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it returns {kinds}. "
-            "Reduce it to one, or pass a step of your own, such as functools.partial(jax.value_and_grad, has_aux=True)."
-        )
+    if (error := not_a_loss(name, fun, args)) is not None:
+        raise error
 
 
 def time_steps(

@@ -50,6 +50,25 @@ def suited(step: Step, args: tuple[Any, ...]) -> Step:
     return step if all(inexact) else functools.partial(_of_inexact, step)
 
 
+def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> NotDifferentiableError | None:
+    """Returns the error for a function that returns something else than one floating-point scalar, else None.
+
+    Args:
+      name: what to call the function.
+      fun, args: the function, which is traced, and its arguments.
+    """
+    out = jax.tree.leaves(lift.result_of(fun, args))
+    if len(out) == 1 and getattr(out[0], "shape", None) == () and is_inexact(out[0]):
+        return None
+    kinds = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__ for leaf in out] or [
+        "nothing"
+    ]
+    return NotDifferentiableError(
+        f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it returns {', '.join(kinds)}. "
+        "Reduce it to one, or pass a step of your own, such as functools.partial(jax.value_and_grad, has_aux=True)."
+    )
+
+
 def _of_inexact(transform: Step, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the gradient of a function in the inexact arrays of its first argument, as a list."""
 

@@ -7,6 +7,7 @@ import glob
 import html
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -171,7 +172,8 @@ def measure(
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.
-      ArgumentError: `fun` cannot be called, or a sharding's mesh has another size than the target.
+      ArgumentError: `fun` cannot be called, the compiler refuses one of `compiler_options`, or
+        a sharding's mesh has another size than the target.
       DoesNotFitError: the compiler gives up because the program does not fit the device; TPU's does.
       UnreadableDumpError: the buffer assignment that the compiler dumped contradicts its own figures; or it cannot be read, and figures
         depend on it: on a TPU, and where something is in host memory. (Elsewhere the log says so, and there is no timeline.)
@@ -185,6 +187,10 @@ def measure(
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
     lift.refuse_traced(fun, args, "measure")
+    if compiler_options is not None and not isinstance(compiler_options, Mapping):
+        raise ArgumentError(
+            "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options
+        )
     resolved = resolve(target)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
     lowered = _lower(fun, args, resolved)
@@ -293,10 +299,23 @@ def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any
             compiled = lowered.compile(compiler_options=options)
             return compiled, time.perf_counter() - start
     except jax.errors.JaxRuntimeError as error:
-        refusal = _refusal(str(error), target) or _compat.unknown_option(error)
+        refusal = _refusal(str(error), target) or _compat.unknown_option(error) or _option_error(str(error), options)
         if refusal is None:
             raise
         raise refusal from error
+
+
+def _option_error(text: str, options: Mapping[str, Any]) -> ArgumentError | None:
+    """Returns what a compiler's error says of one of its options; None where it is about something else."""
+    found = re.search(r"(?:No such compile option: '|While setting option )(\w+)(.*)", text)
+    if found is None or found[1] not in options:
+        return None
+    said = (
+        "The compiler knows no such option." if "No such" in found[0] else f"The compiler says: {found[2].lstrip(', ')}"
+    )
+    return ArgumentError(
+        "compiler_options", "options of XLA, with values of their types", {found[1]: options[found[1]]}, said
+    )
 
 
 def _refusal(text: str, target: Target) -> DoesNotFitError | None:

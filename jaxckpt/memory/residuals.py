@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import NotDifferentiableError
+from jaxckpt._errors import ArgumentError, NotDifferentiableError
 from jaxckpt.core.graph import INTERNAL, aval_bytes
+from jaxckpt.core.lift import is_operand
 from jaxckpt.core.units import format_bytes
 
 
@@ -82,6 +83,7 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
       *args: arrays, or anything with a shape and a dtype; nothing is computed.
 
     Raises:
+      ArgumentError: `fun` is no function, or an argument has a leaf that is no array and stands for none.
       NotDifferentiableError: no argument, or no result, is of an inexact dtype.
 
     >>> import jax.numpy as jnp
@@ -89,13 +91,19 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
     >>> report.kept_bytes, len(report.residuals)
     (12, 1)
     """
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if not is_operand(leaf):
+            hint = "Close over what is no array: residuals(lambda x: fun(x, 'mode'), x)."
+            raise ArgumentError(_path(path), "an array, a shape or a number", leaf, hint)
     leaves, tree = jax.tree.flatten(args)
     inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
     if not inexact:
         raise NotDifferentiableError(
             "args must have a leaf of an inexact dtype (float or complex) to be differentiated; there is none."
         )
-    paths = [f"args[{p[0].idx}]{jax.tree_util.keystr(p[1:])}" for p, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    paths = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
 
     def kept(*leaves: Any) -> list[Any]:
         def varying(*some: Any) -> list[Any]:
@@ -127,6 +135,10 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
             name, tuple(var.aval.shape), var.aval.dtype, aval_bytes(var.aval), origin in arguments, source
         )
     return ResidualReport(tuple(sorted(found.values(), key=lambda r: (r.argument, -r.bytes, r.name))))
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return f"args[{path[0].idx}]{jax.tree_util.keystr(path[1:])}"
 
 
 def is_inexact(leaf: Any) -> bool:

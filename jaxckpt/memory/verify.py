@@ -86,7 +86,7 @@ def verify(
     Raises:
       VerificationError: they differ; the message has the worst array, its path and its errors.
       NotDifferentiableError: no argument, or no output, is of an inexact dtype.
-      ArgumentError: `rtol` is no number of at least 0.
+      ArgumentError: `rtol` is no number of at least 0, or `seed` no whole number.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda x: jnp.sum(jnp.sin(x))
@@ -95,6 +95,8 @@ def verify(
     """
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol >= 0):
         raise ArgumentError("rtol", "a number of at least 0, or None", rtol)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise ArgumentError("seed", "a whole number", seed)
     for argument, given in (("fun", fun), ("reference", reference)):
         if not callable(given):
             raise ArgumentError(argument, "a function; verify(fun, reference, *args) compares two", given)

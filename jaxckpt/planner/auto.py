@@ -118,6 +118,8 @@ class _Settings:
 def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLike[str] | None) -> Callable[..., Any]:
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @autocheckpoint(budget='60%').")
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError("path", "the path of a folder", path)
     folder = None if path is None else pathlib.Path(path)
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ArgumentError("path", "a folder, for there is a plan for each signature", str(path))

@@ -182,8 +182,8 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     described = _aval(leaf)
     assert described is not None, "static leaves are not among the arguments of what is planned"
     aval, weak, sharding = described
-    if sharding is None and not aval.sharding.mesh.empty:
-        sharding = aval.sharding  # explicit sharding is part of the type, in a trace too
+    if sharding is None:
+        sharding = _compat.explicit_sharding(aval)  # it is part of the type, in a trace too
     rest: dict[str, Any] = {"sharding": sharding, "weak_type": weak} | _compat.manual_axes(aval)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **rest)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
@@ -24,11 +23,12 @@ from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.gradient import suited
+from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, resolve
 from jaxckpt.planner.budget import resident_bytes, resolve_budget
+from jaxckpt.planner.calls import abstract as abstract_leaf
 from jaxckpt.planner.chain import Drop, Schedule, cost, covers, items
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.shards import WHOLE, read
@@ -149,8 +149,13 @@ def analyse(
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
     if not callable(step(fun)):
         raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
-    step = suited(step, args)
-    seen = _observe(fun, step, args)
+    plain, step = step in PLAIN, suited(step, args)
+    try:
+        seen = _observe(fun, step, args)
+    except TypeError as error:
+        if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
+            raise wrong from error
+        raise
     graph = trace(seen.fun, *seen.args, **seen.kwargs)
     purity.refuse_refs(fun, graph)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
@@ -185,7 +190,7 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
 
     def watch(call: lift.Taken) -> Any:
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-        abstract = [_weakly(x) if hasattr(x, "shape") else x for x in leaves]
+        abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
         calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
@@ -208,13 +213,6 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
 def _with(seen: _Seen, asked: set[int]) -> _Seen:
     """Returns the call with the leaves that were asked for."""
     return replace(seen, differentiated=tuple(sorted(asked)))
-
-
-def _weakly(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype; a weak type (of `jnp.full(shape, 0.5)`, of a number) stays weak, for it decides what is promoted."""
-    aval = jax.typeof(leaf)
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, **_compat.manual_axes(aval))
 
 
 def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
@@ -318,7 +316,8 @@ class Problem:
         if limit < self.argument_bytes:
             raise InfeasibleBudgetError(
                 f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
-                f"{format_bytes(limit)}. Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
+                f"{format_bytes(limit)}. {_share_hint(budget)}"
+                "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
                 least_bytes=self.argument_bytes,
                 budget_bytes=limit,
             )
@@ -522,20 +521,38 @@ class _Search:
         return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 
 
+def _share_hint(budget: int | str) -> str:
+    """Returns a sentence for a budget of so few bytes that a share of the peak will have been meant."""
+    count = str(budget).strip()
+    return f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
+
+
 def _per_device(args: Any) -> int:
     """Returns the bytes of arguments on one device."""
     total = 0
     for leaf in jax.tree.leaves(args):
         if lift.is_number(leaf):
             leaf = jax.typeof(leaf)
-        sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", None)
+        sharding, shape = _layout(leaf), getattr(leaf, "shape", None)
         if shape is None:
             continue
-        if sharding is not None and getattr(sharding, "num_devices", 1) > 1:
+        if sharding is not None:
             leaf = jax.ShapeDtypeStruct(sharding.shard_shape(tuple(shape)), leaf.dtype)
         total += aval_bytes(leaf)
     return total
 
 
 def _sharded(args: Any) -> bool:
-    return any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in jax.tree.leaves(args))
+    return any(_layout(leaf) is not None for leaf in jax.tree.leaves(args))
+
+
+def _layout(leaf: Any) -> Any:
+    """Returns the sharding of a leaf that lies over several devices, else None.
+
+    Within jax.shard_map a leaf is what one device has: its type names a mesh with manual axes, over which nothing lies.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or sharding.num_devices == 1:
+        return None
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return None if jax.sharding.AxisType.Manual in kinds else sharding

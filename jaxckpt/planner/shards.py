@@ -68,7 +68,7 @@ def read(graph: Graph, args: Sequence[Any], leaves: Sequence[Any], target: Targe
       target: of several devices.
     """
     layout: dict[Shape, Sharding] = {}
-    for leaf in [*leaves, *jax.tree.leaves(args)]:
+    for leaf in [*jax.tree.leaves(args), *leaves]:
         sharding = getattr(abstract(leaf, target), "sharding", None)
         if sharding is not None:
             layout.setdefault(tuple(leaf.shape), sharding)
@@ -105,6 +105,7 @@ class _Reader:
         for op in sorted(ops, key=lambda op: (op.primitive != "sharding_constraint", op.primitive in FUSED)):
             for var, index in zip(op.equation.outvars, op.outputs):
                 shape = self.graph.values[index].shape
+                self._take(shape, self._explicit(var))
                 if shape not in self.layout and math.prod(shape) > SMALL and not isinstance(var, _compat.DropVar):
                     asked.setdefault(shape, var)
         if not asked:
@@ -124,7 +125,11 @@ class _Reader:
         debug = _compat.open_jaxpr(self.graph.jaxpr).debug_info
         jaxpr = _compat.build_jaxpr([], list(given.values()), list(asked.values()), eqns, debug)
         structs = [
-            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=self.layout.get(tuple(var.aval.shape)))
+            jax.ShapeDtypeStruct(
+                var.aval.shape,
+                var.aval.dtype,
+                sharding=self._explicit(var) or self.layout.get(tuple(var.aval.shape)),
+            )
             for var in given.values()
         ]
         run = functools.partial(_compat.eval_jaxpr, jaxpr, [])
@@ -141,6 +146,14 @@ class _Reader:
         for outer in op.outputs[carries:]:
             shape = self.graph.values[outer].shape
             self._take(shape, _stacked(self.layout.get(shape[1:])))
+
+    def _explicit(self, var: Any) -> Sharding | None:
+        """Returns the layout that is part of a variable's type, over the target's devices; None where there is none."""
+        sharding = _compat.explicit_sharding(var.aval)
+        if sharding is None:
+            return None
+        struct = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=sharding)
+        return abstract(struct, self.target).sharding  # type: ignore[no-any-return]
 
     def _take(self, shape: Shape, sharding: Sharding | None) -> None:
         if sharding is not None:

@@ -17,7 +17,7 @@ from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
-from jaxckpt.core.lift import anything
+from jaxckpt.core.lift import anything, is_operand
 from jaxckpt.policies import Policy, resolve
 from jaxckpt.transforms import statics
 
@@ -30,7 +30,7 @@ def tag(x: Any, name: str) -> Any:
       name: what a policy's tag globs match.
 
     Raises:
-      ArgumentError: the name is no string, or empty.
+      ArgumentError: the name is no string, or empty; or a leaf of `x` is no array.
 
     >>> import jax, jax.numpy as jnp
     >>> layer = lambda x, w: jnp.tanh(tag(x @ w, "up"))
@@ -38,6 +38,8 @@ def tag(x: Any, name: str) -> Any:
     """
     if not isinstance(name, str) or not name:
         raise ArgumentError("name", "a string that is not empty", name)
+    if wrong := [leaf for leaf in jax.tree.leaves(x) if not is_operand(leaf)]:
+        raise ArgumentError("x", "a pytree of arrays", wrong[0])
     return jax.tree.map(lambda leaf: jax.ad_checkpoint.checkpoint_name(leaf, name), x)
 
 

@@ -88,6 +88,12 @@ def scan(
     [-0.9009, -0.9009, -0.9009]
     """
     action = _carry_action(carry)
+    if not callable(f):
+        raise ArgumentError("f", "a function (carry, x) -> (carry, y)", f)
+    if not hasattr(unroll, "__index__") or unroll < 0:
+        raise ArgumentError("unroll", "a bool, or a whole number of at least 0", unroll)
+    if rowless := [x for x in jax.tree.leaves(xs) if not getattr(x, "shape", ())]:
+        raise ArgumentError("xs", "a pytree of arrays with one row a step, or None", rowless[0])
     if budget is not None and schedule != "sqrt":
         raise ArgumentError("schedule", "left out where there is a budget, which chooses it", schedule)
     resolve_policy(policy)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt import SAVE, Policy, UnsupportedJaxError, _compat
+from jaxckpt import SAVE, ArgumentError, Policy, UnsupportedJaxError, _compat
 from jaxckpt._compat import compiler, names, primitives
 from jaxckpt.memory import assign
 from jaxckpt.memory.report import measure
@@ -316,9 +316,10 @@ def test_an_option_of_ours_that_xla_does_not_know_is_an_error(monkeypatch):
     assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-def test_an_option_of_the_users_that_xla_does_not_know_is_jaxs_own_error():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+def test_an_option_of_the_users_that_xla_does_not_know_is_an_argument_error_and_not_jaxs_lack():
+    with pytest.raises(ArgumentError, match="xla_no_such_option") as raised:
         measure(jnp.sin, X, target="cpu", compiler_options={"xla_no_such_option": 1})
+    assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
 def test_other_threads_compile_while_a_request_is_made_and_bypassed(monkeypatch):
