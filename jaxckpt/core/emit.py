@@ -131,7 +131,7 @@ def _bodies(body: Body) -> list[Body]:
 
 def _internal_names(body: Body) -> list[str]:
     names = (_compat.equation_name(eqn) for eqn in body.jaxpr.eqns)
-    return [name for name in names if name is not None and name.startswith(INTERNAL)]
+    return [stored.unmarked(name) for name in names if name is not None and name.startswith(INTERNAL)]
 
 
 def _all_actions(region: Region) -> dict[int, Action]:

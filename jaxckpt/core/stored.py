@@ -27,7 +27,7 @@ from jaxckpt.core import surgery
 INTERNAL = "jaxckpt:"
 """Names that begin so are the emitter's, and no tags."""
 
-_MARK = "@"
+_MARKER = f"{INTERNAL}@"
 Kept = dict[str, Any]
 """What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that hold markers ("0",
 "1") what is kept inside of it: of a scan stacked, of branches a list."""
@@ -39,15 +39,20 @@ _THROUGH = ("scan", "cond", "jit", "pjit", "closed_call", "core_call")
 def marker(name: str, action: Action) -> str:
     """Returns the name that marks a value: an internal name, and the action by which it is kept."""
     text = base64.urlsafe_b64encode(json.dumps(action.to_json()).encode()).decode()
-    return f"{name}{_MARK}{text}"
+    return f"{_MARKER}{text}@{name}"
+
+
+def unmarked(name: str) -> str:
+    """Returns an internal name, of a marker the one under which the value is kept."""
+    return name.removeprefix(_MARKER).partition("@")[2] if name.startswith(_MARKER) else name
 
 
 def marked(eqn: Any) -> tuple[str, Action] | None:
     """Returns the name under which what an equation marks is kept, and the action; None where it is no marker."""
     name = _compat.equation_name(eqn)
-    if name is None or not name.startswith(INTERNAL) or _MARK not in name:
+    if name is None or not name.startswith(_MARKER):
         return None
-    plain, _, text = name.rpartition(_MARK)
+    text, _, plain = name.removeprefix(_MARKER).partition("@")
     return plain, action_from(json.loads(base64.urlsafe_b64decode(text)))
 
 

@@ -248,3 +248,24 @@ def test_under_a_schedule_of_scan_and_never_silently_saved_in_slots():
     assert jnp.allclose(segmented, exact, rtol=0.05, atol=0.02 * float(jnp.max(jnp.abs(exact))))
     with pytest.raises(ArgumentError, match="without HALF where the schedule is Slots"):
         run(X, schedule=jaxckpt.Slots(3), policy=Policy({"hidden": HALF}))
+
+
+@pytest.mark.parametrize("name", ["a@b", "@", "jaxckpt@x", "a:b@{}"])
+def test_any_tag_names_what_is_kept(name):
+    fun = lambda w, x: jnp.sum(jnp.sin(tag(jnp.tanh(x @ w), name)))
+    for action, size in ((SAVE, WIDE), (HALF, WIDE // 2)):
+        checkpointed = jaxckpt.checkpoint(fun, policy=Policy([(jaxckpt.op("tanh"), action)]))
+        assert jaxckpt.residuals(checkpointed, W, X).kept_bytes == size
+
+
+def test_a_checkpoint_around_one_that_keeps_otherwise():
+    """Names of the inner one are not the outer one's, which decides on what is inside of it anew."""
+    inner = jaxckpt.checkpoint(
+        lambda w, x: jnp.sin(tag(jnp.tanh(x @ w), "hidden")) @ w.T, policy=Policy({"hidden": HALF})
+    )
+    fun = lambda w, x: jnp.sum(jnp.sin(tag(inner(w, x), "out") @ w) ** 2)
+    for policy, tanh in ((Policy({"out": HALF}), 2), (Policy({"out": SAVE}), 2)):
+        outer = jaxckpt.checkpoint(fun, policy=policy)
+        exact = jax.grad(fun)(W, X)
+        assert jnp.allclose(jax.grad(outer)(W, X), exact, rtol=0.05, atol=0.05 * float(jnp.max(jnp.abs(exact))))
+        assert executions(jax.grad(outer), W, X)["tanh"] <= tanh + 1
