@@ -121,6 +121,7 @@ class _Run:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed)))
         env.update(zip(jaxpr.invars, args))
         found: Kept = {}
+        again: set[Any] = set()  # values that a marker returned
         for special, eqns in _stretches(jaxpr):
             if not special:
                 self._plain(jaxpr, eqns, env)
@@ -135,13 +136,17 @@ class _Run:
                 continue
             name, action = mark
             value = eqn.invars[0]
-            if self.storing:
+            if value in again:
+                # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever it runs.
+                env[eqn.outvars[0]] = _read(env, value)
+            elif self.storing:
                 env[eqn.outvars[0]] = _read(env, value)
                 found[name] = action.encode(_read(env, value))
             else:
                 assert kept is not None, "the forward pass kept what is marked"
                 like = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
                 env[eqn.outvars[0]] = _checked(action, action.decode(kept[name], like), like)
+            again.add(eqn.outvars[0])
         return [_read(env, atom) for atom in jaxpr.outvars], found
 
     def _plain(self, jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
