@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
-from jaxckpt.core.regions import Loop, Region
+from jaxckpt.core.regions import Address, Loop, Region, by_body
 
 
 def emit(
@@ -43,14 +43,16 @@ def emit(
     if not regions and not loops:
         return functools.partial(surgery.evaluate, _compat.open_jaxpr(graph.jaxpr))
     names = _Names(graph)
+    names.place(graph, regions, loops, prevent_cse)
+    own = names.regions.get((), ())
     actions = {i: a for region in regions for i, a in _all_actions(region).items()}
-    if stray := [loop.op for loop in loops if not 0 <= loop.op < len(graph.ops)]:
+    if stray := [loop.op for loop in names.loops.get((), {}).values() if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
-    cuts = sorted({place for region in regions for place in _boundaries(region)})
-    rewritten = _rewrite(graph.body, names, actions, {loop.op: loop for loop in loops}, cuts)
-    if len(regions) == 1 and (regions[0].start, regions[0].stop) == (0, len(graph.ops)):
-        return _region(regions[0], graph, rewritten, names, prevent_cse)
-    return _stretch(0, len(graph.ops), regions, graph, rewritten, names, prevent_cse)
+    groups = _rewrite(graph.body, names, actions, _boundaries(own))
+    program = _Program(graph.body, groups, names, prevent_cse, graph.calls.folded)
+    if len(own) == 1 and (own[0].start, own[0].stop) == (0, len(graph.ops)):
+        return _region(own[0], program)
+    return _stretch(own, program)
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -106,6 +108,29 @@ class _Names:
             level += 1
         self.prefix = f"{INTERNAL}{level}:"
         self.graph = graph
+        self.regions: dict[Address, tuple[Region, ...]] = {}
+        self.loops: dict[Address, dict[int, Loop]] = {}
+        self.prevent_cse = True
+        self.addresses: dict[int, Address] = {
+            id(graph.body): ()
+        }  # of bodies that regions or planned loops lie in, or around these
+
+    def place(self, graph: Graph, regions: Sequence[Region], loops: Sequence[Loop], prevent_cse: Any) -> None:
+        """Sets what lies in which body."""
+        self.regions = by_body(regions)
+        self.loops = {address: {loop.op: loop for loop in each} for address, each in by_body(loops).items()}
+        self.prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else True
+        for address in {*self.regions, *self.loops}:
+            for depth in range(len(address) + 1):
+                self.addresses[id(graph.at(address[:depth]))] = address[:depth]
+
+    def regions_in(self, body: Body) -> tuple[Region, ...]:
+        """Returns the regions of a body."""
+        return self.regions.get(self.addresses[id(body)], ()) if id(body) in self.addresses else ()
+
+    def loops_in(self, body: Body) -> Mapping[int, Loop]:
+        """Returns how scans of a body are run, by their places in it."""
+        return self.loops.get(self.addresses[id(body)], {}) if id(body) in self.addresses else {}
 
     def __call__(self, index: int) -> str:
         index = self.same.get(index, index)
@@ -144,23 +169,23 @@ def _all_actions(region: Region) -> dict[int, Action]:
 # ------------------------------------------------------------------------------------------------------- names into jaxprs
 
 
-def _boundaries(region: Region) -> Iterator[int]:
-    yield from (region.start, region.stop)
-    for inner in region.regions:
-        yield from _boundaries(inner)
+def _boundaries(regions: Sequence[Region]) -> list[int]:
+    """Returns the places where regions begin and end, nested ones too, rising."""
+    inner = (place for region in regions for place in _boundaries(region.regions))
+    return sorted({*inner, *(region.start for region in regions), *(region.stop for region in regions)})
 
 
 def _rewrite(
     body: Body,
     names: _Names,
     actions: Mapping[int, Action],
-    loops: Mapping[int, Loop] = MappingProxyType({}),
     cuts: Sequence[int] = (),
 ) -> list[list[Any]]:
     """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that follow it.
 
-    `loops` are by the operation's place in the body. `cuts` are places, rising, across which only named values are passed.
+    `cuts` are places, rising, across which only named values are passed.
     """
+    loops = names.loops_in(body)
     groups: list[list[Any]] = []
     named: set[int] = set()
     ops = iter(enumerate(body.ops))
@@ -238,8 +263,8 @@ def _bare(before: Mapping[Any, tuple[int, Any]], atom: Any, cuts: Sequence[int],
 
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:
     changes: dict[str, Any] = {}
-    for body in op.bodies:
-        if not any(index in actions for index in _own_values(body)):
+    for body in op.bodies if loop is None else ():
+        if id(body) not in names.addresses and not any(index in actions for index in _own_values(body)):
             continue
         parameter, place = body.param
         original = op.params[parameter] if place is None else op.params[parameter][place]
@@ -266,7 +291,10 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
         if reads.needs_redirection(eqn, kept):
             names.read.update(op.outputs[i] for i in kept)
         eqn = eqn.replace(outvars=outvars)
-    return [*([eqn] if loop is None else rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names))), *extra]
+    return [
+        *([eqn] if loop is None else rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names, actions))),
+        *extra,
+    ]
 
 
 def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:
@@ -274,11 +302,14 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
     own = sorted(_own_values(body) - set(body.inputs))
     given = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
     key = (id(original), tuple((i, actions[index]) for i, index in enumerate(own) if index in actions))
+    given = given or id(body) in names.addresses
     if not given and key in names.shared:
         _, new, first = names.shared[key]
         names.same.update(zip(own, first))
         names.read.update(index for index, other in zip(own, first) if other in names.read)
         return new
+    if names.regions_in(body):
+        return _traced(original, body, names, actions)
     eqns = [e for group in _rewrite(body, names, actions) for e in group]
     new = _compat.like(original, surgery.with_equations(body.jaxpr, eqns), _compat.jaxpr_consts(original))
     if not given:
@@ -286,12 +317,36 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
     return new
 
 
-def _loop_body(op: Op, names: _Names, actions: Mapping[int, Action]) -> tuple[Flat, Any]:
+def _traced(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:
+    """Returns the jaxpr of a body with its regions."""
+    consts = _compat.jaxpr_consts(original)
+    fun = _in_regions(body, names, actions)
+    closed = jax.make_jaxpr(lambda *args: fun(*consts, *args))(*(var.aval for var in body.jaxpr.invars))
+    return _compat.like(original, _compat.open_jaxpr(closed), _compat.jaxpr_consts(closed))
+
+
+def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Flat:
+    """Returns a body, of its constants and inputs, as a function with its regions."""
+    regions = names.regions_in(body)
+    groups = _rewrite(body, names, actions, _boundaries(regions))
+    return _stretch(regions, _Program(body, groups, names, names.prevent_cse, list))
+
+
+def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> tuple[Flat, Any]:
+    """Returns a scan's body as a function that names what is kept, and the policy that keeps it.
+
+    Args:
+      within: of the regions inside of it.
+      actions: of each iteration.
+    """
     body = op.bodies[0]
-    jaxpr = body.jaxpr
-    if actions:
-        jaxpr = surgery.with_equations(jaxpr, [eqn for group in _rewrite(body, names, actions) for eqn in group])
-    fun: Flat = functools.partial(surgery.evaluate, jaxpr)
+    if id(body) in names.addresses:
+        fun = _in_regions(body, names, {**within, **actions})
+    elif actions:
+        eqns = [eqn for group in _rewrite(body, names, actions) for eqn in group]
+        fun = functools.partial(surgery.evaluate, surgery.with_equations(body.jaxpr, eqns))
+    else:
+        fun = functools.partial(surgery.evaluate, body.jaxpr)
     return fun if names.read.isdisjoint(actions) else reads.reads_names(fun), _policy(actions, names)
 
 
@@ -302,17 +357,37 @@ def _own_values(body: Body) -> set[int]:
 # --------------------------------------------------------------------------------------------------- regions into functions
 
 
-def _region(
-    region: Region, graph: Graph, groups: list[list[Any]], names: _Names, prevent_cse: bool | tuple[bool, ...]
-) -> Flat:
-    """Returns the whole function as one checkpoint."""
-    jaxpr = _compat.open_jaxpr(graph.jaxpr)
-    if not region.regions:
-        body = surgery.with_equations(jaxpr, graph.calls.folded([eqn for group in groups for eqn in group]))
-        inner: Flat = functools.partial(surgery.evaluate, body)
+@dataclass(frozen=True)
+class _Program:
+    """A body that is made into a function in regions.
+
+    Attributes:
+      body: the operations.
+      groups: their equations, with names.
+      names: what is named how.
+      prevent_cse: as of `emit`.
+      folded: makes calls of equations that were written out of some.
+    """
+
+    body: Body
+    groups: list[list[Any]]
+    names: _Names
+    prevent_cse: bool | tuple[bool, ...]
+    folded: Callable[[list[Any]], list[Any]]
+
+    def equations(self, start: int, stop: int) -> list[Any]:
+        """Returns those of the operations start..stop; with the last one names that follow it."""
+        return [eqn for group in self.groups[start : None if stop == len(self.body.ops) else stop] for eqn in group]
+
+
+def _region(region: Region, program: _Program) -> Flat:
+    """Returns a whole program as one checkpoint."""
+    if region.regions:
+        inner = _stretch(region.regions, program)
     else:
-        inner = _stretch(region.start, region.stop, region.regions, graph, groups, names, prevent_cse)
-    return _checkpointed(inner, region, names, prevent_cse)
+        eqns = program.folded([eqn for group in program.groups for eqn in group])
+        inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
+    return _checkpointed(inner, region, program.names, program.prevent_cse)
 
 
 def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool | tuple[bool, ...]) -> Flat:
@@ -363,51 +438,30 @@ def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
     return _compat.keep_names(saved, offloaded)
 
 
-def _stretch(
-    start: int,
-    stop: int,
-    regions: tuple[Region, ...],
-    graph: Graph,
-    groups: list[list[Any]],
-    names: _Names,
-    prevent_cse: bool | tuple[bool, ...],
-) -> Flat:
-    """Returns the whole function with `regions` as checkpoints and what lies between them as it is."""
-    jaxpr = _compat.open_jaxpr(graph.jaxpr)
+def _stretch(regions: tuple[Region, ...], program: _Program) -> Flat:
+    """Returns a whole program with `regions` as checkpoints and what lies between them as it is."""
+    jaxpr = program.body.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return _piece(start, stop, regions, graph, groups, names, prevent_cse, inputs, list(jaxpr.outvars))
+    return _piece(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
 
 
 def _piece(
-    start: int,
-    stop: int,
-    regions: tuple[Region, ...],
-    graph: Graph,
-    groups: list[list[Any]],
-    names: _Names,
-    prevent_cse: bool | tuple[bool, ...],
-    inputs: list[Any],
-    outputs: list[Any],
+    start: int, stop: int, regions: tuple[Region, ...], program: _Program, inputs: list[Any], outputs: list[Any]
 ) -> Flat:
     """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations start..stop."""
     parts: list[tuple[Flat, list[Any], list[Any]]] = []
-    cuts = _cuts(start, stop, regions)
     needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
-    for begin, end, region in reversed(cuts):
-        eqns = [eqn for group in groups[begin:end] for eqn in group]
-        if end == len(graph.ops):
-            eqns += [eqn for group in groups[end:] for eqn in group]
+    for begin, end, region in reversed(_cuts(start, stop, regions)):
+        eqns = program.equations(begin, end)
         ins = surgery.used(eqns)
         outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
-        if region is None:
-            fun: Flat = functools.partial(surgery.evaluate, _slice(ins, outs, eqns, graph))
-        elif region.regions:
-            inner = _piece(begin, end, region.regions, graph, groups, names, prevent_cse, ins, outs)
-            fun = _checkpointed(inner, region, names, prevent_cse)
+        if region is not None and region.regions:
+            fun = _piece(begin, end, region.regions, program, ins, outs)
         else:
-            fun = _checkpointed(
-                functools.partial(surgery.evaluate, _slice(ins, outs, eqns, graph)), region, names, prevent_cse
-            )
+            piece = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
+            fun = functools.partial(surgery.evaluate, piece)
+        if region is not None:
+            fun = _checkpointed(fun, region, program.names, program.prevent_cse)
         parts.append((fun, ins, outs))
         needed |= set(ins)
 
@@ -429,7 +483,3 @@ def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int,
         cuts.append((region.start, region.stop, region))
         at = region.stop
     return [*cuts, (at, stop, None)] if at < stop else cuts
-
-
-def _slice(ins: list[Any], outs: list[Any], eqns: list[Any], graph: Graph) -> Any:
-    return surgery.stretch(graph.calls.folded(eqns), ins, outs, _compat.open_jaxpr(graph.jaxpr))

@@ -168,6 +168,23 @@ class Graph:
         """Yields every operation, those of bodies after the one that holds them."""
         yield from _walk(self.body)
 
+    def at(self, address: Sequence[tuple[int, int]]) -> Body:
+        """Returns the body at an address: the function's own for (), else the one in so many operations, the outermost first.
+
+        Args:
+          address: pairs (`Op.index`, the body's place in `Op.bodies`).
+
+        Raises:
+          LookupError: there is no such operation, or no such body of it.
+        """
+        body = self.body
+        for index, place in address:
+            op = next((op for op in body.ops if op.index == index), None)
+            if op is None or place >= len(op.bodies):
+                raise LookupError(f"there is no body {place} of an operation {index} there")
+            body = op.bodies[place]
+        return body
+
     @property
     def flops(self) -> int:
         """FLOPs of one run."""

@@ -18,10 +18,10 @@ from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
 from jaxckpt.core.graph import Body, Graph, Op, Value, trace
 from jaxckpt.core.lift import transformed
-from jaxckpt.core.regions import Loop, Region, Run, all_of, check_flag, check_order, set_fields
+from jaxckpt.core.regions import Address, Loop, Region, Run, all_of, by_body, check_flag, check_order, set_fields
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON form."""
 
 
@@ -47,7 +47,7 @@ class Plan:
     """What becomes of every intermediate value of one function: see `Region`. What lies outside all regions is left to JAX.
 
     Attributes:
-      regions: disjoint, in order.
+      regions: those of one body disjoint and in order.
       fingerprint: that of the graph that the plan was made for.
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right inside a `lax.scan` only.
       notes: a line for each region, for people.
@@ -78,7 +78,8 @@ class Plan:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
         set_fields(self, notes=all_of(self.notes, str, "notes"))
         check_flag(self.prevent_cse, "prevent_cse")
-        check_order(self.regions, 0, None)
+        for regions in by_body(self.regions).values():
+            check_order(regions, 0, None)
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
@@ -109,7 +110,7 @@ class Plan:
         whose runs add up to their lengths.
         """
         if graph.fingerprint != self.fingerprint:
-            stop = max((region.stop for region in self.regions), default=0)
+            stop = max((region.stop for region in self.regions if not region.body), default=0)
             size = (
                 f"; it covers operations up to {stop}, the function has {len(graph.ops)}"
                 if stop > len(graph.ops)
@@ -133,7 +134,10 @@ class Plan:
             "prevent_cse": self.prevent_cse,
             "notes": list(self.notes),
             "regions": [_region_to_json(region) for region in self.regions],
-            "loops": [{"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs]} for loop in self.loops],
+            "loops": [
+                {"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs], "body": loop.body}
+                for loop in self.loops
+            ],
             **{name: getattr(self, name) for name in _RECORD},
             "predicted": None if self.predicted is None else asdict(self.predicted),
         }
@@ -159,7 +163,9 @@ class Plan:
                     "The plan must be as it was written; its digest says that it was edited. Plan anew."
                 )
             regions = tuple(map(_region_from_json, raw["regions"]))
-            loops = tuple(Loop(loop["op"], tuple(map(_run_from_json, loop["runs"]))) for loop in raw["loops"])
+            loops = tuple(
+                Loop(loop["op"], tuple(map(_run_from_json, loop["runs"])), loop["body"]) for loop in raw["loops"]
+            )
             predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
             record = _typed({name: raw[name] for name in _RECORD if raw[name] is not None}, _RECORD)
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
@@ -206,8 +212,15 @@ class Plan:
         lines = [
             f"Plan for {self.fingerprint}: {counted(len(list(_walk(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
         ]
-        lines += _describe(self.regions, graph, "")
-        lines += _describe_loops(self.loops, graph)
+        regions, loops = by_body(self.regions), by_body(self.loops)
+        for address in sorted({*regions, *loops}):
+            indent = "│  " if address else ""
+            if address:
+                lines.append(f"├─ in {_place(address, graph)}")
+            lines += _describe(regions.get(address, ()), graph, indent)
+            lines += (
+                indent + line for line in _describe_loops(loops.get(address, ()), _body(address, graph).ops, graph)
+            )
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -224,13 +237,15 @@ class Plan:
         lines += [f"  {', '.join(known)}"] if known else []
         for region, note in zip(self.regions, self.notes or ("",) * len(self.regions)):
             kept = f"keeps {counted(len(region.actions), 'value')} " if region.checkpoint else ""
-            lines.append(f"  ops {region.start}..{region.stop}: {kept}{note}".rstrip())
+            where = f" in the body at {region.body}" if region.body else ""
+            lines.append(f"  ops {region.start}..{region.stop}{where}: {kept}{note}".rstrip())
         for loop in self.loops:
             runs = (
                 f"{counted(run.count, 'iteration')}{''.join(f' in {n}s' for n in run.segments)}{'' if run.checkpoint else ' as they stand'}"
                 for run in loop.runs
             )
-            lines.append(f"  scan at {loop.op}: {', then '.join(runs)}")
+            where = f" in the body at {loop.body}" if loop.body else ""
+            lines.append(f"  scan at {loop.op}{where}: {', then '.join(runs)}")
         return "\n".join(lines)
 
 
@@ -262,22 +277,43 @@ def _typed(raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     return dict(raw)
 
 
+OPENED = ("scan", "cond", "checkpoint", "remat", "remat2")
+"""Operations in whose bodies regions and planned loops may lie."""
+
+
+def _body(address: Address, graph: Graph) -> Body:
+    """Returns the body that something lies in."""
+    body = graph.body
+    for depth, (index, place) in enumerate(address):
+        op = next((op for op in body.ops if op.index == index), None)
+        if op is None or op.primitive not in OPENED or place >= len(op.bodies):
+            there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
+            raise PlanMismatchError(
+                f"A region's body must be one of a loop, a branch or a checkpoint; got body {place} of operation {index} (step {depth + 1} of "
+                f"{address}): {there}. Plan anew."
+            )
+        body = op.bodies[place]
+    return body
+
+
 def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
     for region in _walk(regions):
-        if region.stop > len(graph.ops):
+        ops = _body(region.body, graph).ops
+        if region.stop > len(ops):
             raise PlanMismatchError(
-                f"A region must lie within the function's operations, of which there are {len(graph.ops)}; got "
-                f"{region.start}..{region.stop}. Plan anew."
+                f"A region must lie within {'the function' if not region.body else 'its body'}'s operations, of which there are {len(ops)}; "
+                f"got {region.start}..{region.stop}. Plan anew."
             )
         where = f"the region {region.start}..{region.stop}"
-        _check_actions(region.actions, _made(graph.ops[region.start : region.stop], graph), graph, where)
+        _check_actions(region.actions, _made(ops[region.start : region.stop], graph), graph, where)
 
 
 def _check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:
-    if len({loop.op for loop in loops}) != len(loops):
+    if len({(loop.body, loop.op) for loop in loops}) != len(loops):
         raise PlanMismatchError("A scan is run in one way; got several for the same one. Plan anew.")
     for loop in loops:
-        op = graph.ops[loop.op] if loop.op < len(graph.ops) else None
+        ops = _body(loop.body, graph).ops
+        op = ops[loop.op] if loop.op < len(ops) else None
         if op is None or op.primitive != "scan" or sum(run.count for run in loop.runs) != op.params["length"]:
             there = "there is no such operation" if op is None else f"it is {op.primitive}"
             length = f" of {op.params['length']}" if op is not None and op.primitive == "scan" else ""
@@ -342,13 +378,14 @@ def _region_to_json(region: Region) -> dict[str, Any]:
         "regions": [_region_to_json(inner) for inner in region.regions],
         "checkpoint": region.checkpoint,
         "tied": region.tied,
+        "body": region.body,
     }
 
 
 def _region_from_json(raw: dict[str, Any]) -> Region:
     inner = tuple(map(_region_from_json, raw["regions"]))
     actions = _actions_from_json(raw["actions"])
-    return Region(raw["start"], raw["stop"], actions, inner, raw["checkpoint"], raw["tied"])
+    return Region(raw["start"], raw["stop"], actions, inner, raw["checkpoint"], raw["tied"], raw["body"])
 
 
 def _actions_from_json(raw: dict[str, Any]) -> dict[int, Action]:
@@ -368,9 +405,19 @@ def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterato
         yield from _describe(region.regions, graph, indent + "│  ")
 
 
-def _describe_loops(loops: tuple[Loop, ...], graph: Graph) -> Iterator[str]:
+def _place(address: Address, graph: Graph) -> str:
+    """Returns where a body lies, in words."""
+    body, words = graph.body, []
+    for index, place in address:
+        op = next(op for op in body.ops if op.index == index)
+        words.append(op.primitive + (f" {place}" if len(op.bodies) > 1 else "") + f" (operation {index})")
+        body = op.bodies[place]
+    return ", ".join(words)
+
+
+def _describe_loops(loops: tuple[Loop, ...], ops: Sequence[Op], graph: Graph) -> Iterator[str]:
     for loop in loops:
-        op = graph.ops[loop.op]
+        op = ops[loop.op]
         yield f"├─ scan of {counted(op.params['length'], 'iteration')} (operation {loop.op})  {op.source}"
         for run in loop.runs:
             segments = "".join(f", in segments of {length}" for length in run.segments)

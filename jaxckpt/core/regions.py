@@ -11,18 +11,24 @@ from typing import Any
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
 
+Address = tuple[tuple[int, int], ...]
+"""Where a body lies: for each operation around it, the outermost first, (its `Op.index`, the body's place in `Op.bodies`).
+
+() is the function's own."""
+
 
 @dataclass(frozen=True)
 class Region:
     """A stretch of operations whose intermediate values are dropped after the forward pass, but for those with another action.
 
     Attributes:
-      start, stop: the stretch, a half-open interval of `Graph.ops`.
+      start, stop: the stretch, a half-open interval of the operations of its body: of `Graph.ops`, or of those of a loop's or branch's body.
       actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
       regions: nested regions, disjoint and in order, in the same numbering.
       checkpoint: False for a stretch that is left to JAX as it stands.
       tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass begins. A compiler that
         puts some of them off keeps alive what they are computed from.
+      body: the address of the body that it lies in; see `Graph.at`. Nested regions lie in the same one.
     """
 
     start: int
@@ -31,19 +37,24 @@ class Region:
     regions: tuple[Region, ...] = ()
     checkpoint: bool = True
     tied: bool = False
+    body: Address = ()
 
     def __post_init__(self) -> None:
         set_fields(self, start=whole(self.start, "start"), stop=whole(self.stop, "stop"))
+        set_fields(self, body=checked_address(self.body))
         set_fields(self, actions=checked_actions(self.actions), regions=all_of(self.regions, Region, "regions"))
         check_flag(self.checkpoint, "checkpoint")
         check_flag(self.tied, "tied")
         check_order(self.regions, self.start, self.stop)
+        if any(inner.body != self.body for inner in self.regions):
+            raise PlanMismatchError(f"a region's nested regions lie in its own body, {self.body}; got {self.regions}")
 
     def __hash__(self) -> int:
-        return hash((self.start, self.stop, tuple(sorted(self.actions)), self.regions, self.checkpoint, self.tied))
+        kept = tuple(sorted(self.actions))
+        return hash((self.start, self.stop, kept, self.regions, self.checkpoint, self.tied, self.body))
 
     def __reduce__(self) -> tuple[type[Region], tuple[Any, ...]]:  # a mapping proxy can be neither pickled nor copied
-        return Region, (self.start, self.stop, dict(self.actions), self.regions, self.checkpoint, self.tied)
+        return Region, (self.start, self.stop, dict(self.actions), self.regions, self.checkpoint, self.tied, self.body)
 
 
 @dataclass(frozen=True)
@@ -82,15 +93,18 @@ class Loop:
     """How one `lax.scan` of the function is run: in the runs' ways.
 
     Attributes:
-      op: its place in `Graph.ops`.
+      op: its place in `Graph.ops`, or among the operations of the body that it lies in.
       runs: in the order in which the iterations run; their counts add up to the scan's length.
+      body: the address of that body.
     """
 
     op: int
     runs: tuple[Run, ...]
+    body: Address = ()
 
     def __post_init__(self) -> None:
         set_fields(self, op=whole(self.op, "op"), runs=all_of(self.runs, Run, "runs"))
+        set_fields(self, body=checked_address(self.body))
 
 
 # ------------------------------------------------------------------------------------------------- what fields may hold
@@ -127,6 +141,26 @@ def checked_actions(actions: Mapping[int, Action]) -> Mapping[int, Action]:
     """Returns a mapping from values to actions that cannot be changed."""
     all_of(actions.values(), Action, "actions")
     return MappingProxyType({whole(index, "an action's value"): action for index, action in actions.items()})
+
+
+def checked_address(address: Any) -> Address:
+    """Returns an address of whole numbers, as a tuple of pairs."""
+    try:
+        return tuple((whole(op, "body"), whole(place, "body")) for op, place in address)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanMismatchError):
+            raise
+        raise PlanMismatchError(
+            f"body must be pairs of an operation and one of its bodies; got {address!r:.80}. Plan anew."
+        ) from error
+
+
+def by_body(items: Iterable[Any]) -> dict[Address, tuple[Any, ...]]:
+    """Returns regions, or loops, by the body that they lie in, in order."""
+    found: dict[Address, tuple[Any, ...]] = {}
+    for item in items:
+        found[item.body] = (*found.get(item.body, ()), item)
+    return found
 
 
 def check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt.actions import SAVE
+from jaxckpt.core.regions import Address, by_body
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import table
 
@@ -43,10 +44,26 @@ def plan_lines(plan: Plan, graph: Graph) -> list[str]:
     plan.check(graph)
     if not plan.regions and not plan.loops:
         return ["The step fits as it is: nothing is recomputed."]
-    return [
-        "In the order in which it runs:",
-        *_tree(_stretches(plan.regions, plan.loops, 0, len(graph.ops)), graph, ""),
+    regions, loops = by_body(plan.regions), by_body(plan.loops)
+    lines = ["In the order in which it runs:"]
+    for address in sorted({(), *regions, *loops}):
+        inside = replace(graph, body=graph.at(address))
+        if address:
+            lines.append(f"Each time that {_around(address, graph)} runs:")
+        lines += _tree(_stretches(regions.get(address, ()), loops.get(address, ()), 0, len(inside.ops)), inside, "")
+    return lines
+
+
+def _around(address: Address, graph: Graph) -> str:
+    """Returns a body in words: "scan (operation 3), cond (operation 7, branch 1)"."""
+    ops = [
+        next(op for op in graph.at(address[:depth]).ops if op.index == index)
+        for depth, (index, _) in enumerate(address)
     ]
+    return ", ".join(
+        f"{op.primitive} (operation {op.index}{f', branch {place}' if len(op.bodies) > 1 else ''})"
+        for op, (_, place) in zip(ops, address)
+    )
 
 
 def _stretches(regions: Sequence[Region], loops: Sequence[Loop], start: int, stop: int) -> list[_Stretch]:
