@@ -24,6 +24,7 @@ from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
+from jaxckpt.core.tie import tie
 
 
 def emit(
@@ -425,7 +426,7 @@ def _hold_tangents(primals: Any, tangents: Any) -> Any:
     # frozen parameters, of a mask, of the images under the first convolution.
     zero = jax.custom_derivatives.SymbolicZero
     moving = [tangent for tangent in tangents[0] if not isinstance(tangent, zero)]
-    held = iter(jax.lax.optimization_barrier(moving))
+    held = iter(tie(*moving) if moving else ())
     return _hold(primals[0]), [tangent if isinstance(tangent, zero) else next(held) for tangent in tangents[0]]
 
 

@@ -6,6 +6,7 @@ so that the plan that is returned is the cheapest whose compiled peak is within 
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
 import threading
@@ -274,6 +275,16 @@ class Problem:
             return solver_for(given)
         return self._solvers.get(given) or self._solvers.setdefault(given, solver_for(given))
 
+    @functools.cached_property
+    def used_argument_bytes(self) -> int:
+        """Bytes of the arguments that the step uses, on one device: a compiled program is not given the others. Traces the step."""
+        if _sharded(self.args):
+            return self.argument_bytes
+        graph = trace(self.step(self.fun), *self.args)
+        used = {index for op in graph.ops for index in op.inputs} | set(graph.body.outputs)
+        unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
+        return self.argument_bytes - sum(value.bytes for value in unused)
+
     @property
     def unplanned(self) -> MemoryReport:
         """The compiled step without a plan; compiled at first use.
@@ -313,12 +324,12 @@ class Problem:
         chosen = self._solver(solver)
         report = progress or (lambda done, total, what: None)
         limit = self.budget_bytes(budget)
-        if limit < self.argument_bytes:
+        if limit < self.argument_bytes and limit < (needed := self.used_argument_bytes):
             raise InfeasibleBudgetError(
-                f"budget must be more than the arguments alone, {format_bytes(self.argument_bytes)} ({self.argument_bytes} bytes); got "
+                f"budget must be more than the arguments alone, {format_bytes(needed)} ({needed} bytes); got "
                 f"{format_bytes(limit)}. {_share_hint(budget)}"
                 "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
-                least_bytes=self.argument_bytes,
+                least_bytes=needed,
                 budget_bytes=limit,
             )
         return _Search(self, limit, chosen, verify, report).run()

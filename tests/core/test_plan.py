@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pickle
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -403,3 +404,26 @@ def test_one_of_a_thing_is_told_as_one():
     for text in (str(loops), loops.describe(LOOPED)):
         assert "1 iteration" in text and "1 iterations" not in text and "5 iterations" in text
     assert "1 values" not in loops.describe(LOOPED)
+
+
+def test_what_has_no_cotangent_gets_none_through_tied_regions():
+    """A value carried along that nobody differentiates: its derivative is infinite here, and does not run."""
+
+    def fun(w, x):
+        seen = jnp.zeros_like(x)
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+            seen = seen + jnp.sqrt(x * 0.0)
+        return jnp.sum(x), seen
+
+    w, x = jnp.eye(4) + 0.1, jnp.ones((3, 4))
+    graph = jaxckpt.trace(fun, w, x)
+    third = len(graph.ops) // 3
+    cuts = [0, third, 2 * third, len(graph.ops)]
+    plan = Plan(tuple(Region(a, b, tied=True) for a, b in pairwise(cuts)), graph.fingerprint)
+    gradient = lambda f: jax.grad(lambda w, x: f(w, x)[0])
+    actual, expected = gradient(plan.apply(fun)), gradient(fun)
+    assert_trees_close(actual(w, x), expected(w, x))
+    assert_trees_close(jax.jit(jax.vmap(actual, (None, 0)))(w, jnp.stack([x, x]))[1], expected(w, x))
+    forward = [jax.jvp(lambda w: f(w, x)[0], (w,), (w,))[1] for f in (plan.apply(fun), fun)]
+    assert_trees_close(*forward)

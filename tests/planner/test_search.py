@@ -403,3 +403,23 @@ def test_on_an_h100_that_is_not_here_a_plan_beats_a_checkpoint_around_each_block
     assert abs(plan.predicted.peak_bytes / plan.measured_bytes - 1) < 0.1
     flops = [count_flops(jax.value_and_grad(f), *args) for f in (fun, plan.apply(fun), blocks)]
     assert flops[0] < flops[1] < flops[2]
+
+
+@pytest.mark.parametrize("make", ["plan", "autocheckpoint"])
+def test_arguments_that_the_step_does_not_use_need_no_budget(make):
+    """`jax.jit` does not hand them to the program, whose peak is less than all arguments together."""
+
+    def fun(x, mask, other):
+        return jnp.sum((x * x)[1])
+
+    args = jnp.ones((32, 64)), jnp.zeros((32, 64), bool), jnp.ones((32, 64))
+    if make == "plan":
+        made = jaxckpt.plan(fun, *args, budget="100%", target="cpu")
+    else:
+        planned = jaxckpt.autocheckpoint(fun, budget="100%", target="cpu")
+        assert planned(*args) == 64
+        made = planned.plan(*args)
+    assert made.measured_bytes <= made.budget < sum(arg.nbytes for arg in args)
+    with pytest.raises(InfeasibleBudgetError, match="more than the arguments alone, 8.0 KiB") as caught:
+        jaxckpt.plan(fun, *args, budget=100, target="cpu")
+    assert caught.value.least_bytes == 8192
