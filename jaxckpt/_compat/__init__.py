@@ -68,6 +68,7 @@ from jaxckpt._compat.rules import (
     Zero,
     batching_rules,
     broadcast,
+    drop_unused,
     instantiate_zeros,
     jvp_rules,
     lower_fun,

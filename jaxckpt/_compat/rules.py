@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from jax.extend.core import Primitive as Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 jvp_rules = ad.primitive_jvps
 """primitive -> (primals, tangents, **params) -> (result, tangent)"""
@@ -24,3 +27,13 @@ Zero = ad.Zero
 instantiate_zeros = ad.instantiate_zeros
 zeros_like_aval = ad.zeros_like_aval
 broadcast = batching.broadcast
+
+
+def drop_unused(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]) -> None:
+    """Sets what becomes of an operation of which some results are not used.
+
+    Args:
+      rule: (for each result whether it is used, equation) -> (for each operand whether it is used, new equation or None). jax 0.12 also says
+        which operands are there, which none of ours asks.
+    """
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])

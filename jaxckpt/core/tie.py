@@ -1,12 +1,13 @@
-"""A barrier for tangents, transposed one for cotangents, that leaves out what is zero.
+"""A barrier for tangents, and transposed one for cotangents, that leaves out what nobody needs.
 
-`jax.lax.optimization_barrier` transposed makes zeros of the cotangents that are missing. Those run through the backward pass of all
-that came before: work for nothing, and NaN where a derivative is infinite. A value that later stretches read only for what nobody
-differentiates, such as a metric carried along, has no cotangent.
+`jax.lax.optimization_barrier` on tangents keeps all of them, and transposed makes zeros of the cotangents that are missing. Those run through
+the backward pass of all that came before: work for nothing, and NaN where a derivative is infinite. A value that later stretches read only
+for what nobody differentiates, such as a metric carried along, has no cotangent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,16 +27,29 @@ def _held(*values: Any) -> list[Any]:
     return list(jax.lax.optimization_barrier(list(values)))
 
 
-def _some(values: Any, held: Any) -> list[Any]:
-    """Returns the values with what `held` makes of those that are not zero."""
-    there = [value for value in values if not isinstance(value, _compat.Zero)]
-    rest = iter(held(*there) if there else ())
-    return [value if isinstance(value, _compat.Zero) else next(rest) for value in values]
+def _jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    moving = [tangent for tangent in tangents if not isinstance(tangent, _compat.Zero)]
+    held = iter(_tie.bind(*moving) if moving else ())
+    out = [tangent if isinstance(tangent, _compat.Zero) else next(held) for tangent in tangents]
+    return _tie.bind(*primals), out
+
+
+def _transpose(cotangents: Any, *operands: Any) -> list[Any]:
+    # What nobody needs is gone by now. Zeros that are left are made: up to jax 0.12 scans cannot be transposed for stacked ones.
+    return _held(*map(_compat.instantiate_zeros, cotangents))
+
+
+def _drop_unused(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    if not any(used):
+        return list(used), None
+    pick = lambda values: [value for value, flag in zip(values, used) if flag]
+    return list(used), eqn.replace(invars=pick(eqn.invars), outvars=pick(eqn.outvars))
 
 
 _tie.def_impl(_held)
 _tie.def_abstract_eval(lambda *avals: list(avals))
 _compat.register_lowering(_tie, _compat.lower_fun(_held, multiple_results=True))
 _compat.batching_rules[_tie] = lambda args, axes: (_tie.bind(*args), axes)
-_compat.jvp_rules[_tie] = lambda primals, tangents: (_tie.bind(*primals), _some(tangents, _tie.bind))
-_compat.transpose_rules[_tie] = lambda cotangents, *operands: _some(cotangents, _held)
+_compat.jvp_rules[_tie] = _jvp
+_compat.transpose_rules[_tie] = _transpose
+_compat.drop_unused(_tie, _drop_unused)
