@@ -190,12 +190,12 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
     calls: list[tuple[_Seen, set[int]]] = []
 
     def watch(call: lift.Taken) -> Any:
+        purity.refuse_ref_arguments(fun, call.paths())
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
         calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
-        purity.refuse_ref_arguments(fun, call.paths())
         leaves = [_watch(asked, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(tree, leaves)
         return call.fun(*args, **kwargs)

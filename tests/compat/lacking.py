@@ -56,7 +56,9 @@ def changed(symbol: str, instead: Any) -> Iterator[None]:
     """A context in which a symbol is something else, or, for None, missing."""
     *path, last = symbol.split(".")
     owner: Any = importlib.import_module(path[0])
-    for part in path[1:]:
+    for place, part in enumerate(path[1:], 2):
+        if not hasattr(owner, part):  # a module that nobody has imported yet
+            importlib.import_module(".".join(path[:place]))
         owner = getattr(owner, part)
     original = getattr(owner, last)
     own = last in vars(owner)
