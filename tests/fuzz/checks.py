@@ -151,6 +151,7 @@ _INSIDE = (
     "while",
     "custom_jvp_call",
     "custom_vjp_call",
+    "closed_call",
     "jit",
     "pjit",
 )
