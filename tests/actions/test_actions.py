@@ -11,19 +11,10 @@ import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Action, ArgumentError, Plan, Policy, Region, tag
 from jaxckpt.actions import KINDS, action_from, given
 from jaxckpt.core.plan import Loop, Run
-from tests.actions.half import HALF, Half
+from tests.actions.half import HALF, Half, half_is_known
 from tests.helpers import executions
 
-del KINDS["half"]  # other tests look at the actions that jaxckpt has
-
-
-@pytest.fixture(autouse=True)
-def _known():
-    KINDS["half"] = Half
-    yield
-    KINDS.pop("half", None)
-
-
+__all__ = ["half_is_known"]
 W = jax.random.normal(jax.random.key(0), (32, 64)) / 6
 X = jax.random.normal(jax.random.key(1), (128, 32))
 WIDE = 128 * 64 * 4

@@ -7,9 +7,10 @@ import pytest
 import jaxckpt
 from jaxckpt import SAVE, Plan, PlanMismatchError, Policy, Region, tag
 from jaxckpt.core.regions import Loop, Run
-from tests.actions.half import HALF
+from tests.actions.half import HALF, half_is_known
 from tests.helpers import assert_trees_close, executions
 
+__all__ = ["half_is_known"]
 ROWS, WIDTH, HIDDEN = 64, 16, 48
 W = jax.random.normal(jax.random.key(0), (WIDTH, HIDDEN)) / 6
 X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
