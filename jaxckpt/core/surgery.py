@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxckpt import _compat
@@ -30,10 +30,9 @@ def programs(eqn: Any) -> list[Any]:
     return [jaxpr for _, jaxpr in found]
 
 
-def used(eqns: Iterable[Any], made: Iterable[Any] = ()) -> list[Any]:
-    """Returns the variables that equations read and none of them makes, in the order of their first use; `made` are not counted either."""
-    eqns = list(eqns)
-    made = set(made) | {var for eqn in eqns for var in eqn.outvars}
+def used(eqns: Sequence[Any]) -> list[Any]:
+    """Returns the variables that equations read and none of them makes, in the order of their first use."""
+    made = {var for eqn in eqns for var in eqn.outvars}
     found: dict[Any, None] = {}
     for eqn in eqns:
         for var in eqn.invars:
