@@ -13,7 +13,8 @@ import numpy as np
 from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.plan import Loop, Plan, Region, Run
+from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.core.schedule import LoopSchedule
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
@@ -21,7 +22,7 @@ from jaxckpt.planner import stages
 from jaxckpt.planner.chain import Carried, Chain, Keep, Option, Schedule, Span
 from jaxckpt.planner.costs import Time
 from jaxckpt.planner.options import Analysis, analyse
-from jaxckpt.planner.scans import ScanAnalysis, analyse_scan
+from jaxckpt.planner.scans import LoopCandidates, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 
 WIDEST = 4
@@ -44,7 +45,7 @@ class Model:
       graph: the function.
       places: where its stages begin and end, places in `graph.ops`.
       chain: what solvers see; an option's label is its place in `choices`.
-      choices: (start, stop) -> what each option keeps: values, or the runs of a scan; None for what is left to JAX as it stands.
+      choices: (start, stop) -> what each option keeps: values, or the schedule of a scan; None for what is left to JAX as it stands.
       times: (start, stop) -> seconds of recomputation of each choice.
       forward: seconds of each stage's forward run.
       step_seconds: forward and backward pass, nothing recomputed.
@@ -56,7 +57,7 @@ class Model:
     graph: Graph
     places: tuple[int, ...]
     chain: Chain
-    choices: dict[tuple[int, int], list[Mapping[int, Action] | tuple[Run, ...] | None]]
+    choices: dict[tuple[int, int], list[Mapping[int, Action] | LoopSchedule | None]]
     times: dict[tuple[int, int], list[float]]
     forward: tuple[float, ...]
     step_seconds: float
@@ -171,7 +172,7 @@ class _Builder:
         self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
         self.analyses: dict[str, tuple[Analysis, dict[int, int]]] = {}
-        self.scans: dict[str, ScanAnalysis] = {}
+        self.scans: dict[str, LoopCandidates] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
         self.texts: dict[int, str] = {}
 
@@ -185,7 +186,7 @@ class _Builder:
         times: dict[tuple[int, int], list[float]] = {}
         singles: list[tuple[Time, Time, int]] = []
         windows = self._regions_to_look_at(places)
-        found: dict[tuple[int, int], Analysis | ScanAnalysis] = {}
+        found: dict[tuple[int, int], Analysis | LoopCandidates] = {}
         mapped: dict[tuple[int, int], dict[int, int]] = {}
         for done, (s, t) in enumerate(windows):
             self.progress(done, len(windows), "analysing stages")
@@ -208,8 +209,8 @@ class _Builder:
                     twice = self._written_before(places[s], places[t])
                     for choice in analysis.choices:
                         label = len(choices[s, t])
-                        if isinstance(analysis, ScanAnalysis):
-                            choices[s, t].append(choice.runs)  # type: ignore[union-attr]
+                        if isinstance(analysis, LoopCandidates):
+                            choices[s, t].append(choice.schedule)  # type: ignore[union-attr]
                         else:
                             choices[s, t].append({mapped[s, t][v]: action for v, action in choice.actions.items()})  # type: ignore[union-attr]
                         times[s, t].append(choice.time.seconds)
@@ -295,20 +296,20 @@ class _Builder:
             self.digests[key] = text, part, {number: index for index, number in numbers.items()}
         return self.digests[key]
 
-    def _analyse(self, start: int, stop: int) -> tuple[Analysis | ScanAnalysis, dict[int, int]]:
+    def _analyse(self, start: int, stop: int) -> tuple[Analysis | LoopCandidates, dict[int, int]]:
         """Returns what there is to choose, and the map from the values that the analysis names to those here."""
         found = self._analysis(start, stop)
-        if isinstance(found, ScanAnalysis):
+        if isinstance(found, LoopCandidates):
             return found, {}
         text, _, numbers = self._stretch(start, stop)
         return found, {index: numbers[number] for index, number in self.analyses[text][1].items()}
 
-    def _analysis(self, start: int, stop: int) -> Analysis | ScanAnalysis:
+    def _analysis(self, start: int, stop: int) -> Analysis | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
         if start in self.loops:
-            key = f"{text}:{start}"  # its runs name values of its own body
+            key = f"{text}:{start}"  # its schedules name values of its own body
             if key not in self.scans:
-                self.scans[key] = analyse_scan(
+                self.scans[key] = loop_candidates_of(
                     self.graph, self.graph.ops[start], self.active, self.target, self.shards, self.timed, self.actions
                 )
             return self.scans[key]

@@ -16,13 +16,14 @@ from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.loops import can_be_rewritten
-from jaxckpt.core.plan import Run
+from jaxckpt.core.schedule import LoopSchedule
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.costs import Time
 from jaxckpt.planner.options import Analysis, Kept, analyse
 from jaxckpt.planner.shards import Shards
 from jaxckpt.planner.stages import spread
+from jaxckpt.schedules import Nested, checkpointed, in_turn
 
 MOST = 400
 """So many choices at most; those that save the fewest bytes over another go first."""
@@ -33,25 +34,25 @@ _DEAR = 0.15
 
 
 @dataclass(frozen=True)
-class ScanChoice:
+class LoopCandidate:
     """One way to run a scan.
 
     Attributes:
-      runs: as of `jaxckpt.core.plan.Loop`; None for the scan as it stands.
+      schedule: of the loop; None for the scan as it stands.
       bytes, time, work: as of `jaxckpt.planner.options.Kept`.
     """
 
-    runs: tuple[Run, ...] | None
+    schedule: LoopSchedule | None
     bytes: int
     time: Time
     work: int
 
 
 @dataclass(frozen=True)
-class ScanAnalysis:
+class LoopCandidates:
     """A scan: its choices, and what it takes to run it; attributes as of `jaxckpt.planner.options.Analysis`."""
 
-    choices: tuple[ScanChoice, ...]
+    choices: tuple[LoopCandidate, ...]
     forward: Time
     backward: Time
     forward_work: int
@@ -68,7 +69,7 @@ class _Sizes:
     arriving: int
 
 
-def analyse_scan(
+def loop_candidates_of(
     graph: Graph,
     op: Op,
     active: Collection[int],
@@ -76,7 +77,7 @@ def analyse_scan(
     shards: Shards,
     timed: bool = False,
     actions: Sequence[Action] = (SAVE,),
-) -> ScanAnalysis:
+) -> LoopCandidates:
     """Returns the choices that there are for a scan of a graph.
 
     Args:
@@ -107,7 +108,7 @@ def analyse_scan(
     ways = [_as_it_stands(found, sizes, length)]
     if can_be_rewritten(op):
         ways += _ways(found, sizes, length)
-    return ScanAnalysis(
+    return LoopCandidates(
         tuple(_best(ways)),
         length * found.forward,
         length * found.backward,
@@ -132,12 +133,12 @@ def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, c
         inside |= more
 
 
-def _as_it_stands(found: Analysis, sizes: _Sizes, length: int) -> ScanChoice:
+def _as_it_stands(found: Analysis, sizes: _Sizes, length: int) -> LoopCandidate:
     kept = length * (found.residual_bytes + sizes.carry)
-    return ScanChoice(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
+    return LoopCandidate(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
 
 
-def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
+def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[LoopCandidate]:
     choices = [*found.choices]
     if choices[-1].time.seconds > _DEAR * found.forward.seconds and found.residual_bytes > choices[-1].bytes:
         choices.append(Kept(None, found.residual_bytes, Time(), found.plain_work))
@@ -145,20 +146,20 @@ def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
     for choice in choices:
         kept = length * (choice.bytes + sizes.carry)
-        yield ScanChoice((_run(length, (), choice),), kept, length * choice.time, choice.work + loop)
+        yield LoopCandidate(_nested(length, (), choice), kept, length * choice.time, choice.work + loop)
     for less, more in pairwise(choices):
         for n in _spaced(1, length - 1, _SPLITS):
             kept = length * sizes.carry + n * more.bytes + (length - n) * less.bytes
             time = n * more.time + (length - n) * less.time
-            runs = (_run(length - n, (), less), _run(n, (), more))
-            yield ScanChoice(runs, kept, time, max(less.work, more.work) + loop + copies)
+            schedule = in_turn(_nested(length - n, (), less), _nested(n, (), more))
+            yield LoopCandidate(schedule, kept, time, max(less.work, more.work) + loop + copies)
     forward = length * found.forward
     for size in _lengths(length):
         rest = copies if length % size else 0
         for choice in choices:
             inner = size * (sizes.carry + choice.bytes)
-            yield ScanChoice(
-                (_run(length, (size,), choice),),
+            yield LoopCandidate(
+                _nested(length, (size,), choice),
                 -(-length // size) * sizes.carry,
                 forward + length * choice.time,
                 inner + choice.work + loop + rest,
@@ -169,16 +170,16 @@ def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
         for choice in choices[:2]:
             inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.bytes)
             again = rest + (copies * size // length if size % deeper else 0)
-            yield ScanChoice(
-                (_run(length, (size, deeper), choice),),
+            yield LoopCandidate(
+                _nested(length, (size, deeper), choice),
                 -(-length // size) * sizes.carry,
                 2 * forward + length * choice.time,
                 inner + choice.work + loop + again,
             )
 
 
-def _run(count: int, segments: tuple[int, ...], choice: Kept) -> Run:
-    return Run(count, segments, choice.actions or {}, choice.actions is not None)
+def _nested(count: int, segments: tuple[int, ...], choice: Kept) -> Nested:
+    return checkpointed(count, segments, choice.actions, remat=choice.actions is not None)
 
 
 def _lengths(length: int) -> list[int]:
@@ -196,9 +197,9 @@ def _spaced(first: int, last: int, most: int) -> list[int]:
     return sorted({round(first + (last - first) * i / max(most - 1, 1)) for i in range(most)})
 
 
-def _best(ways: Sequence[ScanChoice]) -> list[ScanChoice]:
+def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
     """Returns the ways that no other beats in bytes, seconds and work, at most `MOST` of them."""
-    best: list[ScanChoice] = []
+    best: list[LoopCandidate] = []
     for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
         if not any(b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work for b in best):
             best.append(way)
