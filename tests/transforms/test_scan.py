@@ -20,8 +20,7 @@ from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
 from jaxckpt.policies import Policy, op
-from jaxckpt.schedules import Nested, Slots, extra_steps, schedule_of
-from jaxckpt.schedules import pullback
+from jaxckpt.schedules import Nested, Slots, extra_steps, pullback, schedule_of
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes, kept_shapes
