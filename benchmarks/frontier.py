@@ -28,9 +28,9 @@ from benchmarks import reporting
 from jaxckpt.core.files import write_whole
 from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
-from jaxckpt.memory.targets import resolve, start_backend
+from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import BUDGETS, Frontier, Point, Way, cost_of, point, point_to_json, way, way_to_json
-from jaxckpt.planner.search import analyse
+from jaxckpt.planner.search import problem_of
 from jaxckpt.show import plans, plot
 from jaxckpt.show.table import markdown
 
@@ -159,7 +159,7 @@ def run(
     """
     rows = {"unplanned": rows.get("unplanned"), "by hand": rows.get("by hand", {}), "planned": rows.get("planned", {})}
     loss, args = make(factory, checkpoint=None)
-    step, where = jax.value_and_grad, resolve(target)
+    step, where = jax.value_and_grad, target_of(target)
 
     def again(row: dict[str, Any] | None, fun: Callable[..., Any], its_args: tuple[Any, ...]) -> None:
         if recount and row is not None:
@@ -182,7 +182,7 @@ def run(
     missing = [budget for budget in budgets if budget not in rows["planned"]] if plan else []
     if missing:
         start = time.perf_counter()
-        problem = analyse(loss, *args, target=where)
+        problem = problem_of(loss, *args, target=where)
         seconds = time.perf_counter() - start
         for budget in missing:
             start = time.perf_counter()

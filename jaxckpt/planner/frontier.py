@@ -16,7 +16,7 @@ from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan
 from jaxckpt.memory.report import measure
-from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import search
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -187,7 +187,7 @@ def frontier(
     if not budgets:
         raise ArgumentError("budgets", "at least one budget", budgets)
     refuse_traced(fun, args, "frontier")
-    problem = search.analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    problem = search.problem_of(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
     return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
 
 
@@ -286,7 +286,7 @@ def cost_of(
       shards: how arrays lie over the target's devices: `Problem.model.shards`. FLOPs are those of all devices, seconds those of one.
     """
     graph = shards.applied(trace(step, *args))
-    seconds = rates.roofline(graph, resolve(target), shards.devices)
+    seconds = rates.roofline(graph, target_of(target), shards.devices)
     return graph.flops, float(sum(map(seconds, graph.ops)))
 
 

@@ -38,7 +38,7 @@ from jaxckpt.schedules.optimum import (
     best_runs,
     places_bytes,
 )
-from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
+from jaxckpt.schedules.pullback import ITERATION, TURN, Backward, Wanted, backward, dear_values
 from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmented
 
 # A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the parts. These are an H100's.
@@ -151,16 +151,20 @@ class SlotBudget:
         self.step, self.limit = step, limit
         self.kept = dear_values(step) if kept is None else list(kept)
         self._counted: dict[Wanted, Callable[[int], float]] = {}
+        self._works: dict[Wanted, Backward | None] = {}
 
     def choose(self, wanted: Wanted) -> Binomial:
         """Returns the runs and slots that fit and take the least time; those that take the fewest bytes where none fit."""
-        step, beside = self.step, self._beside(wanted)
-        work = None if self.kept is None else backward(step, wanted, self.kept, defer=True)
+        return self.within(wanted, self.limit)
+
+    def within(self, wanted: Wanted, limit: float) -> Binomial:
+        """Returns the runs and slots that take at most `limit` bytes and the least time; those that take the fewest bytes where none fit."""
+        step, beside, work = self.step, self._beside(wanted), self._work(wanted)
 
         def left(run: int) -> int:
             if run > 1 and work is None:
                 return 0
-            return self._slots(self.limit - beside(run), -(-step.length // run))
+            return self._slots(limit - beside(run), -(-step.length // run))
 
         again = work is not None and work.again
         costs = TurnCosts() if work is None else work.costs(step)
@@ -173,8 +177,25 @@ class SlotBudget:
 
     def bytes(self, wanted: Wanted, plan: Binomial) -> int:
         """Returns the bytes that a plan takes."""
-        slots = plan.slots * self.step.carry_bytes + places_bytes(plan.units, plan.slots)
-        return math.ceil(slots + self._beside(wanted)(plan.run))
+        return self.kept_bytes(plan) + self.work_bytes(wanted, plan)
+
+    def kept_bytes(self, plan: Binomial) -> int:
+        """Returns the bytes that a plan keeps from the forward to the backward pass: slots, and the integers that place them."""
+        return plan.slots * self.step.carry_bytes + places_bytes(plan.units, plan.slots)
+
+    def work_bytes(self, wanted: Wanted, plan: Binomial) -> int:
+        """Returns the bytes that a plan needs beside the slots, in the backward pass."""
+        return math.ceil(self._beside(wanted)(plan.run))
+
+    def turn_flops(self, plan: Binomial) -> float:
+        """Returns what a plan's backward loop takes beside runs of the body, in FLOPs that take as long."""
+        return plan.units * TURN + plan.length * ITERATION
+
+    def _work(self, wanted: Wanted) -> Backward | None:
+        """Returns the backward pass of a run; None where keeping values makes none cheap."""
+        if wanted not in self._works:
+            self._works[wanted] = None if self.kept is None else backward(self.step, wanted, self.kept, defer=True)
+        return self._works[wanted]
 
     def _slots(self, room: float, units: int) -> int:
         """Returns how many slots there is room for, at most `units`."""
@@ -191,7 +212,7 @@ class SlotBudget:
             return self._counted[wanted]
         step = self.step
         alone = working_bytes(step, backward(step, wanted, None, defer=False))
-        work = None if self.kept is None else backward(step, wanted, self.kept, defer=True)
+        work = self._work(wanted)
         longest = min(step.length, LONGEST_RUN)
 
         def beside(run: int) -> float:

@@ -19,8 +19,7 @@ from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.units import parse_bytes
-from jaxckpt.policies import Policy, from_jax
-from jaxckpt.policies import resolve as resolve_policy
+from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Binomial, Schedule, schedule_of
 from jaxckpt.schedules.body import is_inexact, take_apart
 from jaxckpt.schedules.budget import SlotBudget, fit
@@ -94,7 +93,7 @@ def scan(
         raise ArgumentError("xs", "a pytree of arrays with one row a step, or None", rowless[0])
     if budget is not None and schedule != "sqrt":
         raise ArgumentError("schedule", "left out where there is a budget, which chooses it", schedule)
-    resolve_policy(policy)
+    policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
     schedule_of(0, schedule)
     taken = take_apart(f, init, xs, length, reverse, unroll)
@@ -194,7 +193,7 @@ class _Call(ScanRun):
             raise ArgumentError("schedule", "one without actions", dict(actions), hint)
         if self.policy is None:
             return self, None
-        resolved = resolve_policy(self.policy)
+        resolved = policy_of(self.policy)
         assert resolved is not None
         rules = resolved if isinstance(resolved, Policy) else from_jax(resolved)
         body = self.body

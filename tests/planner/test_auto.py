@@ -411,7 +411,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(planner, tmp_path, caplog)
 
 def test_device_budgets_are_looked_at_again_when_a_plan_is_read(planner, tmp_path, monkeypatch):
     free = {"now": 1000}
-    monkeypatch.setattr(auto, "resolve_budget", lambda budget, **_: free["now"])
+    monkeypatch.setattr(auto, "budget_bytes", lambda budget, **_: free["now"])
     plan = autocheckpoint(loss, budget="device", path=tmp_path).plan(WS, X)
     assert plan.budget == 1000 and planner[0][1]["budget"] == 1000
     for now, plans in ((1050, 1), (1000, 1), (999, 2), (1200, 3)):
