@@ -21,6 +21,7 @@ from jaxckpt.actions import SAVE, Action
 from jaxckpt.core import reads, stored, surgery
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
+from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
@@ -39,7 +40,7 @@ def emit(
       loops: as of `Plan`.
 
     Raises:
-      PlanMismatchError: a loop is no scan of the graph, or of another length.
+      PlanMismatchError: a loop is no scan of the graph, or one that its schedule cannot run.
     """
     if not regions and not loops:
         return functools.partial(surgery.evaluate, _compat.open_jaxpr(graph.jaxpr))
@@ -333,8 +334,8 @@ def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Fla
     return _stretch(regions, _Program(body, groups, names, names.prevent_cse, list))
 
 
-def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> tuple[Flat, Any]:
-    """Returns a scan's body as a function that names what is kept, and the policy that keeps it.
+def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> NamedBody:
+    """Returns a scan's body that names what is kept.
 
     Args:
       within: of the regions inside of it.
@@ -348,7 +349,8 @@ def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Map
         fun = functools.partial(surgery.evaluate, surgery.with_equations(body.jaxpr, eqns))
     else:
         fun = functools.partial(surgery.evaluate, body.jaxpr)
-    return fun if names.read.isdisjoint(actions) else reads.reads_names(fun), _policy(actions, names)
+    reading = fun if names.read.isdisjoint(actions) else reads.reads_names(fun)
+    return NamedBody(reading, fun, _policy(actions, names), frozenset(map(names, actions)))
 
 
 def _own_values(body: Body) -> set[int]:

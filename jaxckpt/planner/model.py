@@ -19,7 +19,7 @@ from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Keep, Segment, Solution
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.scans import ScanAnalysis, analyse_scan
+from jaxckpt.planner.scans import LoopCandidates, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 
 WIDEST = 4
@@ -147,7 +147,7 @@ class _Builder:
         self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
         self.analyses: dict[str, tuple[Candidates, dict[int, int]]] = {}
-        self.scans: dict[str, ScanAnalysis] = {}
+        self.scans: dict[str, LoopCandidates] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
         self.texts: dict[int, str] = {}
 
@@ -159,7 +159,7 @@ class _Builder:
         segments: dict[tuple[int, int], Segment] = {}
         singles: list[tuple[Time, Time, int]] = []
         windows = self._regions_to_look_at(places)
-        found: dict[tuple[int, int], Candidates | ScanAnalysis] = {}
+        found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
         mapped: dict[tuple[int, int], dict[int, int]] = {}
         for done, (s, t) in enumerate(windows):
             self.progress(done, len(windows), "analysing stages")
@@ -259,20 +259,20 @@ class _Builder:
             self.digests[key] = text, part, {number: index for index, number in numbers.items()}
         return self.digests[key]
 
-    def _analyse(self, start: int, stop: int) -> tuple[Candidates | ScanAnalysis, dict[int, int]]:
+    def _analyse(self, start: int, stop: int) -> tuple[Candidates | LoopCandidates, dict[int, int]]:
         """Returns the candidates, and the map from the values that the analysis names to those here."""
         found = self._analysis(start, stop)
-        if isinstance(found, ScanAnalysis):
+        if isinstance(found, LoopCandidates):
             return found, {}
         text, _, numbers = self._stretch(start, stop)
         return found, {index: numbers[number] for index, number in self.analyses[text][1].items()}
 
-    def _analysis(self, start: int, stop: int) -> Candidates | ScanAnalysis:
+    def _analysis(self, start: int, stop: int) -> Candidates | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
         if start in self.loops:
-            key = f"{text}:{start}"  # its runs name values of its own body
+            key = f"{text}:{start}"  # its schedules name values of its own body
             if key not in self.scans:
-                self.scans[key] = analyse_scan(self.graph, self.graph.ops[start], self.active, self.context)
+                self.scans[key] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
             return self.scans[key]
         if text not in self.analyses:
             found = candidates_of(
@@ -319,11 +319,11 @@ class _Builder:
         )
 
 
-def _listed(found: Candidates | ScanAnalysis) -> list[Candidate]:
+def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
     """Returns the candidates of a stretch or of a loop."""
     if isinstance(found, Candidates):
         return list(found.candidates)
-    return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.runs) for way in found.choices]
+    return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule) for way in found.candidates]
 
 
 def _stage_of(places: Sequence[int], place: int | None) -> int | None:

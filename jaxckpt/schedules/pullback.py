@@ -23,8 +23,9 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt.core.inline import inline
 from jaxckpt.core.reads import INTERNAL, redirect
-from jaxckpt.transforms.schedules import RunCosts
-from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
+from jaxckpt.core.scans import ScanBody, Values, nbytes
+from jaxckpt.schedules.body import depends, needed, pick, piece, split
+from jaxckpt.schedules.optimum import TurnCosts
 
 # Computed again rather than kept: operations that cost a few times what reading and writing their operands does. What is not in here and
 # holds no such program of its own is kept.
@@ -75,7 +76,7 @@ def is_cheap(eqn: Any) -> bool:
     return name in CHEAP
 
 
-def dear_values(step: Step) -> list[Any] | None:
+def dear_values(step: ScanBody) -> list[Any] | None:
     """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
 
     It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
@@ -112,7 +113,7 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
 _KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
 
 
-def _with_names(step: Step, kept: Sequence[Any]) -> Any:
+def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
     """Returns the step's jaxpr with names at the values of `kept`."""
     places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
@@ -201,13 +202,13 @@ class Backward:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
         return sum(map(nbytes, [*self.stacks, *self.gathered]))
 
-    def costs(self, step: Step) -> RunCosts:
+    def costs(self, step: ScanBody) -> TurnCosts:
         """Returns what runs of the step are weighed by."""
         unit = step.flops + ITERATION
-        return RunCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
+        return TurnCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
 
 
-def backward(step: Step, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
+def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
     """Returns the backward pass of a step.
 
     Args:
@@ -246,7 +247,7 @@ class _Inputs:
     counts: tuple[int, ...]
 
     @staticmethod
-    def of(step: Step, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
+    def of(step: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
         inputs = [var.aval for var in step.jaxpr.invars]
         cts = [pick(step.carry_avals, wanted.carry), pick(step.y_avals, wanted.ys)]
         cts = [[aval.to_ct_aval() for aval in part] for part in cts]
@@ -275,7 +276,7 @@ class _Splitter:
     """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
 
     def __init__(
-        self, step: Step, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
+        self, step: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
     ) -> None:
         jaxpr = _compat.open_jaxpr(traced)
         self.step, self.wanted, self.kept, self.defer = step, wanted, kept, defer
