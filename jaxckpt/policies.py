@@ -357,7 +357,7 @@ PRESETS: dict[str, Policy] = {
 }
 
 
-def resolve(policy: Any) -> Policy | Callable[..., Any] | None:
+def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
     """Returns the policy for a user's argument: None, a Policy, a preset's name, or one of JAX's policies, which is
     returned unchanged.
 
@@ -416,7 +416,7 @@ def parse(text: str) -> Policy:
     Policy({'mlp_*': SAVE, (op('conv*') & larger_than('1.0 MiB')): OFFLOAD})
     """
     if "=" not in text:
-        resolved = resolve(text.strip())
+        resolved = policy_of(text.strip())
         assert isinstance(resolved, Policy)
         return resolved
     rules: list[tuple[Selector, Action]] = []

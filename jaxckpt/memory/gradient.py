@@ -14,13 +14,13 @@ from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.memory.residuals import is_inexact
 
-Step = Callable[[Callable[..., Any]], Callable[..., Any]]
+StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PLAIN = (jax.value_and_grad, jax.grad)
 """Training steps that are a gradient with respect to all leaves of the first argument."""
 
 
-def suited(step: Step, args: tuple[Any, ...]) -> Step:
+def suited(step: StepMaker, args: tuple[Any, ...]) -> StepMaker:
     """Returns the step, or its replacement if JAX's gradient does not accept the first argument.
 
     For a module of nnx, `jax.value_and_grad` becomes `nnx.value_and_grad` with respect to its Params. For any other
@@ -74,7 +74,7 @@ def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> Not
     )
 
 
-def _of_inexact(transform: Step, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _of_inexact(transform: StepMaker, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the gradient of a function with respect to the inexact arrays of its first argument, as a list."""
 
     @functools.wraps(fun)

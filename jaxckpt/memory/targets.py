@@ -178,7 +178,7 @@ def _parse(name: str) -> _Parts | None:
     return _Parts(f"{head}:{place.name}", platform, place)
 
 
-def resolve(target: Target | str | None = None) -> Target:
+def target_of(target: Target | str | None = None) -> Target:
     """Returns the target for a target, a name, or None, which means JAX's default backend on this machine.
 
     Raises:
@@ -213,7 +213,7 @@ def compiler_options(target: Target | str | None = None) -> dict[str, str]:
     >>> compiler_options("cuda:h100")
     {}
     """
-    return PLATFORMS[resolve(target).platform].options()
+    return PLATFORMS[target_of(target).platform].options()
 
 
 # --------------------------------------------------------------------------------------------------- what there is here
