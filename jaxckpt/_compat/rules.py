@@ -1,6 +1,6 @@
-"""What an operation of our own is made with: a primitive, and how it is differentiated, batched and lowered.
+"""Parts for an operation that jaxckpt defines: a primitive, and its rules for differentiation, batching and lowering.
 
-`jax.interpreters` is semi-private: names in it have come and gone, and these have changed their parameters.
+`jax.interpreters` is partly private: its names come and go, and these functions have changed their parameters.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ broadcast = batching.broadcast
 
 
 def drop_unused(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]) -> None:
-    """Sets what becomes of an operation of which some results are not used.
+    """Sets the rule for an operation with unused results.
 
     Args:
-      rule: (for each result whether it is used, equation) -> (for each operand whether it is used, new equation or None). jax 0.12 also says
-        which operands are there, which none of ours asks.
+      rule: (for each result whether it is used, equation) -> (for each operand whether it is used, new equation or
+        None). jax 0.12 also passes which operands are known; no rule here needs that.
     """
     partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
