@@ -26,41 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import Body, Graph, Op, trace
+from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
-# What only moves data: computed where it is used.
-MOVES = frozenset(
-    {
-        "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "empty",
-        "empty2", "expand_dims", "from_edtype", "iota", "reshape", "slice", "split", "squeeze", "stack",
-        "stop_gradient", "tie", "tile", "to_edtype", "transpose", "unstack",
-    }
-)  # fmt: skip
-# Computed where it is used, too. What is in neither table is taken to want its operands, and to leave its results, in memory.
-FUSED = MOVES | frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj", "cos",
-        "cosh", "digamma", "div", "dynamic_slice", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
-        "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow",
-        "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max",
-        "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pad",
-        "polygamma", "polynomial", "population_count", "pow", "pvary", "random_bits", "random_fold_in",
-        "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision",
-        "regularized_incomplete_beta", "rem", "rev", "round", "rsqrt", "select_n", "sharding_constraint",
-        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-        "square", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
-    }
-)  # fmt: skip
-# These read operands that need not be in memory, but leave their results there.
-ROOTS = ("reduce_", "arg", "gather")
-# These, and what is fused, write over operands of the same size that nobody else needs.
-IN_PLACE = ("scatter", "dynamic_update_slice", "scan", "while")
-# The results of these are their operand, and share its memory where that has some.
-_SAME = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p")
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
-_INLINED = (*_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "closed_call", "core_call")
 BARRIER = "optimization_barrier"
+_WRITTEN_OUT = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
+"""Programs that are part of the one that they stand in."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +82,10 @@ class _Step:
     inputs: list[_Slot]
     outputs: list[_Slot]
     workspace: int = 0
-    fused: bool = field(init=False)
+    facts: Primitive = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fused = self.primitive in FUSED
+        self.facts = primitives.of(self.primitive)
 
 
 def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -> int:
@@ -156,7 +128,7 @@ def _flatten(graph: Graph, body: Body, slots: dict[int, _Slot], platform: str) -
     """Yields the steps of a body, what it calls written out; fills `slots`, index of a value -> its slot."""
     for op in body.ops:
         inputs = [_slot(graph, slots, index) for index in op.inputs]
-        if op.primitive in _INLINED and op.bodies:
+        if op.bodies and primitives.of(op.primitive).holds in _WRITTEN_OUT:
             yield from _call(graph, op, slots, inputs, platform)
             continue
         on_host = op.primitive == "device_put" and "host" in str(op.params["devices"]).lower()
@@ -176,7 +148,11 @@ def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
 
 def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str) -> Iterator[_Step]:
     inner = op.bodies[0]
-    barrier = op.primitive in _CHECKPOINTS and op.params.get("differentiated") and op.params.get("prevent_cse", True)
+    barrier = (
+        primitives.of(op.primitive).holds is Holds.CHECKPOINT
+        and op.params.get("differentiated")
+        and op.params.get("prevent_cse", True)
+    )
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
@@ -212,7 +188,7 @@ def _store_shared(steps: list[_Step]) -> None:
     """Stores what is computed and then used more than once."""
     uses = Counter(id(slot) for step in steps for slot in step.inputs)
     for step in steps:
-        if step.fused and step.primitive not in MOVES:
+        if step.facts.kernel is Kernel.FUSED:
             for slot in step.outputs:
                 slot.stored = uses[id(slot)] > 1
 
@@ -226,10 +202,10 @@ def _decide(steps: list[_Step], results: list[_Slot]) -> None:
             for before, after in zip(step.inputs, step.outputs):
                 before.stored = after.stored = True
                 after.inside = before
-        elif not step.fused:
+        elif not step.facts.fused:
             for slot in step.outputs:
                 slot.stored = True
-            if not step.primitive.startswith(ROOTS):
+            if step.facts.kernel is Kernel.OWN:
                 for slot in step.inputs:
                     slot.stored = True
     for time, step in enumerate(steps):
@@ -240,10 +216,12 @@ def _decide(steps: list[_Step], results: list[_Slot]) -> None:
         for slot in step.outputs:
             slot.sources = tuple(read.values())
             slot.stored |= len(read) > _OPERANDS
-        if step.primitive in _SAME and step.inputs and step.inputs[0].stored:  # of a literal, there is no operand
+        if (
+            step.facts.result >= Result.RESHAPED and step.inputs and step.inputs[0].stored
+        ):  # of a literal, there is no operand
             step.outputs[0].inside = step.inputs[0]
         # A fused operation reads where what it makes is stored, or else where that is used.
-        if not step.fused or any(slot.stored for slot in step.outputs):
+        if not step.facts.fused or any(slot.stored for slot in step.outputs):
             for source in read.values():
                 source.last = time
         for slot in step.outputs:
@@ -260,7 +238,7 @@ def _peak(steps: list[_Step], outputs: list[_Slot]) -> int:
     lives: dict[_Slot, tuple[int, int]] = {}
     for time, step in enumerate(steps):
         made = [slot for slot in step.outputs if _takes_memory(slot)]
-        if step.fused or step.primitive.startswith(IN_PLACE):
+        if step.facts.fused or step.facts.writes_over:
             _write_over(made, step.inputs, lives, time)
         lives.update((slot, (time, slot.last)) for slot in made)
     waiting = _Buffers({slot: lives[slot][0] if slot in lives else 0 for slot in outputs}, len(steps))

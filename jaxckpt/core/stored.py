@@ -22,7 +22,8 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import Action, action_from
-from jaxckpt.core import surgery
+from jaxckpt.core import primitives, surgery
+from jaxckpt.core.primitives import Holds
 
 INTERNAL = "jaxckpt:"
 """Names that begin so are the emitter's, and no tags."""
@@ -32,8 +33,8 @@ Kept = dict[str, Any]
 """What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that hold markers ("0",
 "1") what is kept inside of it: of a scan stacked, of branches a list."""
 
-_THROUGH = ("scan", "cond", "jit", "pjit", "closed_call", "core_call")
-"""Operations through which markers are reached."""
+_THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL)
+"""Programs in which markers are reached; while loops have no derivative."""
 
 
 def marker(name: str, action: Action) -> str:
@@ -73,10 +74,11 @@ def has_markers(jaxpr: Any) -> bool:
 
 def _holds(eqn: Any) -> bool:
     primitive = _compat.primitive_name(eqn)
-    if primitive in ("custom_jvp_call", "custom_vjp_call"):
+    facts = primitives.of(primitive)
+    if facts.holds is Holds.RULE:
         return False  # those of an inner checkpoint, which has its own derivative
     inside = [has_markers(_compat.open_jaxpr(jaxpr)) for jaxpr in surgery.programs(eqn)]
-    if any(inside) and primitive not in _THROUGH:
+    if any(inside) and (facts.holds not in _THROUGH or facts.opaque):
         raise ArgumentError(
             "policy",
             f"one that keeps values inside of {primitive} as they are",
