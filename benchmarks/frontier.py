@@ -26,11 +26,12 @@ import jax
 
 from benchmarks import reporting
 from jaxckpt.core.files import write_whole
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
-from jaxckpt.memory.targets import resolve, start_backend
+from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import BUDGETS, Frontier, Point, Way, cost_of, point, point_to_json, way, way_to_json
-from jaxckpt.planner.search import analyse
+from jaxckpt.planner.search import problem_of
 from jaxckpt.show import plans, plot
 from jaxckpt.show.table import markdown
 
@@ -159,7 +160,7 @@ def run(
     """
     rows = {"unplanned": rows.get("unplanned"), "by hand": rows.get("by hand", {}), "planned": rows.get("planned", {})}
     loss, args = make(factory, checkpoint=None)
-    step, where = jax.value_and_grad, resolve(target)
+    step, where = jax.value_and_grad, target_of(target)
 
     def again(row: dict[str, Any] | None, fun: Callable[..., Any], its_args: tuple[Any, ...]) -> None:
         if recount and row is not None:
@@ -182,7 +183,7 @@ def run(
     missing = [budget for budget in budgets if budget not in rows["planned"]] if plan else []
     if missing:
         start = time.perf_counter()
-        problem = analyse(loss, *args, target=where)
+        problem = problem_of(loss, *args, target=where)
         seconds = time.perf_counter() - start
         for budget in missing:
             start = time.perf_counter()
@@ -211,26 +212,18 @@ def frontier_of(target: str, rows: dict[str, Any]) -> Frontier:
     return Frontier(target, Way(**rows["unplanned"]), tuple(points), tuple(ways))
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """As much of a plan as was saved with its row."""
-
-    measured_bytes: int | None
-    predicted: Any
-
-
-@dataclass(frozen=True)
-class _Predicted:
-    peak_bytes: int
-
-
 def _point(row: dict[str, Any]) -> Point:
-    plan: Any = (
-        _Saved(row["peak_bytes"], row["predicted_bytes"] and _Predicted(row["predicted_bytes"]))
-        if row["fits"]
-        else None
+    if not row["fits"]:
+        return Point(row["budget"], row["budget_bytes"], None, row["why"])
+    predicted = row["predicted_bytes"] and MemoryEstimate(row["predicted_bytes"], 0, 0, 0)
+    report = PlanReport(
+        Plan((), ""),  # the plan itself is not saved with its row
+        measured_bytes=row["peak_bytes"],
+        predicted=predicted or None,
+        flops=row["flops"],
+        seconds=row["seconds"],
     )
-    return Point(row["budget"], row["budget_bytes"], plan, row["why"], row["flops"], row["seconds"])
+    return Point(row["budget"], row["budget_bytes"], report)
 
 
 @dataclass(frozen=True)

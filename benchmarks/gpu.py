@@ -32,9 +32,9 @@ import jaxckpt
 from benchmarks import reporting
 from benchmarks.models import gpt, resnet
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.targets import resolve, start_backend
+from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import cost_of, point
-from jaxckpt.planner.search import analyse
+from jaxckpt.planner.search import problem_of
 from jaxckpt.show.table import format_seconds, markdown
 
 MODELS: dict[str, Callable[..., Any]] = {"gpt2": gpt.gpt2, "resnet50": resnet.resnet50}
@@ -49,7 +49,7 @@ STEPS = 10
 
 def factory(model: str) -> Callable[..., Any]:
     """Returns the model's factory, a small one on a CPU."""
-    return (SMALL if resolve().platform == "cpu" else MODELS)[model]
+    return (SMALL if target_of().platform == "cpu" else MODELS)[model]
 
 
 def run_here(model: str, plan: jaxckpt.Plan | None, steps: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def run_apart(model: str, plan: jaxckpt.Plan | None, steps: int) -> dict[str, An
 def measure_model(model: str, budgets: Sequence[str], steps: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Plans a model for each budget, runs it as it is and under each plan, and returns a row for each."""
     loss, args = factory(model)()
-    problem = analyse(loss, *args)
+    problem = problem_of(loss, *args)
     _, bare_seconds = cost_of(jax.value_and_grad(loss), args, problem.target)
     rows: list[dict[str, Any]] = []
     for budget in (None, *budgets):
@@ -186,7 +186,9 @@ def main() -> None:
     for model in options.models.split(","):
         rows += measure_model(model, options.budgets.split(","), options.steps, lambda line: print(line, flush=True))
     device = rows[0]["device"]
-    small = " The models are small ones, and the peak is what the process takes." if resolve().platform == "cpu" else ""
+    small = (
+        " The models are small ones, and the peak is what the process takes." if target_of().platform == "cpu" else ""
+    )
     text = "\n".join(
         [
             f"# Plans as they run on {device}",

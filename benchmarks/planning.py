@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import reporting
 from benchmarks.models import gpt
 from jaxckpt.core.files import write_whole
-from jaxckpt.planner.search import analyse
+from jaxckpt.planner.search import problem_of
 from jaxckpt.show.table import markdown
 
 LAYERS = (12, 24, 48, 96)
@@ -31,7 +31,7 @@ def measure_one(layers: int, compiled: bool) -> dict[str, Any]:
     """Returns the figures of one size: seconds, and what they were spent on."""
     fun, args = gpt.gpt2(layers=layers)
     start = time.perf_counter()
-    problem = analyse(fun, *args, target=TARGET)
+    problem = problem_of(fun, *args, target=TARGET)
     analysed = time.perf_counter()
     problem.table.schedule(problem.table.least)
     solved = time.perf_counter()

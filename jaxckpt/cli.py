@@ -31,11 +31,11 @@ from jaxckpt.core.files import check_writable, write_whole
 from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.residuals import residuals
-from jaxckpt.memory.targets import resolve, start_backend, targets
+from jaxckpt.memory.targets import start_backend, target_of, targets
 from jaxckpt.planner import search
 from jaxckpt.planner.budget import check_budget
-from jaxckpt.planner.figures import figures, sketch, timed
 from jaxckpt.planner.frontier import BUDGETS, sweep
+from jaxckpt.planner.reports import report_of, sketch, timed
 from jaxckpt.policies import LENIENT, Policy
 from jaxckpt.show import html, plans, plot, table
 
@@ -125,7 +125,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.budget is not None:
         check_budget(options.budget)
     factory = factories.load(options.factory)
-    target = resolve(options.target)
+    target = target_of(options.target)
     if options.time and not target.local:
         raise ArgumentError("--time", "for a plan for this machine", target.name, "What is not here cannot be run.")
     none = factories.variants_for(factory, chosen=["none"])
@@ -134,9 +134,9 @@ def _plan(options: argparse.Namespace) -> None:
     check_differentiable(options.factory, fun, args)
     found, swept = None, None
     with _progress() as progress:
-        problem = search.analyse(fun, *args, target=target, costs=options.costs, progress=progress)
+        problem = search.problem_of(fun, *args, target=target, costs=options.costs, progress=progress)
         if options.budget is not None:
-            found = figures(problem, options.budget, verify=verify, solver=solver, progress=progress)
+            found = report_of(problem, options.budget, verify=verify, solver=solver, progress=progress)
             if options.time:
                 found = timed(found, problem, progress)
         if options.frontier:
@@ -149,7 +149,7 @@ def _plan(options: argparse.Namespace) -> None:
     content: dict[str, Any] = {"factory": options.factory}
     if found is not None:
         _print(plans.plan_view(found, problem.graph, f"Plan for {title}"))
-        _write(options.output, found.point.plan.to_json if found.point.plan is not None else str)
+        _write(options.output, found.plan.to_json)
         content |= found.to_json()
     if options.frontier and swept is not None:
         _print(plans.frontier_view(swept))
@@ -157,11 +157,10 @@ def _plan(options: argparse.Namespace) -> None:
     _write(options.json, lambda: json.dumps(content, indent=1))
     if swept is not None:
         page = plans.frontier_page if found is None else functools.partial(plans.plan_page, found, problem.graph)
-        point = None if found is None else found.point
         drawn = f"Memory against recomputation, {pathlib.PurePath(options.factory).name} on {target.name}"
         _write(
             options.plot,
-            lambda: plot.render(plans.frontier_figure(swept, point, title=drawn), plot.check_suffix(options.plot)),
+            lambda: plot.render(plans.frontier_figure(swept, found, title=drawn), plot.check_suffix(options.plot)),
         )
         _write(options.html, lambda: page(frontier=swept, title=f"Plan for {title}"))
 
@@ -197,7 +196,7 @@ def _compare(options: argparse.Namespace) -> None:
     factory = factories.load(options.factory)
     chosen = [name.strip() for name in options.variants.split(",") if name.strip()]
     variants = factories.variants_for(factory, _policies(options.policy), chosen)
-    resolve(options.target)  # an unknown target is an error before the model is built, which may take a while
+    target_of(options.target)  # an unknown target is an error before the model is built, which may take a while
     functions, args = factories.build(factory, variants, real=options.time, settings=_settings(options.set))
     with _progress() as progress:
         comparison = compare(functions, *args, target=options.target, time=options.time, progress=progress)
@@ -233,7 +232,7 @@ def _measure(options: argparse.Namespace) -> None:
     if options.largest < 1:
         raise ArgumentError("--largest", "1 or more", options.largest)
     factory = factories.load(options.factory)
-    resolve(options.target)
+    target_of(options.target)
     name, fun, args = _one_variant(factory, options)
     check_differentiable(name, fun, args)
     with _progress() as progress:

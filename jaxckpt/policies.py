@@ -345,7 +345,7 @@ PRESETS: dict[str, Policy] = {
 }
 
 
-def resolve(policy: Any) -> Policy | Callable[..., Any] | None:
+def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
     """Returns a policy from what a user may pass: None, a Policy, a preset's name, or a policy of JAX's own, which stays as it is.
 
     Raises:
@@ -400,7 +400,7 @@ def parse(text: str) -> Policy:
     Policy({'mlp_*': SAVE, (op('conv*') & larger_than('1.0 MiB')): OFFLOAD})
     """
     if "=" not in text:
-        resolved = resolve(text.strip())
+        resolved = policy_of(text.strip())
         assert isinstance(resolved, Policy)
         return resolved
     rules: list[tuple[Selector, Action]] = []

@@ -14,7 +14,7 @@ from jaxckpt.flax.linen_layers import stack_class as _linen_class
 from jaxckpt.flax.nnx_layers import stack_class as _nnx_class
 from jaxckpt.flax.stack import Stack
 from jaxckpt.flax.trees import pattern_parts
-from jaxckpt.policies import resolve as resolve_policy
+from jaxckpt.policies import policy_of
 from jaxckpt.transforms.schedules import Schedule, resolve
 
 
@@ -73,7 +73,7 @@ def scan_layers(
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ArgumentError("length", "an int of at least 1, the number of layers", length)
     resolve(length, schedule)
-    resolve_policy(policy)
+    policy_of(policy)
     if names is not None and make is _nnx_class:
         raise ArgumentError("names", "left out where the block is nnx's, whose streams have no names", names)
     names = names or f"{Block.__name__}_{{}}"

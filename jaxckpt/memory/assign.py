@@ -29,7 +29,7 @@ from typing import Any
 from jaxckpt import _compat
 from jaxckpt._errors import UnsupportedJaxError
 from jaxckpt.memory.platforms import PLATFORMS
-from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.memory.targets import Target, target_of
 
 logger = logging.getLogger("jaxckpt")
 
@@ -135,7 +135,7 @@ def main(folder: pathlib.Path, target: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = _compat.CompileRequest.read(folder)
     try:
-        request.compile(resolve(target).devices)
+        request.compile(target_of(target).devices)
     except _compat.CompileError as error:
         part = folder / f"{_REFUSED}.part"
         part.write_text(str(error))

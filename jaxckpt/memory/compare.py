@@ -20,7 +20,7 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
-from jaxckpt.memory.targets import Target, compiler_options, resolve
+from jaxckpt.memory.targets import Target, compiler_options, target_of
 from jaxckpt.memory.verify import fill
 
 FORMAT = 1
@@ -183,7 +183,7 @@ def compare(
     [0, 288]
     """
     _check(variants)
-    resolved = resolve(target)
+    resolved = target_of(target)
     first = next(iter(variants.values()))
     lift.refuse_traced(first, args, "compare")
     if step in PLAIN:

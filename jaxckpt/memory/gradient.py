@@ -12,13 +12,13 @@ from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.memory.residuals import is_inexact
 
-Step = Callable[[Callable[..., Any]], Callable[..., Any]]
+StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PLAIN = (jax.value_and_grad, jax.grad)
 """Steps that are a gradient in all leaves of the first argument."""
 
 
-def suited(step: Step, args: tuple[Any, ...]) -> Step:
+def suited(step: StepMaker, args: tuple[Any, ...]) -> StepMaker:
     """Returns the step, or what stands for it where JAX's gradient cannot be taken of the first argument as it is.
 
     Of a module of nnx `jax.value_and_grad` becomes `nnx.value_and_grad`, in its Params; of any other tree with leaves that are integers, random
@@ -69,7 +69,7 @@ def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> Not
     )
 
 
-def _of_inexact(transform: Step, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _of_inexact(transform: StepMaker, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the gradient of a function in the inexact arrays of its first argument, as a list."""
 
     @functools.wraps(fun)

@@ -25,7 +25,7 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import assign, buffers, cache
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
 from jaxckpt.memory.platforms import PLATFORMS
-from jaxckpt.memory.targets import Target, resolve, start_backend
+from jaxckpt.memory.targets import Target, start_backend, target_of
 from jaxckpt.memory.targets import compiler_options as options_for
 
 logger = logging.getLogger("jaxckpt")
@@ -191,7 +191,7 @@ def measure(
         raise ArgumentError(
             "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options
         )
-    resolved = resolve(target)
+    resolved = target_of(target)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
     lowered = _lower(fun, args, resolved)
     entry = None

@@ -173,7 +173,7 @@ def _parse(name: str) -> _Parts | None:
     return _Parts(f"{head}:{place.name}", platform, place)
 
 
-def resolve(target: Target | str | None = None) -> Target:
+def target_of(target: Target | str | None = None) -> Target:
     """Returns a target from itself, its name, or None: JAX's default backend of this machine.
 
     Raises:
@@ -206,7 +206,7 @@ def compiler_options(target: Target | str | None = None) -> dict[str, str]:
     >>> compiler_options("cuda:h100")
     {}
     """
-    return PLATFORMS[resolve(target).platform].options()
+    return PLATFORMS[target_of(target).platform].options()
 
 
 # ------------------------------------------------------------------------------------------------------ what there is here

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxckpt import _compat
-from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.loops import can_be_rewritten
 from jaxckpt.core.plan import Run
 from jaxckpt.memory.residuals import is_inexact
-from jaxckpt.memory.targets import Target
+from jaxckpt.planner.candidates import Candidates, candidates_of
+from jaxckpt.planner.chain import Candidate
+from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.options import Analysis, Kept, analyse
-from jaxckpt.planner.shards import Shards
 from jaxckpt.planner.stages import spread
 
 MOST = 400
@@ -38,7 +37,7 @@ class ScanChoice:
 
     Attributes:
       runs: as of `jaxckpt.core.plan.Loop`; None for the scan as it stands.
-      bytes, time, work: as of `jaxckpt.planner.options.Kept`.
+      bytes, time, work: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
     """
 
     runs: tuple[Run, ...] | None
@@ -49,7 +48,7 @@ class ScanChoice:
 
 @dataclass(frozen=True)
 class ScanAnalysis:
-    """A scan: its choices, and what it takes to run it; attributes as of `jaxckpt.planner.options.Analysis`."""
+    """A scan: its choices, and what it takes to run it; attributes as of `jaxckpt.planner.candidates.Candidates`."""
 
     choices: tuple[ScanChoice, ...]
     forward: Time
@@ -72,16 +71,13 @@ def analyse_scan(
     graph: Graph,
     op: Op,
     active: Collection[int],
-    target: Target,
-    shards: Shards,
-    timed: bool = False,
-    actions: Sequence[Action] = (SAVE,),
+    context: Context,
 ) -> ScanAnalysis:
     """Returns the choices that there are for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
-      shards, timed, actions: as of `jaxckpt.planner.options.analyse`.
+      context: what the scan is planned for.
     """
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
@@ -89,7 +85,7 @@ def analyse_scan(
     made = {index for inner in body.ops for index in inner.outputs}
     outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
     named = Named(graph, body)
-    found = analyse(named, 0, len(body.ops), outputs, inside, target, shards=shards, timed=timed, actions=actions)
+    found = candidates_of(named, 0, len(body.ops), outputs, inside, context)
     length = op.params["length"]
 
     def total(indices: Collection[int], moving: bool = False) -> int:
@@ -132,53 +128,57 @@ def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, c
         inside |= more
 
 
-def _as_it_stands(found: Analysis, sizes: _Sizes, length: int) -> ScanChoice:
+def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> ScanChoice:
     kept = length * (found.residual_bytes + sizes.carry)
     return ScanChoice(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
 
 
-def _ways(found: Analysis, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
-    choices = [*found.choices]
-    if choices[-1].time.seconds > _DEAR * found.forward.seconds and found.residual_bytes > choices[-1].bytes:
-        choices.append(Kept(None, found.residual_bytes, Time(), found.plain_work))
+def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
+    choices = [*found.candidates]
+    if choices[-1].seconds > _DEAR * found.forward.seconds and found.residual_bytes > choices[-1].kept:
+        choices.append(Candidate(found.residual_bytes, 0.0, found.plain_work))
     loop = sizes.gradients + sizes.arriving
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
     for choice in choices:
-        kept = length * (choice.bytes + sizes.carry)
-        yield ScanChoice((_run(length, (), choice),), kept, length * choice.time, choice.work + loop)
+        kept = length * (choice.kept + sizes.carry)
+        yield ScanChoice((_run(length, (), choice),), kept, length * _time(choice), choice.work + loop)
     for less, more in pairwise(choices):
         for n in _spaced(1, length - 1, _SPLITS):
-            kept = length * sizes.carry + n * more.bytes + (length - n) * less.bytes
-            time = n * more.time + (length - n) * less.time
+            kept = length * sizes.carry + n * more.kept + (length - n) * less.kept
+            time = n * _time(more) + (length - n) * _time(less)
             runs = (_run(length - n, (), less), _run(n, (), more))
             yield ScanChoice(runs, kept, time, max(less.work, more.work) + loop + copies)
     forward = length * found.forward
     for size in _lengths(length):
         rest = copies if length % size else 0
         for choice in choices:
-            inner = size * (sizes.carry + choice.bytes)
+            inner = size * (sizes.carry + choice.kept)
             yield ScanChoice(
                 (_run(length, (size,), choice),),
                 -(-length // size) * sizes.carry,
-                forward + length * choice.time,
+                forward + length * _time(choice),
                 inner + choice.work + loop + rest,
             )
         deeper = round(math.sqrt(size))
         if deeper < 2 or size < 4:
             continue
         for choice in choices[:2]:
-            inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.bytes)
+            inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.kept)
             again = rest + (copies * size // length if size % deeper else 0)
             yield ScanChoice(
                 (_run(length, (size, deeper), choice),),
                 -(-length // size) * sizes.carry,
-                2 * forward + length * choice.time,
+                2 * forward + length * _time(choice),
                 inner + choice.work + loop + again,
             )
 
 
-def _run(count: int, segments: tuple[int, ...], choice: Kept) -> Run:
-    return Run(count, segments, choice.actions or {}, choice.actions is not None)
+def _run(count: int, segments: tuple[int, ...], choice: Candidate) -> Run:
+    return Run(count, segments, choice.how or {}, choice.how is not None)
+
+
+def _time(choice: Candidate) -> Time:
+    return Time(choice.seconds, choice.time)
 
 
 def _lengths(length: int) -> list[int]:

@@ -18,7 +18,7 @@ from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
 from jaxckpt.core.lift import anything, is_operand
-from jaxckpt.policies import Policy, resolve
+from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
 
@@ -99,7 +99,7 @@ def checkpoint(
         return functools.partial(called, fun)
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
-    resolved = resolve(policy)
+    resolved = policy_of(policy)
     is_jaxs, own = resolved.as_jax() if isinstance(resolved, Policy) else (True, resolved)
     if is_jaxs:
         plain = lambda dynamic: jax.checkpoint(dynamic, policy=own, prevent_cse=barriers)

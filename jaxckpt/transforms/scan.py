@@ -20,8 +20,7 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.units import parse_bytes
-from jaxckpt.policies import Policy, from_jax
-from jaxckpt.policies import resolve as resolve_policy
+from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.transforms.binomial import scan_with_slots
 from jaxckpt.transforms.budget import Runs, fit
 from jaxckpt.transforms.checkpoint import checkpoint
@@ -96,7 +95,7 @@ def scan(
         raise ArgumentError("xs", "a pytree of arrays with one row a step, or None", rowless[0])
     if budget is not None and schedule != "sqrt":
         raise ArgumentError("schedule", "left out where there is a budget, which chooses it", schedule)
-    resolve_policy(policy)
+    policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
     resolve(0, schedule)
     taken = take_apart(f, init, xs, length, reverse, unroll)
@@ -225,7 +224,7 @@ def _checkpointed(f: Body, policy: Any, names: tuple[str, ...]) -> Body:
 
 def _kept_by(policy: Any, taken: Scan) -> tuple[Scan, list[Any]]:
     """Returns the scan with its step traced for the policy, and the variables of the step that the policy keeps."""
-    resolved = resolve_policy(policy)
+    resolved = policy_of(policy)
     assert resolved is not None
     rules = resolved if isinstance(resolved, Policy) else from_jax(resolved)
     graph = trace(

@@ -15,8 +15,8 @@ import numpy as np
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError, NotDifferentiableError, Plan, Policy, UnmatchedTagError
 from jaxckpt.core.graph import Body, Graph, graph_of
-from jaxckpt.planner.search import analyse
-from jaxckpt.policies import resolve
+from jaxckpt.planner.search import problem_of
+from jaxckpt.policies import policy_of
 from tests.fuzz.cases import Case, Failed, Invalid
 from tests.fuzz.compare import Differentiated, compare, is_array, is_inexact, wide
 
@@ -54,9 +54,9 @@ def _check_checkpoint(case: Case) -> None:
             "results and gradients under a checkpoint are those without", reference, wrapped, args, case.option("mode")
         )
     except UnmatchedTagError:
-        _must_be_unmatched(resolve(policy), graph)
+        _must_be_unmatched(policy_of(policy), graph)
         return
-    rules = resolve(policy)
+    rules = policy_of(policy)
     if rules is None:
         rules = Policy()
     assert isinstance(rules, Policy)
@@ -261,7 +261,7 @@ def _check_plan(case: Case) -> None:
     fun, args, reference = _reference(case)
     mode = case.option("mode")
     try:
-        problem = analyse(fun, *args, target="cpu")
+        problem = problem_of(fun, *args, target="cpu")
     except NotDifferentiableError as error:
         _must_be_constant(reference, args, error)
         return
@@ -328,7 +328,7 @@ def _check_auto(case: Case) -> None:
     fun, args, reference = _reference(case)
     auto = lambda budget: jaxckpt.autocheckpoint(fun, budget=budget, target="cpu", verify=False)
     try:
-        problem = analyse(fun, *args, target="cpu")
+        problem = problem_of(fun, *args, target="cpu")
     except NotDifferentiableError as error:
         _must_be_constant(reference, args, error)
         return

@@ -10,7 +10,8 @@ from jaxckpt import Target
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import count_flops, trace
 from jaxckpt.core.plan import Loop, Plan, Region
-from jaxckpt.planner.options import analyse
+from jaxckpt.planner.candidates import candidates_of
+from jaxckpt.planner.context import Context
 from jaxckpt.planner.scans import analyse_scan
 from jaxckpt.planner.stages import active_values
 
@@ -55,7 +56,7 @@ def whole(fun, args):
     count = len(jax.tree.leaves(args[0]))
     active = active_values(graph, range(count) if graph.values[0].kind == "argument" else _first(graph, count))
     outputs = [index for index in graph.body.outputs if index is not None]
-    return graph, analyse(Named(graph, graph.body), 0, len(graph.ops), outputs, active, CPU)
+    return graph, candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(CPU))
 
 
 def _first(graph, count):
@@ -63,36 +64,36 @@ def _first(graph, count):
 
 
 @pytest.mark.parametrize(("name", "fun", "args"), [pytest.param(*each, id=each[0]) for each in programs()])
-def test_every_choice_keeps_the_bytes_that_it_says(name, fun, args):
+def test_every_candidate_keeps_the_bytes_that_it_says(name, fun, args):
     graph, found = whole(fun, args)
-    assert len(found.choices) > 1
-    for choice in found.choices[:: max(1, len(found.choices) // 4)]:
-        plan = Plan((Region(0, len(graph.ops), choice.actions),), graph.fingerprint)
+    assert len(found.candidates) > 1
+    for candidate in found.candidates[:: max(1, len(found.candidates) // 4)]:
+        plan = Plan((Region(0, len(graph.ops), candidate.how),), graph.fingerprint)
         kept = jaxckpt.residuals(plan.apply(fun), *args).kept_bytes
         # JAX keeps on top what it computes at once from arguments alone (shapes' constants, indices, keys).
-        assert choice.bytes <= kept <= choice.bytes * 1.02 + 4096
+        assert candidate.kept <= kept <= candidate.kept * 1.02 + 4096
 
 
-def test_more_bytes_are_fewer_seconds_and_the_dearest_choice_runs_no_matmul_again():
+def test_more_bytes_are_fewer_seconds_and_the_dearest_candidate_runs_no_matmul_again():
     args = ([jnp.ones((32, 32))] * 3, jnp.ones((64, 32)))
     graph, found = whole(mlp, args)
-    assert [c.bytes for c in found.choices] == sorted({c.bytes for c in found.choices})
-    assert [c.time.effort for c in found.choices] == sorted({c.time.effort for c in found.choices}, reverse=True)
+    assert [c.kept for c in found.candidates] == sorted({c.kept for c in found.candidates})
+    assert [c.time for c in found.candidates] == sorted({c.time for c in found.candidates}, reverse=True)
     matmul = 2 * 64 * 32 * 32
     plain = count_flops(jax.grad(mlp), *args)
 
-    def again(choice):
-        plan = Plan((Region(0, len(graph.ops), choice.actions),), graph.fingerprint)
+    def again(candidate):
+        plan = Plan((Region(0, len(graph.ops), candidate.how),), graph.fingerprint)
         return count_flops(jax.grad(plan.apply(mlp)), *args) - plain
 
-    assert again(found.choices[-1]) < matmul
-    assert again(found.choices[0]) >= 3 * matmul
+    assert again(found.candidates[-1]) < matmul
+    assert again(found.candidates[0]) >= 3 * matmul
 
 
 def test_values_that_only_the_derivative_computes_cannot_be_kept():
     graph, found = whole(flash, (jnp.ones((32, 32)), jnp.ones((64, 32))))
     cosines = {op.outputs[0] for op in graph.walk() if op.primitive == "cos"}
-    assert not any(cosines & set(choice.actions) for choice in found.choices)
+    assert not any(cosines & set(candidate.how) for candidate in found.candidates)
 
 
 def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():
@@ -105,7 +106,9 @@ def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():
 
     def least(differentiated):
         active = active_values(graph, differentiated)
-        return analyse(Named(graph, graph.body), 0, len(graph.ops), outputs, active, CPU).choices[0].work
+        return (
+            candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(CPU)).candidates[0].work
+        )
 
     assert least([weights, data]) > least([weights])
 
@@ -124,9 +127,7 @@ def scanned():
     graph = trace(layers, *SCAN_ARGS)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     weights = next(value.index for value in graph.values if value.kind == "argument")
-    from jaxckpt.planner.shards import Shards
-
-    found = analyse_scan(graph, graph.ops[place], active_values(graph, [weights]), CPU, Shards())
+    found = analyse_scan(graph, graph.ops[place], active_values(graph, [weights]), Context(CPU))
     return graph, place, found
 
 
