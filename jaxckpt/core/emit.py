@@ -55,7 +55,7 @@ def emit(
     program = _Program(graph.body, groups, names, prevent_cse, graph.calls.folded)
     if len(own) == 1 and (own[0].start, own[0].stop) == (0, len(graph.ops)):
         return _region(own[0], program)
-    return _stretch(own, program)
+    return _whole(own, program)
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -337,7 +337,7 @@ def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Fla
     """Returns a body, of its constants and inputs, as a function with its regions."""
     regions = names.regions_in(body)
     groups = _rewrite(body, names, actions, _boundaries(regions))
-    return _stretch(regions, _Program(body, groups, names, names.prevent_cse, list))
+    return _whole(regions, _Program(body, groups, names, names.prevent_cse, list))
 
 
 def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> NamedBody:
@@ -392,7 +392,7 @@ class _Program:
 def _region(region: Region, program: _Program) -> Flat:
     """Returns a whole program as one checkpoint."""
     if region.regions:
-        inner = _stretch(region.regions, program)
+        inner = _whole(region.regions, program)
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
@@ -447,36 +447,36 @@ def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
     return _compat.keep_names(saved, offloaded)
 
 
-def _stretch(regions: tuple[Region, ...], program: _Program) -> Flat:
+def _whole(regions: tuple[Region, ...], program: _Program) -> Flat:
     """Returns a whole program with `regions` as checkpoints and what lies between them as it is."""
     jaxpr = program.body.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return _piece(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
+    return _stretch(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
 
 
-def _piece(
+def _stretch(
     start: int, stop: int, regions: tuple[Region, ...], program: _Program, inputs: list[Any], outputs: list[Any]
 ) -> Flat:
     """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations start..stop."""
-    parts: list[tuple[Flat, list[Any], list[Any]]] = []
+    stretches: list[tuple[Flat, list[Any], list[Any]]] = []
     needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
     for begin, end, region in reversed(_cuts(start, stop, regions)):
         eqns = program.equations(begin, end)
         ins = surgery.used(eqns)
         outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
         if region is not None and region.regions:
-            fun = _piece(begin, end, region.regions, program, ins, outs)
+            fun = _stretch(begin, end, region.regions, program, ins, outs)
         else:
-            piece = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
-            fun = functools.partial(surgery.evaluate, piece)
+            jaxpr = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
+            fun = functools.partial(surgery.evaluate, jaxpr)
         if region is not None:
             fun = _checkpointed(fun, region, program.names, program.prevent_cse)
-        parts.append((fun, ins, outs))
+        stretches.append((fun, ins, outs))
         needed |= set(ins)
 
     def call(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args))
-        for fun, ins, outs in reversed(parts):
+        for fun, ins, outs in reversed(stretches):
             env.update(zip(outs, fun(*(env[var] for var in ins))))
         return [var.val if isinstance(var, _compat.Literal) else env[var] for var in outputs]
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core import reads
-from jaxckpt.core.flops import flops as _primitive_flops
+from jaxckpt.core import primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.reads import INTERNAL
@@ -284,27 +283,6 @@ def count_flops(fun: Callable[..., Any], *args: Any) -> int:
 
 # ------------------------------------------------------------------------------------------------------------- the builder
 
-_SAME_OPERANDS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat",
-    "remat2",
-    "eval_jaxpr",
-    "run_state",
-}
-_OPAQUE = {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "while",
-    "pallas_call",
-    "custom_lin",
-    "custom_linear_solve",
-}
-
 
 class _Builder:
     """Numbers values and operations while it goes through a jaxpr once.
@@ -373,7 +351,7 @@ class _Builder:
         call = reads.is_call(eqn) or (self.keep_calls and called(eqn) is not None)
         inside = place.inside(eqn, params, primitive, call)
         bodies = tuple(
-            self._inner(eqn, where, jaxpr, operands, inside, call or primitive in _SAME_OPERANDS)
+            self._inner(eqn, where, jaxpr, operands, inside, call or primitives.of(primitive).passes_operands)
             for where, jaxpr in inner_jaxprs(primitive, params)
         )
         flops = _op_flops(primitive, params, eqn, bodies)
@@ -437,22 +415,13 @@ class _Place:
         """Returns the place of the operations inside an equation."""
         scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
         times = self.repeats * (params["length"] if primitive == "scan" else 1)
-        return _Place(times, self.addressable and (call or primitive not in _OPAQUE), scope)
+        return _Place(times, self.addressable and (call or not primitives.of(primitive).opaque), scope)
 
 
 def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:
-    if not bodies:
-        inputs, outputs = [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
-        return _primitive_flops(primitive, inputs, outputs, params)
-    each = [sum(op.flops for op in body.ops) for body in bodies]
-    if primitive == "cond":
-        return max(each)
-    if primitive == "custom_linear_solve":
-        return max(each)
-    times = params["length"] if primitive == "scan" else 1
-    if primitive == "pallas_call":
-        times = int(np.prod([g for g in params["grid_mapping"].grid if isinstance(g, int)] or [1]))
-    return times * sum(each)
+    if bodies:
+        return primitives.altogether(primitive, params, [sum(op.flops for op in body.ops) for body in bodies])
+    return primitives.flops(primitive, [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars], params)
 
 
 def aval_bytes(aval: Any) -> int:

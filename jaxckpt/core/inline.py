@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core import reads
+from jaxckpt.core import primitives, reads
+from jaxckpt.core.primitives import Holds
 
-_CLOSED = {"scan", "while", "cond"}
-_BODIES = _CLOSED | {"checkpoint", "remat", "remat2", "shard_map"}
+_CLOSED = (Holds.LOOP, Holds.BRANCHES)
+"""Programs that may have constants of their own."""
+_OPENED = (*_CLOSED, Holds.CHECKPOINT, Holds.MAPPED)
+"""Programs in which calls are written out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,14 +158,14 @@ class _Inliner:
         return changed, renamed
 
     def _descend(self, eqn: Any) -> tuple[Any, bool]:
-        primitive = _compat.primitive_name(eqn)
         if reads.is_call(eqn):
             program = self.closed(eqn.params["call_jaxpr"])
             changed = program is not eqn.params["call_jaxpr"]
             return (reads.with_program(eqn, program), True) if changed else (eqn, False)
-        if primitive not in _BODIES:
+        holds = primitives.of(_compat.primitive_name(eqn)).holds
+        if holds not in _OPENED:
             return eqn, False
-        constants = primitive in _CLOSED
+        constants = holds in _CLOSED
         changes: dict[str, Any] = {}
         for name, param in _compat.equation_params(eqn).items():
             if _compat.is_jaxpr(param):
@@ -195,12 +198,11 @@ def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
 
 def called(eqn: Any) -> Any:
     """Returns the jaxpr that the equation merely calls, or None: it says nothing about placement."""
-    name = eqn.primitive.name
-    if name in ("closed_call", "core_call", "eval_jaxpr"):
-        return eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-    if name not in ("jit", "pjit"):
-        return None
     params = eqn.params
+    if primitives.of(eqn.primitive.name).holds is not Holds.CALL:
+        return None
+    if "in_shardings" not in params:
+        return params.get("call_jaxpr", params.get("jaxpr"))
     plain = (
         all(_compat.is_unspecified(sharding) for sharding in (*params["in_shardings"], *params["out_shardings"]))
         and not any(params["donated_invars"])

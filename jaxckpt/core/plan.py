@@ -16,7 +16,7 @@ from typing import Any
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
-from jaxckpt.core import shown
+from jaxckpt.core import primitives, shown
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
@@ -415,16 +415,12 @@ def _typed(raw: Mapping[Any, Any], kinds: Mapping[Any, Any]) -> dict[Any, Any]:
     return dict(raw)
 
 
-OPENED = ("scan", "cond", "checkpoint", "remat", "remat2")
-"""Operations in whose bodies regions and planned loops may lie."""
-
-
 def _body(address: Address, graph: Graph) -> Body:
     """Returns the body that something lies in."""
     body = graph.body
     for depth, (index, place) in enumerate(address):
         op = next((op for op in body.ops if op.index == index), None)
-        if op is None or op.primitive not in OPENED or place >= len(op.bodies):
+        if op is None or not primitives.of(op.primitive).takes_regions or place >= len(op.bodies):
             there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
             raise PlanMismatchError(
                 f"A region's body must be one of a loop, a branch or a checkpoint; got body {place} of operation {index} (step {depth + 1} of "
