@@ -282,7 +282,7 @@ def _read(proto: Message, platform: str) -> Assignment:
                 values_there = (values[identity] for identity in place.values)
                 widest = max(values_there, key=lambda v: (v.number(_Value.size), program.position_of(v)))
                 buffer = program.buffer(widest, kind, widest.number(_Value.size))
-                lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.spans)
+                lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.intervals)
             simulated = bool(inside) or not size or bool(allocation.number(_Allocation.tuple))
             _agree(simulated, "the dump does not say when a temporary is live")
     main = spaces.pop(_MAIN)
@@ -345,7 +345,7 @@ class _Place:
 
     values: list[int] = field(default_factory=list)
     live: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    intervals: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _replay(traces: list[Message], program: _Program, values: Mapping[int, Message]) -> dict[int, _Place]:
@@ -371,7 +371,7 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
                 place = places[value]
                 if place.live:  # a value from before a branch is freed in each branch
                     place.live -= 1
-                    place.spans[-1] = (place.spans[-1][0], position)
+                    place.intervals[-1] = (place.intervals[-1][0], position)
                 continue
             _agree(kind in (_Trace.alloc, _Trace.share), "an event is of an unknown kind")
             _agree(name in program.positions, "an event is of an instruction that never runs")
@@ -384,8 +384,8 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
             place = places[value] = places.setdefault(owner, _Place())
             place.values.append(value)
             if not place.live:
-                first = place.spans.pop()[0] if place.spans and place.spans[-1][1] == position else position
-                place.spans.append((first, len(program.labels) - 1))  # until it is freed
+                first = place.intervals.pop()[0] if place.intervals and place.intervals[-1][1] == position else position
+                place.intervals.append((first, len(program.labels) - 1))  # until it is freed
             place.live += 1
         _agree(freed == begun, "a value is never freed")
     return places

@@ -16,6 +16,7 @@ from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableErr
 from jaxckpt.core import lift, shown
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -26,8 +27,6 @@ from jaxckpt.memory.verify import fill
 FORMAT = 1
 """Version of the JSON form."""
 
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each task, and after the last task with `what` ""."""
 
 ROUNDS = range(3, 16)
 """The least and the most rounds of a timing; the most is excluded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner import stages
@@ -30,8 +31,6 @@ OPERATIONS = 5000
 
 FINER = 0.1
 """Split the stage that needs most bytes if that lowers its need by this fraction."""
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -56,9 +57,6 @@ _OPAQUE = {
     "while": "Nothing inside of a while loop is planned.",
 }
 """What becomes of operations that the planner takes as they are."""
-
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
 
 
 def plan(

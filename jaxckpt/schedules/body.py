@@ -53,10 +53,10 @@ def take_apart(
 
     inputs = [*outer.constvars, *outer.invars]
     values = [*_compat.jaxpr_consts(traced), *jax.tree.leaves((init, xs))]
-    before = piece(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
+    before = as_function(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
 
     def finish(carry: Values, ys: Values) -> Any:
-        after = piece(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
+        after = as_function(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
         return jax.tree.unflatten(jax.tree.structure(shape), after(*values, *carry, *ys))
 
     fixed = [*extra, *before[:consts]]
@@ -80,7 +80,7 @@ def written_out(closed: Any, consts: int, carries: int, length: int, reverse: bo
 # ------------------------------------------------------------------------------------------------------------ parts of jaxprs
 
 
-def piece(
+def as_function(
     eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
 ) -> Callable[..., Values]:
     """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.

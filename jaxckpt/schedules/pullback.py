@@ -26,7 +26,7 @@ from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
 from jaxckpt.core.scans import ScanBody, Values, nbytes
-from jaxckpt.schedules.body import depends, needed, pick, piece, split
+from jaxckpt.schedules.body import as_function, depends, needed, pick, split
 from jaxckpt.schedules.optimum import TurnCosts
 
 # Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
@@ -398,7 +398,7 @@ class _Splitter:
         carries, jaxpr = self.step.carries, self.step.jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
-        run = piece(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
+        run = as_function(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
 
         def keep(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
             out = run(*consts, *carry, *x)
@@ -415,7 +415,7 @@ class _Splitter:
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
         inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
         # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
-        run = piece(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
+        run = as_function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
         counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
 
         def pull(
@@ -457,8 +457,8 @@ class _Splitter:
     ) -> Callable[[Values, Values, Values, Values], Values]:
         per_row = [*rows, *roots, *self.x]
         factors = list(dict.fromkeys(factor for term in terms for factor in term.factors))
-        expand = piece(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
-        tails = [piece(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
+        expand = as_function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
+        tails = [as_function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
 
         def settle(consts: Values, stacks: Values, x: Values, totals: Values) -> Values:
             consts = [*self.extra, *consts]
