@@ -26,6 +26,7 @@ import jax
 
 from benchmarks import reporting
 from jaxckpt.core.files import write_whole
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
 from jaxckpt.memory.targets import start_backend, target_of
@@ -211,26 +212,18 @@ def frontier_of(target: str, rows: dict[str, Any]) -> Frontier:
     return Frontier(target, Way(**rows["unplanned"]), tuple(points), tuple(ways))
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """As much of a plan as was saved with its row."""
-
-    measured_bytes: int | None
-    predicted: Any
-
-
-@dataclass(frozen=True)
-class _Predicted:
-    peak_bytes: int
-
-
 def _point(row: dict[str, Any]) -> Point:
-    plan: Any = (
-        _Saved(row["peak_bytes"], row["predicted_bytes"] and _Predicted(row["predicted_bytes"]))
-        if row["fits"]
-        else None
+    if not row["fits"]:
+        return Point(row["budget"], row["budget_bytes"], None, row["why"])
+    predicted = row["predicted_bytes"] and MemoryEstimate(row["predicted_bytes"], 0, 0, 0)
+    report = PlanReport(
+        Plan((), ""),  # the plan itself is not saved with its row
+        measured_bytes=row["peak_bytes"],
+        predicted=predicted or None,
+        flops=row["flops"],
+        seconds=row["seconds"],
     )
-    return Point(row["budget"], row["budget_bytes"], plan, row["why"], row["flops"], row["seconds"])
+    return Point(row["budget"], row["budget_bytes"], report)
 
 
 @dataclass(frozen=True)

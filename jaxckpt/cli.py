@@ -34,8 +34,8 @@ from jaxckpt.memory.residuals import residuals
 from jaxckpt.memory.targets import start_backend, target_of, targets
 from jaxckpt.planner import search
 from jaxckpt.planner.budget import check_budget
-from jaxckpt.planner.figures import figures, sketch, timed
 from jaxckpt.planner.frontier import BUDGETS, sweep
+from jaxckpt.planner.reports import report_of, sketch, timed
 from jaxckpt.policies import LENIENT, Policy
 from jaxckpt.show import html, plans, plot, table
 
@@ -136,7 +136,7 @@ def _plan(options: argparse.Namespace) -> None:
     with _progress() as progress:
         problem = search.problem_of(fun, *args, target=target, costs=options.costs, progress=progress)
         if options.budget is not None:
-            found = figures(problem, options.budget, verify=verify, solver=solver, progress=progress)
+            found = report_of(problem, options.budget, verify=verify, solver=solver, progress=progress)
             if options.time:
                 found = timed(found, problem, progress)
         if options.frontier:
@@ -149,7 +149,7 @@ def _plan(options: argparse.Namespace) -> None:
     content: dict[str, Any] = {"factory": options.factory}
     if found is not None:
         _print(plans.plan_view(found, problem.graph, f"Plan for {title}"))
-        _write(options.output, found.point.plan.to_json if found.point.plan is not None else str)
+        _write(options.output, found.plan.to_json)
         content |= found.to_json()
     if options.frontier and swept is not None:
         _print(plans.frontier_view(swept))
@@ -157,11 +157,10 @@ def _plan(options: argparse.Namespace) -> None:
     _write(options.json, lambda: json.dumps(content, indent=1))
     if swept is not None:
         page = plans.frontier_page if found is None else functools.partial(plans.plan_page, found, problem.graph)
-        point = None if found is None else found.point
         drawn = f"Memory against recomputation, {pathlib.PurePath(options.factory).name} on {target.name}"
         _write(
             options.plot,
-            lambda: plot.render(plans.frontier_figure(swept, point, title=drawn), plot.check_suffix(options.plot)),
+            lambda: plot.render(plans.frontier_figure(swept, found, title=drawn), plot.check_suffix(options.plot)),
         )
         _write(options.html, lambda: page(frontier=swept, title=f"Plan for {title}"))
 

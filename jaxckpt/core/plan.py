@@ -1,4 +1,7 @@
-"""Plan: what is to be kept of a function, where. Frozen, printable, to and from JSON, with the fingerprint of the graph that it fits."""
+"""Plan: what is to be kept of a function, where; PlanReport: what was predicted, compiled and found of it.
+
+A plan is a recipe: two plans that do the same are equal, whatever is known of them. Its report is saved and loaded with it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
+from jaxckpt.core import shown
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
@@ -54,13 +58,8 @@ class Plan:
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right inside a `lax.scan` only.
       notes: a line for each region, for people.
       loops: how scans of the function are run, where not as they stand.
-      budget: bytes that the planner was given; None for a plan that has none, as a policy's.
-      target: name of the target that it was planned for, or None.
-      predicted: what the planner expected of the step, or None.
-      measured: what the compiler said of the step; None where nobody asked, and in a plan that was loaded.
-      measured_bytes: the peak that the compiler said, also in a plan that was loaded.
-      unplanned_bytes: the step's compiled peak without the plan, where it was looked at.
-      overhead: seconds of recomputation over those of a step without any, both by the target's rates; None where nothing was planned.
+      report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
+        equal, and have one hash, whatever their reports say.
     """
 
     regions: tuple[Region, ...]
@@ -68,13 +67,7 @@ class Plan:
     prevent_cse: bool = True
     notes: tuple[str, ...] = ()
     loops: tuple[Loop, ...] = ()
-    budget: int | None = None
-    target: str | None = None
-    predicted: MemoryEstimate | None = None
-    measured: Any = field(default=None, compare=False, repr=False)
-    measured_bytes: int | None = None
-    unplanned_bytes: int | None = None
-    overhead: float | None = None
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
@@ -82,6 +75,45 @@ class Plan:
         check_flag(self.prevent_cse, "prevent_cse")
         for regions in by_body(self.regions).values():
             check_order(regions, 0, None)
+        if self.report is not None and not isinstance(self.report, PlanReport):
+            raise PlanMismatchError(f"report must be a PlanReport or None; got {self.report!r:.80}.")
+        if self.report is not None and self.report.plan != self:
+            set_fields(self, report=None)  # made with `dataclasses.replace`: what was found is of another recipe
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the planner was given; None without a report, as all that is read from it."""
+        return None if self.report is None else self.report.budget
+
+    @property
+    def target(self) -> str | None:
+        """Name of the target that the plan was made for."""
+        return None if self.report is None else self.report.target
+
+    @property
+    def predicted(self) -> MemoryEstimate | None:
+        """What the planner expected of the step."""
+        return None if self.report is None else self.report.predicted
+
+    @property
+    def measured(self) -> Any:
+        """What the compiler said of the step, a `MemoryReport`; None where nobody asked, and in a plan that was loaded."""
+        return None if self.report is None else self.report.measured
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """The step's compiled peak, also in a plan that was loaded."""
+        return None if self.report is None else self.report.measured_bytes
+
+    @property
+    def unplanned_bytes(self) -> int | None:
+        """The step's compiled peak without the plan, where it was looked at."""
+        return None if self.report is None else self.report.unplanned_bytes
+
+    @property
+    def overhead(self) -> float | None:
+        """Seconds of recomputation over those of a step without any, both by the target's rates."""
+        return None if self.report is None else self.report.overhead
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
@@ -137,8 +169,7 @@ class Plan:
             "notes": list(self.notes),
             "regions": [_region_to_json(region) for region in self.regions],
             "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
-            **{name: getattr(self, name) for name in _RECORD},
-            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "report": None if self.report is None else _report_to_json(self.report),
         }
         return json.dumps({**content, "digest": _digest(content)}, indent=1)
 
@@ -163,10 +194,9 @@ class Plan:
                 )
             regions = tuple(map(_region_from_json, raw["regions"]))
             loops = tuple(Loop(loop["op"], schedule_from(loop["schedule"]), loop["body"]) for loop in raw["loops"])
-            predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
-            record = _typed({name: raw[name] for name in _RECORD if raw[name] is not None}, _RECORD)
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
-            return cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, predicted=predicted, **record)
+            plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops)
+            return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -201,13 +231,13 @@ class Plan:
     def describe(self, graph: Graph) -> str:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
         self.check(graph)
-        kept = sum(_stored(region.actions, graph) for region in _walk(self.regions))
+        kept = sum(_stored(region.actions, graph) for region in every_region(self.regions))
         for loop in self.loops:
             length = _op(loop, graph).params["length"]
             for some in loop.schedule.iterations(length):
                 kept += _stored(some.actions or {}, graph, each=True) * some.count if some.kept else 0
         lines = [
-            f"Plan for {self.fingerprint}: {counted(len(list(_walk(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
+            f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
         ]
         regions, loops = by_body(self.regions), by_body(self.loops)
         for address in sorted({*regions, *loops}):
@@ -242,6 +272,122 @@ class Plan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class PlanReport:
+    """What was predicted, compiled and found of a plan: prints as a table, shows as one in a notebook, draws itself.
+
+    `report.plan.report` is the report, so what is planned can be handed on as either. Where a figure is not known, it is
+    None.
+
+    Attributes:
+      plan: the recipe.
+      budget: bytes that the planner was given.
+      asked: the budget as it was asked for, such as "60%", where that is known.
+      target: name of the target that was planned for.
+      predicted: what the planner expected of the step, before the plan's own compilation.
+      measured: what the compiler said of the step, a `MemoryReport`; it is not saved.
+      measured_bytes: the step's compiled peak.
+      unplanned_bytes: the step's compiled peak without the plan.
+      overhead: seconds of recomputation, as the planner's model has them, over those of a step without any.
+      flops: FLOPs of the planned step as traced, recomputation counted; with sharded arguments, of all devices.
+      seconds: of the planned step as traced, by the target's rates; of one device.
+      unplanned_flops, unplanned_seconds: the same of the step without the plan.
+      times: median seconds of (the planned step, the step without the plan), where they were run.
+      timed_on: name of the backend that ran them.
+    """
+
+    plan: Plan
+    budget: int | None = None
+    asked: int | str | None = None
+    target: str | None = None
+    predicted: MemoryEstimate | None = None
+    measured: Any = field(default=None, compare=False, repr=False)
+    measured_bytes: int | None = None
+    unplanned_bytes: int | None = None
+    overhead: float | None = None
+    flops: int | None = None
+    seconds: float | None = None
+    unplanned_flops: int | None = None
+    unplanned_seconds: float | None = None
+    times: tuple[float, float] | None = None
+    timed_on: str | None = None
+
+    def __post_init__(self) -> None:
+        set_fields(self, plan=replace(self.plan, report=self))
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The step's compiled peak."""
+        return self.measured_bytes
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The peak as the planner predicted it before it compiled this plan."""
+        return None if self.predicted is None else self.predicted.peak_bytes
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over compiled peak, less 1: positive where the prediction says more."""
+        if not self.measured_bytes or self.predicted_bytes is None:
+            return None
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def recompute(self) -> float | None:
+        """FLOPs that the plan adds, over those of the step without it."""
+        return _added(self.flops, self.unplanned_flops)
+
+    @property
+    def slowdown(self) -> float | None:
+        """Seconds that the plan adds to the traced step by the target's rates, over those of the step without it."""
+        return _added(self.seconds, self.unplanned_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the figures as plain values, without the plan: bytes, FLOPs, seconds, shares."""
+        times = None
+        if self.times is not None:
+            times = {"planned": self.times[0], "as it is": self.times[1], "on": self.timed_on}
+        return {
+            "target": self.target,
+            "plan": {
+                "budget": self.asked if self.asked is not None else self.budget,
+                "budget_bytes": self.budget,
+                "fits": True,
+                "why": "",
+                "peak_bytes": self.peak_bytes,
+                "predicted_bytes": self.predicted_bytes,
+                "prediction_error": self.prediction_error,
+                "flops": self.flops,
+                "seconds": self.seconds,
+            },
+            "unplanned": {
+                "name": "as it is",
+                "peak_bytes": self.unplanned_bytes,
+                "flops": self.unplanned_flops,
+                "seconds": self.unplanned_seconds,
+            },
+            "recompute": self.recompute,
+            "overhead": self.slowdown if self.slowdown is not None else self.overhead,
+            "times": times,
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the step's peaks against the budget to a file: .png, .svg or .pdf (extra: plot)."""
+        shown.save_picture(self, path)
+
+    def __str__(self) -> str:
+        return shown.text_of(self)
+
+    def _repr_html_(self) -> str:
+        return shown.fragment_of(self)
+
+
+def _added(planned: float | None, plain: float | None) -> float | None:
+    if planned is None or plain is None:
+        return None
+    return planned / plain - 1 if plain else 0.0
+
+
 SHOWN_ARGUMENTS = 20
 """Arguments that an error lists."""
 
@@ -252,7 +398,6 @@ def _some(arguments: Sequence[str]) -> str:
     return ", ".join(arguments[:SHOWN_ARGUMENTS]) + (f" and {more} more" if more > 0 else "")
 
 
-_RECORD = {"budget": int, "target": str, "measured_bytes": int, "unplanned_bytes": int, "overhead": (int, float)}
 _ESTIMATE = dict.fromkeys(MemoryEstimate.__dataclass_fields__, int)
 
 
@@ -263,7 +408,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------- what a plan may hold
 
 
-def _typed(raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(raw: Mapping[Any, Any], kinds: Mapping[Any, Any]) -> dict[Any, Any]:
     for name, value in raw.items():
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
             raise PlanMismatchError(f"{name} is of another type than Plan.save writes; got {value!r:.80}. Plan anew.")
@@ -290,7 +435,7 @@ def _body(address: Address, graph: Graph) -> Body:
 
 
 def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
-    for region in _walk(regions):
+    for region in every_region(regions):
         ops = _body(region.body, graph).ops
         if region.stop > len(ops):
             raise PlanMismatchError(
@@ -345,10 +490,36 @@ def _made_in(body: Body, graph: Graph) -> Iterator[int]:
     yield from _made(body.ops, graph)
 
 
-def _walk(regions: tuple[Region, ...]) -> Iterator[Region]:
+def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
+    """Yields regions and those nested in them."""
     for region in regions:
         yield region
-        yield from _walk(region.regions)
+        yield from every_region(region.regions)
+
+
+_REPORT: dict[str, Any] = {
+    "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "unplanned_bytes": int,
+    "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
+    "unplanned_seconds": (int, float), "timed_on": str,
+}  # fmt: skip
+
+
+def _report_to_json(report: PlanReport) -> dict[str, Any]:
+    return {
+        **{name: getattr(report, name) for name in _REPORT},
+        "times": None if report.times is None else list(report.times),
+        "predicted": None if report.predicted is None else asdict(report.predicted),
+    }
+
+
+def _report_from_json(raw: dict[str, Any], plan: Plan) -> PlanReport:
+    figures = _typed({name: raw[name] for name in _REPORT if raw[name] is not None}, _REPORT)
+    predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
+    times = None
+    if raw["times"] is not None:
+        first, second = _typed(dict(enumerate(raw["times"])), dict.fromkeys(range(2), (int, float))).values()
+        times = first, second
+    return PlanReport(plan, predicted=predicted, times=times, **figures)
 
 
 def _region_to_json(region: Region) -> dict[str, Any]:

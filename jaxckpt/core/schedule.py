@@ -94,6 +94,11 @@ class LoopSchedule:
         """Returns what is told of so many iterations, in the order in which they run."""
         return tuple(replace(each, how=f", {self}{each.how}") for each in self.resolved(length).iterations(length))
 
+    def named_values(self) -> list[tuple[int, Action]]:
+        """Returns the values that it says something of, each with its action, in any of its iterations."""
+        found = dict.fromkeys(pair for value in self.parameters().values() for pair in _named(value))
+        return sorted(found, key=lambda pair: (pair[0], str(pair[1])))
+
     def parameters(self) -> dict[str, Any]:
         """Returns its parameters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -113,6 +118,14 @@ class LoopSchedule:
 
 def _made(cls: type[LoopSchedule], parameters: dict[str, Any]) -> LoopSchedule:
     return cls(**parameters)
+
+
+def _named(value: Any) -> list[tuple[int, Action]]:
+    if isinstance(value, LoopSchedule):
+        return value.named_values()
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return [pair for item in value for pair in _named(item)] if isinstance(value, tuple) else []
 
 
 def _to_json(value: Any) -> Any:

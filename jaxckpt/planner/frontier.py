@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
-from jaxckpt.core.plan import Plan
+from jaxckpt.core.plan import Plan, PlanReport
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
@@ -54,37 +54,47 @@ class Point:
     Attributes:
       budget: as it was asked for.
       budget_bytes: in bytes.
-      plan: None where no plan fits.
+      report: the plan and what is known of it; None where no plan fits.
       why: where no plan fits, the planner's word on it, with the least budget found to fit; else "".
-      flops, seconds: of the planned step, as of `Way`; None where there is no plan.
       least_bytes, stretch: where no plan fits, as of `InfeasibleBudgetError`; else None.
     """
 
     budget: int | str
     budget_bytes: int
-    plan: Plan | None
+    report: PlanReport | None
     why: str = ""
-    flops: int | None = None
-    seconds: float | None = None
     least_bytes: int | None = None
     stretch: str | None = None
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan; None where none fits."""
+        return None if self.report is None else self.report.plan
+
+    @property
     def peak_bytes(self) -> int | None:
         """Compiled peak; None where there is no plan or nothing was compiled."""
-        return None if self.plan is None else self.plan.measured_bytes
+        return None if self.report is None else self.report.peak_bytes
 
     @property
     def predicted_bytes(self) -> int | None:
         """The peak as the planner predicted it before it compiled this plan."""
-        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.peak_bytes
+        return None if self.report is None else self.report.predicted_bytes
 
     @property
     def prediction_error(self) -> float | None:
         """Predicted over compiled peak, less 1: positive where the prediction says more."""
-        if not self.peak_bytes or self.predicted_bytes is None:
-            return None
-        return self.predicted_bytes / self.peak_bytes - 1
+        return None if self.report is None else self.report.prediction_error
+
+    @property
+    def flops(self) -> int | None:
+        """FLOPs of the planned step, as of `Way`."""
+        return None if self.report is None else self.report.flops
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the planned step, as of `Way`."""
+        return None if self.report is None else self.report.seconds
 
 
 @dataclass(frozen=True)
@@ -242,7 +252,8 @@ def point(
     except InfeasibleBudgetError as error:
         return Point(budget, bytes_, None, str(error), least_bytes=error.least_bytes, stretch=error.stretch)
     flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target, problem.model.shards)
-    return Point(budget, bytes_, plan, "", flops, seconds)
+    assert plan.report is not None, "the planner's plans have reports"
+    return Point(budget, bytes_, replace(plan.report, asked=budget, flops=flops, seconds=seconds))
 
 
 def unplanned_bytes(problem: search.Problem) -> int | None:

@@ -22,7 +22,7 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
-from jaxckpt.core.plan import MemoryEstimate, Plan
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -263,6 +263,7 @@ class _Try:
     modelled: int
     compiled: int
     plan: Plan
+    report: MemoryReport | None
     effort: float
 
 
@@ -362,7 +363,9 @@ class Problem:
                 least_bytes=needed,
                 budget_bytes=wanted,
             )
-        return _Search(self, wanted, chosen, verify, report).run()
+        found = _Search(self, wanted, chosen, verify, report).run().report
+        assert found is not None, "the planner's plans have reports"
+        return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
 
 class _Search:
@@ -498,14 +501,14 @@ class _Search:
                 compiled = report.peak_bytes if report is not None else 0
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            known = _Try(modelled.peak, compiled, replace(made, measured=report), modelled.time)
+            known = _Try(modelled.peak, compiled, made, report, modelled.time)
             with problem._lock:
                 problem._tries[solution] = known
         else:
             self.compiles += 1
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
         finished = replace(
-            known, plan=self._record(known.plan, estimate, known.plan.measured, problem.model.seconds(solution))
+            known, plan=self._record(known.plan, estimate, known.report, problem.model.seconds(solution))
         )
         self.tries.append(finished)
         return finished
@@ -524,7 +527,7 @@ class _Search:
 
     def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
         problem = self.problem
-        return replace(
+        found = PlanReport(
             made,
             budget=self.budget,
             target=problem.target.name,
@@ -534,6 +537,7 @@ class _Search:
             unplanned_bytes=None if problem._unplanned is None else problem._unplanned.peak_bytes,
             overhead=seconds / problem.model.step_seconds if problem.model.step_seconds else 0.0,
         )
+        return found.plan
 
     def _infeasible(self, least: Solution | None, needed: int | None = None) -> InfeasibleBudgetError:
         known = None if least is None else self.problem._tries.get(least)

@@ -22,7 +22,7 @@ import pytest
 import jaxckpt
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.graph import trace
-from jaxckpt.core.plan import Plan, Region
+from jaxckpt.core.plan import Plan, PlanReport, Region
 from jaxckpt.memory import cache
 from jaxckpt.memory.report import measure
 from jaxckpt.planner import auto, calls, search
@@ -47,7 +47,8 @@ def planner(monkeypatch):
         asked.append((args, settings))
         graph = trace(fun, *args)
         half = len(graph.ops) // 2
-        return Plan((Region(0, half), Region(half, len(graph.ops))), graph.fingerprint, budget=1000)
+        made = Plan((Region(0, half), Region(half, len(graph.ops))), graph.fingerprint)
+        return PlanReport(made, budget=1000).plan
 
     monkeypatch.setattr(auto.search, "plan", plan)
     return asked
