@@ -25,6 +25,7 @@ from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
+from jaxckpt.core.rules import Rule
 from jaxckpt.core.tie import tie
 
 
@@ -265,6 +266,9 @@ def _bare(before: Mapping[Any, tuple[int, Any]], atom: Any, cuts: Sequence[int],
 
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:
     changes: dict[str, Any] = {}
+    rule = Rule.of(eqn)
+    if rule is not None and not any(index in actions for index in op.outputs[rule.results :]):
+        eqn = names.graph.calls.closed(eqn)
     for body in op.bodies if loop is None else ():
         if id(body) not in names.addresses and not any(index in actions for index in _own_values(body)):
             continue
@@ -280,6 +284,8 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
     if changes:
         call = reads.is_call(eqn)
         eqn = reads.with_program(eqn, changes["call_jaxpr"]) if call else _compat.replace_params(eqn, **changes)
+    else:
+        eqn = eqn if rule is not None else names.graph.calls.closed(eqn)
     outvars, extra = list(eqn.outvars), []
     inside = {
         index for body in op.bodies for index in body.outputs

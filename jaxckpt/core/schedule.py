@@ -6,7 +6,7 @@ which schedules there are. A class with a `kind` is known by that name from its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -94,10 +94,13 @@ class LoopSchedule:
         """Returns what is told of so many iterations, in the order in which they run."""
         return tuple(replace(each, how=f", {self}{each.how}") for each in self.resolved(length).iterations(length))
 
-    def named_values(self) -> list[tuple[int, Action]]:
-        """Returns the values that it says something of, each with its action, in any of its iterations."""
-        found = dict.fromkeys(pair for value in self.parameters().values() for pair in _named(value))
-        return sorted(found, key=lambda pair: (pair[0], str(pair[1])))
+    def all_actions(self) -> Iterator[Mapping[int, Action]]:
+        """Yields what it says of values of the body, and what the schedules in it say: index of the value -> its action; equal ones once."""
+        seen: list[Mapping[int, Action]] = []
+        for actions in _actions(tuple(self.parameters().values())):
+            if actions not in seen:
+                seen.append(actions)
+                yield actions
 
     def parameters(self) -> dict[str, Any]:
         """Returns its parameters by name."""
@@ -120,12 +123,14 @@ def _made(cls: type[LoopSchedule], parameters: dict[str, Any]) -> LoopSchedule:
     return cls(**parameters)
 
 
-def _named(value: Any) -> list[tuple[int, Action]]:
-    if isinstance(value, LoopSchedule):
-        return value.named_values()
+def _actions(value: Any) -> Iterator[Mapping[int, Action]]:
     if isinstance(value, Mapping):
-        return list(value.items())
-    return [pair for item in value for pair in _named(item)] if isinstance(value, tuple) else []
+        yield value
+    elif isinstance(value, LoopSchedule):
+        yield from value.all_actions()
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _actions(item)
 
 
 def _to_json(value: Any) -> Any:

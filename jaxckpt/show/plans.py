@@ -103,9 +103,11 @@ def _recipe(report: PlanReport) -> str:
     if not plan.regions and not plan.loops:
         return "The step fits as it is: nothing is recomputed."
     regions = list(every_region(plan.regions))
-    of_regions = [action for region in regions for action in region.actions.values()]
-    of_loops = [action for loop in plan.loops for _, action in loop.schedule.named_values()]
-    kept = collections.Counter(map(str, [*of_regions, *of_loops]))
+    actions = [
+        *(region.actions for region in regions),
+        *(each for loop in plan.loops for each in loop.schedule.all_actions()),
+    ]
+    kept = collections.Counter(str(action) for each in actions for action in each.values())
     values = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(kept.items()))
     parts = [counted(len(regions), "region")] if regions else []
     parts += [counted(len(plan.loops), "planned loop")] if plan.loops else []
