@@ -95,8 +95,12 @@ class LoopSchedule:
         return tuple(replace(each, how=f", {self}{each.how}") for each in self.resolved(length).iterations(length))
 
     def all_actions(self) -> Iterator[Mapping[int, Action]]:
-        """Yields what it says of values of the body, and what the schedules in it say: index of the value -> its action."""
-        yield from _actions(tuple(self.parameters().values()))
+        """Yields what it says of values of the body, and what the schedules in it say: index of the value -> its action; equal ones once."""
+        seen: list[Mapping[int, Action]] = []
+        for actions in _actions(tuple(self.parameters().values())):
+            if actions not in seen:
+                seen.append(actions)
+                yield actions
 
     def parameters(self) -> dict[str, Any]:
         """Returns its parameters by name."""
