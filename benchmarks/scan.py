@@ -34,9 +34,9 @@ from jax import lax
 
 from benchmarks import reporting
 from jaxckpt.core.units import format_bytes
+from jaxckpt.schedules import Slots
 from jaxckpt.show.table import markdown
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 
 STEPS = ("mlp", "lstm", "tiny")
 LENGTHS = (100, 1024, 10007)

@@ -65,10 +65,13 @@ from jaxckpt._compat.primitives import (
     primitive_names,
 )
 from jaxckpt._compat.rules import (
+    CustomRule,
     Primitive,
     Zero,
+    batched_reverse_rule,
     batching_rules,
     broadcast,
+    custom_rule,
     drop_unused,
     instantiate_zeros,
     jvp_rules,

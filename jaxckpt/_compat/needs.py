@@ -129,6 +129,22 @@ NEEDS: tuple[Need, ...] = (
     Need("jax._src.interpreters.mlir._lowerings", "know the names of operations", has=("__iter__",)),
     Need("jax.interpreters.mlir.register_lowering", "lower operations of its own", positional=2),
     Need("jax.interpreters.mlir.lower_fun", "lower operations of its own", positional=1, keywords=("multiple_results",)),
+    # Rules of the user's: `jax.custom_vjp` has no public function that gives its forward and backward rules back.
+    Need("jax.extend.core.primitives.custom_lin_p", "batch derivatives of rules of the user's", name="custom_lin"),
+    Need("jax._src.core.Primitive.get_bind_params", "run rules of the user's", positional=2),
+    Need("jax._src.core.TraceTag", "batch derivatives of rules of the user's", positional=0),
+    Need("jax._src.core.unmapped_aval", "batch derivatives of rules of the user's", positional=3),
+    Need("jax._src.linear_util.wrap_init", "run rules of the user's", positional=1, keywords=("debug_info",)),
+    Need("jax._src.interpreters.ad.CustomVJPException", "refuse derivatives in what a rule closes over"),
+    Need("jax._src.interpreters.ad.raise_custom_vjp_error_on_jvp", "refuse forward mode of rules of the user's"),
+    Need("jax._src.interpreters.ad.primitive_transposes", "run rules of the user's", has=("__setitem__",)),
+    Need("jax._src.interpreters.ad.fancy_transposes", "run rules of the user's", has=("__setitem__",)),
+    Need(
+        "jax._src.interpreters.batching.batch_custom_vjp_bwd",
+        "batch derivatives of rules of the user's",
+        positional=5 if VERSION < (0, 12) else 7,
+    ),
+    Need("jax._src.interpreters.batching.fancy_primitive_batchers", "batch operations of its own", has=("__setitem__",)),
     Need("jax.Ref", "refuse programs that change references"),
     Need("jax.sharding.use_abstract_mesh", "trace programs whatever mesh is set around them", positional=1),
     # Names of values, and policies.

@@ -15,7 +15,7 @@ from jaxckpt.flax.nnx_layers import stack_class as _nnx_class
 from jaxckpt.flax.stack import Stack
 from jaxckpt.flax.trees import pattern_parts
 from jaxckpt.policies import policy_of
-from jaxckpt.transforms.schedules import Schedule, resolve
+from jaxckpt.schedules import Schedule, schedule_of
 
 
 def scan_layers(
@@ -77,7 +77,7 @@ def scan_layers(
         raise ArgumentError("Block", "a subclass of nn.Module or nnx.Module with a __call__", Block, hint)
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ArgumentError("length", "an int of at least 1, the number of layers", length)
-    resolve(length, schedule)
+    schedule_of(length, schedule)
     policy_of(policy)
     if names is not None and make is _nnx_class:
         raise ArgumentError("names", "omitted for a block of nnx, whose streams have no names", names)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import StructureError
+from jaxckpt.schedules import Nested, Schedule, schedule_of
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Nested, Schedule, resolve
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stack:
         """Returns the policy of each layer's checkpoint. Without a checkpoint, a segment would keep everything that its
         layers compute.
         """
-        plan = resolve(self.length, self.schedule)
+        plan = schedule_of(self.length, self.schedule)
         if self.policy is None and isinstance(plan, Nested) and plan.inner is not None and plan.residuals > 1:
             return "nothing"
         return self.policy

@@ -16,6 +16,7 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.lift import is_operand
 from jaxckpt.core.units import format_bytes
@@ -151,9 +152,6 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
-_SAME = ("optimization_barrier", "reduce_precision")
-
-
 class _Makers:
     """The equation of a jaxpr that makes each variable, and the name of each variable."""
 
@@ -171,7 +169,9 @@ class _Makers:
         JAX.
         """
         while (eqn := self.makers.get(var)) is not None:
-            if _compat.equation_name(eqn) is None and eqn.primitive.name not in _SAME:
+            if _compat.equation_name(eqn) is None and not primitives.is_same(
+                eqn.primitive.name, eqn.params, var.aval.dtype
+            ):
                 break
             operand = eqn.invars[eqn.outvars.index(var)]
             if isinstance(operand, _compat.Literal):

@@ -32,7 +32,7 @@ class Candidate:
       work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later
         stages have written are not counted.
       seconds: the same seconds by the target's rates, not weighed.
-      how: what a plan says of it: the actions of values, or the runs of a loop; None where it is left to JAX as it is.
+      how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it is.
     """
 
     kept: int

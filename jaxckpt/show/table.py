@@ -15,6 +15,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxckpt.core import primitives
+from jaxckpt.core.primitives import Holds
 from jaxckpt.core.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ def buffer_cells(report: MemoryReport, count: int) -> tuple[list[str], list[list
 
 
 _TRANSFORM = re.compile(r"(?:jit|jvp|transpose|vmap|checkpoint|remat)\((.*)\)")
-_PARTS_OF_JAX = ("", "checkpoint", "remat", "remat2", "rematted_computation", "closed_call")
+_PARTS_OF_JAX = {"", "rematted_computation", *primitives.holding(Holds.CALL, Holds.CHECKPOINT)}
 
 
 def readable_operation(name: str) -> str:

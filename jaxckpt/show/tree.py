@@ -128,10 +128,11 @@ def _kind(piece: _Stretch, graph: Graph) -> Any:
 
 def _treatment(piece: _Stretch, graph: Graph, origin: int) -> Any:
     if piece.loop is not None:
-        first = min((i for run in piece.loop.runs for i in run.actions), default=0)
+        told = piece.loop.schedule.iterations(graph.ops[piece.loop.op].params["length"])
+        first = min((i for some in told for i in some.actions or {}), default=0)
         return tuple(
-            (run.count, run.segments, tuple(sorted(i - first for i in run.actions)), run.checkpoint)
-            for run in piece.loop.runs
+            (replace(some, actions=None), None if some.actions is None else _numbered(some.actions, first))
+            for some in told
         )
     if piece.region is None:
         return None
@@ -152,6 +153,11 @@ def _treatment(piece: _Stretch, graph: Graph, origin: int) -> Any:
     return kept, inner
 
 
+def _numbered(actions: Mapping[int, Action], first: int) -> Any:
+    """Returns actions with the values counted from `first`."""
+    return tuple((index - first, repr(action)) for index, action in sorted(actions.items()))
+
+
 def _piece(piece: _Stretch, graph: Graph, first: str, rest: str, count: int) -> Iterator[str]:
     ops = graph.ops[piece.start : piece.stop]
     times = f"{count} times " if count > 1 else ""
@@ -170,13 +176,13 @@ def _piece(piece: _Stretch, graph: Graph, first: str, rest: str, count: int) -> 
 
 
 def _loop_lines(loop: Loop, graph: Graph, indent: str) -> Iterator[str]:
-    for place, run in enumerate(loop.runs):
-        last = place == len(loop.runs) - 1
+    told = loop.schedule.iterations(graph.ops[loop.op].params["length"])
+    for place, some in enumerate(told):
+        last = place == len(told) - 1
         branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
-        segments = "".join(f", in segments of {length}" for length in run.segments)
-        keeps = _keeps(run.actions, graph, each=True) if run.checkpoint else _PLAIN
-        yield f"{indent}{branch}{counted(run.count, 'iteration')}{segments}: {keeps}"
-        yield from _value_lines(run.actions, graph, indent + under, each=True)
+        keeps = some.unsaid or _PLAIN if some.actions is None else _keeps(some.actions, graph, each=True)
+        yield f"{indent}{branch}{counted(some.count, 'iteration')}{some.how}: {keeps}"
+        yield from _value_lines(some.actions or {}, graph, indent + under, each=True)
 
 
 def _keeps(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> str:
