@@ -171,9 +171,9 @@ def test_a_tag_that_jax_cannot_keep_is_an_error_that_says_why():
         (lambda: larger_than("big"), "larger_than's size must be a number of bytes"),
         (lambda: intensity_above(-1), "flops_per_byte must be a number of at least 0; got -1"),
         (lambda: where("x"), "predicate must be a function"),
-        (lambda: policies.resolve("dot"), "policy must be a preset's name; got 'dot'. Did you mean 'dots'"),
+        (lambda: policies.policy_of("dot"), "policy must be a preset's name; got 'dot'. Did you mean 'dots'"),
         (
-            lambda: policies.resolve(3),
+            lambda: policies.policy_of(3),
             "policy must be None, a Policy, a preset's name, or one of jax.checkpoint_policies; got 3",
         ),
         (lambda: jaxckpt.checkpoint(mlp, policy="doots"), "Did you mean 'dots'"),

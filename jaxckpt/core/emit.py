@@ -21,9 +21,11 @@ from jaxckpt.actions import SAVE, Action
 from jaxckpt.core import reads, stored, surgery
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
+from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
+from jaxckpt.core.rules import Rule
 from jaxckpt.core.tie import tie
 
 
@@ -39,7 +41,7 @@ def emit(
       loops: as of `Plan`.
 
     Raises:
-      PlanMismatchError: a loop is no scan of the graph, or of another length.
+      PlanMismatchError: a loop is no scan of the graph, or one that its schedule cannot run.
     """
     if not regions and not loops:
         return functools.partial(surgery.evaluate, _compat.open_jaxpr(graph.jaxpr))
@@ -53,7 +55,7 @@ def emit(
     program = _Program(graph.body, groups, names, prevent_cse, graph.calls.folded)
     if len(own) == 1 and (own[0].start, own[0].stop) == (0, len(graph.ops)):
         return _region(own[0], program)
-    return _stretch(own, program)
+    return _whole(own, program)
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -264,6 +266,9 @@ def _bare(before: Mapping[Any, tuple[int, Any]], atom: Any, cuts: Sequence[int],
 
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:
     changes: dict[str, Any] = {}
+    rule = Rule.of(eqn)
+    if rule is not None and not any(index in actions for index in op.outputs[rule.results :]):
+        eqn = names.graph.calls.closed(eqn)
     for body in op.bodies if loop is None else ():
         if id(body) not in names.addresses and not any(index in actions for index in _own_values(body)):
             continue
@@ -279,6 +284,8 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
     if changes:
         call = reads.is_call(eqn)
         eqn = reads.with_program(eqn, changes["call_jaxpr"]) if call else _compat.replace_params(eqn, **changes)
+    else:
+        eqn = eqn if rule is not None else names.graph.calls.closed(eqn)
     outvars, extra = list(eqn.outvars), []
     inside = {
         index for body in op.bodies for index in body.outputs
@@ -330,11 +337,11 @@ def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Fla
     """Returns a body, of its constants and inputs, as a function with its regions."""
     regions = names.regions_in(body)
     groups = _rewrite(body, names, actions, _boundaries(regions))
-    return _stretch(regions, _Program(body, groups, names, names.prevent_cse, list))
+    return _whole(regions, _Program(body, groups, names, names.prevent_cse, list))
 
 
-def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> tuple[Flat, Any]:
-    """Returns a scan's body as a function that names what is kept, and the policy that keeps it.
+def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> NamedBody:
+    """Returns a scan's body that names what is kept.
 
     Args:
       within: of the regions inside of it.
@@ -348,7 +355,8 @@ def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Map
         fun = functools.partial(surgery.evaluate, surgery.with_equations(body.jaxpr, eqns))
     else:
         fun = functools.partial(surgery.evaluate, body.jaxpr)
-    return fun if names.read.isdisjoint(actions) else reads.reads_names(fun), _policy(actions, names)
+    reading = fun if names.read.isdisjoint(actions) else reads.reads_names(fun)
+    return NamedBody(reading, fun, _policy(actions, names), frozenset(map(names, actions)))
 
 
 def _own_values(body: Body) -> set[int]:
@@ -384,7 +392,7 @@ class _Program:
 def _region(region: Region, program: _Program) -> Flat:
     """Returns a whole program as one checkpoint."""
     if region.regions:
-        inner = _stretch(region.regions, program)
+        inner = _whole(region.regions, program)
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
@@ -439,36 +447,36 @@ def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
     return _compat.keep_names(saved, offloaded)
 
 
-def _stretch(regions: tuple[Region, ...], program: _Program) -> Flat:
+def _whole(regions: tuple[Region, ...], program: _Program) -> Flat:
     """Returns a whole program with `regions` as checkpoints and what lies between them as it is."""
     jaxpr = program.body.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return _piece(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
+    return _stretch(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
 
 
-def _piece(
+def _stretch(
     start: int, stop: int, regions: tuple[Region, ...], program: _Program, inputs: list[Any], outputs: list[Any]
 ) -> Flat:
     """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations start..stop."""
-    parts: list[tuple[Flat, list[Any], list[Any]]] = []
+    stretches: list[tuple[Flat, list[Any], list[Any]]] = []
     needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
     for begin, end, region in reversed(_cuts(start, stop, regions)):
         eqns = program.equations(begin, end)
         ins = surgery.used(eqns)
         outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
         if region is not None and region.regions:
-            fun = _piece(begin, end, region.regions, program, ins, outs)
+            fun = _stretch(begin, end, region.regions, program, ins, outs)
         else:
-            piece = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
-            fun = functools.partial(surgery.evaluate, piece)
+            jaxpr = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
+            fun = functools.partial(surgery.evaluate, jaxpr)
         if region is not None:
             fun = _checkpointed(fun, region, program.names, program.prevent_cse)
-        parts.append((fun, ins, outs))
+        stretches.append((fun, ins, outs))
         needed |= set(ins)
 
     def call(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args))
-        for fun, ins, outs in reversed(parts):
+        for fun, ins, outs in reversed(stretches):
             env.update(zip(outs, fun(*(env[var] for var in ins))))
         return [var.val if isinstance(var, _compat.Literal) else env[var] for var in outputs]
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core import reads
-from jaxckpt.core.flops import flops as _primitive_flops
+from jaxckpt.core import primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.reads import INTERNAL
+from jaxckpt.core.rules import PRIMITIVE, Rule, opened, tags_of
 from jaxckpt.core.surgery import inner_jaxprs
 
 
@@ -223,13 +223,14 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
     closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
-    return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths)
+    return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths, rules=True)
 
 
 def trace_with_calls(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
     """Returns the graph of `fun(*args, **kwargs)` in which calls stay calls: see `Graph`."""
     closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
-    return _Builder(keep_calls=True).build(closed, in_tree, out_tree, paths)
+    calls = Calls()
+    return replace(_Builder(keep_calls=True).build(opened(closed, calls), in_tree, out_tree, paths), calls=calls)
 
 
 def _traced(
@@ -250,10 +251,15 @@ def _traced(
     return closed, in_tree, out_tree[-1], paths
 
 
-def graph_of(closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None) -> Graph:
-    """Returns the graph of a closed jaxpr, calls written out."""
+def graph_of(
+    closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None, rules: bool = False
+) -> Graph:
+    """Returns the graph of a closed jaxpr, calls written out; with `rules` those of `jax.custom_vjp` opened: see `jaxckpt.core.rules`."""
     calls = Calls()
-    return replace(_Builder().build(inline(closed, calls), in_tree, out_tree, paths), calls=calls)
+    program = inline(closed, calls)
+    return replace(
+        _Builder().build(opened(program, calls) if rules else program, in_tree, out_tree, paths), calls=calls
+    )
 
 
 def count_flops(fun: Callable[..., Any], *args: Any) -> int:
@@ -276,27 +282,6 @@ def count_flops(fun: Callable[..., Any], *args: Any) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------- the builder
-
-_SAME_OPERANDS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat",
-    "remat2",
-    "eval_jaxpr",
-    "run_state",
-}
-_OPAQUE = {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "while",
-    "pallas_call",
-    "custom_lin",
-    "custom_linear_solve",
-}
 
 
 class _Builder:
@@ -359,13 +344,14 @@ class _Builder:
     def _op(self, eqn: Any, values: dict[Any, int], place: _Place) -> Op:
         index = self.op_count
         self.op_count += 1
-        primitive, params = _compat.primitive_name(eqn), _compat.equation_params(eqn)
+        rule = Rule.of(eqn)
+        primitive, params = _compat.primitive_name(eqn) if rule is None else PRIMITIVE, _compat.equation_params(eqn)
         operands = [None if isinstance(var, _compat.Literal) else values[var] for var in eqn.invars]
         inputs = tuple(operand for operand in operands if operand is not None)
         call = reads.is_call(eqn) or (self.keep_calls and called(eqn) is not None)
         inside = place.inside(eqn, params, primitive, call)
         bodies = tuple(
-            self._inner(eqn, where, jaxpr, operands, inside, call or primitive in _SAME_OPERANDS)
+            self._inner(eqn, where, jaxpr, operands, inside, call or primitives.of(primitive).passes_operands)
             for where, jaxpr in inner_jaxprs(primitive, params)
         )
         flops = _op_flops(primitive, params, eqn, bodies)
@@ -377,8 +363,24 @@ class _Builder:
             for var, result in zip(eqn.outvars, results)
         )
         values.update(zip(eqn.outvars, outputs))
+        if rule is not None:
+            self._label(rule, operands, outputs, bodies[0])
         moved = sum(self.values[i]["bytes"] for i in inputs + outputs)
         return Op(index, primitive, inputs, outputs, MappingProxyType(params), flops, moved, bodies=bodies, **facts)
+
+    def _label(self, rule: Rule, operands: Sequence[int | None], outputs: Sequence[int], forward: Body) -> None:
+        """Gives the values of an opened rule their tags, and its residuals the operations that make them."""
+        for kind, place, tag in tags_of(rule):
+            index = operands[place] if kind == "in" else outputs[place]
+            if (
+                index is not None
+                and self.values[index]["kind"] == "intermediate"
+                and tag not in self.values[index]["tags"]
+            ):
+                self.values[index]["tags"].append(tag)
+        for index, inner in zip(outputs[rule.results :], forward.outputs[rule.results :]):
+            if inner is not None:
+                self.values[index]["primitive"] = self.values[inner]["primitive"] or PRIMITIVE
 
     def _inner(
         self,
@@ -413,22 +415,13 @@ class _Place:
         """Returns the place of the operations inside an equation."""
         scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
         times = self.repeats * (params["length"] if primitive == "scan" else 1)
-        return _Place(times, self.addressable and (call or primitive not in _OPAQUE), scope)
+        return _Place(times, self.addressable and (call or not primitives.of(primitive).opaque), scope)
 
 
 def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:
-    if not bodies:
-        inputs, outputs = [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
-        return _primitive_flops(primitive, inputs, outputs, params)
-    each = [sum(op.flops for op in body.ops) for body in bodies]
-    if primitive == "cond":
-        return max(each)
-    if primitive == "custom_linear_solve":
-        return max(each)
-    times = params["length"] if primitive == "scan" else 1
-    if primitive == "pallas_call":
-        times = int(np.prod([g for g in params["grid_mapping"].grid if isinstance(g, int)] or [1]))
-    return times * sum(each)
+    if bodies:
+        return primitives.altogether(primitive, params, [sum(op.flops for op in body.ops) for body in bodies])
+    return primitives.flops(primitive, [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars], params)
 
 
 def aval_bytes(aval: Any) -> int:

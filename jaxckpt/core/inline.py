@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core import reads
+from jaxckpt.core import primitives, reads
+from jaxckpt.core.primitives import Holds
 
-_CLOSED = {"scan", "while", "cond"}
-_BODIES = _CLOSED | {"checkpoint", "remat", "remat2", "shard_map"}
+_CLOSED = (Holds.LOOP, Holds.BRANCHES)
+"""Programs that may have constants of their own."""
+_OPENED = (*_CLOSED, Holds.CHECKPOINT, Holds.MAPPED)
+"""Programs in which calls are written out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +35,7 @@ class Calls:
     def __init__(self) -> None:
         self._by_first: dict[int, list[_Call]] = {}
         self._bodies: dict[int, _Call] = {}
+        self._opened: dict[int, _Call] = {}
 
     def add(self, equation: Any, written: Sequence[Any]) -> None:
         """Notes a call; one that it was written out inside of is noted after it.
@@ -45,6 +49,15 @@ class Calls:
     def add_body(self, equation: Any, written: Any) -> None:
         """Notes a loop, branch or checkpoint in which calls were written out."""
         self._bodies[id(written)] = _Call(equation, (written,))
+
+    def add_opened(self, equation: Any, opened: Any) -> None:
+        """Notes a custom rule that was opened (see `jaxckpt.core.rules`), or an operation with one inside."""
+        self._opened[id(opened)] = _Call(equation, (opened,))
+
+    def closed(self, eqn: Any) -> Any:
+        """Returns an equation as it was before custom rules in it were opened."""
+        found = self._opened.get(id(eqn))
+        return eqn if found is None else found.equation
 
     def folded(self, eqns: Sequence[Any]) -> list[Any]:
         """Returns the equations with calls, and loops with calls in them, as they were where nothing of them was cut or changed."""
@@ -145,14 +158,14 @@ class _Inliner:
         return changed, renamed
 
     def _descend(self, eqn: Any) -> tuple[Any, bool]:
-        primitive = _compat.primitive_name(eqn)
         if reads.is_call(eqn):
             program = self.closed(eqn.params["call_jaxpr"])
             changed = program is not eqn.params["call_jaxpr"]
             return (reads.with_program(eqn, program), True) if changed else (eqn, False)
-        if primitive not in _BODIES:
+        holds = primitives.of(_compat.primitive_name(eqn)).holds
+        if holds not in _OPENED:
             return eqn, False
-        constants = primitive in _CLOSED
+        constants = holds in _CLOSED
         changes: dict[str, Any] = {}
         for name, param in _compat.equation_params(eqn).items():
             if _compat.is_jaxpr(param):
@@ -185,12 +198,11 @@ def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
 
 def called(eqn: Any) -> Any:
     """Returns the jaxpr that the equation merely calls, or None: it says nothing about placement."""
-    name = eqn.primitive.name
-    if name in ("closed_call", "core_call", "eval_jaxpr"):
-        return eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-    if name not in ("jit", "pjit"):
-        return None
     params = eqn.params
+    if primitives.of(eqn.primitive.name).holds is not Holds.CALL:
+        return None
+    if "in_shardings" not in params:
+        return params.get("call_jaxpr", params.get("jaxpr"))
     plain = (
         all(_compat.is_unspecified(sharding) for sharding in (*params["in_shardings"], *params["out_shardings"]))
         and not any(params["donated_invars"])

@@ -1,7 +1,7 @@
 """The peak of a program as traced: an estimate of what the compiler will report, in milliseconds and without compiling.
 
-It walks the operations of the whole step (forward, backward, recomputation) in program order and adds up what is live. Three habits of XLA
-matter for bytes, and are in it:
+It walks the operations of the whole training step (forward, backward, recomputation) in program order and adds up what is live. Three
+habits of XLA matter for bytes, and are in it:
 
   - *Fusion.* Elementwise operations and those that only move data are computed where they are used. Such a value takes memory only
     if a matmul, convolution, loop, checkpoint, or the caller wants it whole. Otherwise what lives on, also from the forward to the backward
@@ -26,41 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import Body, Graph, Op, trace
+from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
-# What only moves data: computed where it is used.
-MOVES = frozenset(
-    {
-        "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "empty",
-        "empty2", "expand_dims", "from_edtype", "iota", "reshape", "slice", "split", "squeeze", "stack",
-        "stop_gradient", "tie", "tile", "to_edtype", "transpose", "unstack",
-    }
-)  # fmt: skip
-# Computed where it is used, too. What is in neither table is taken to want its operands, and to leave its results, in memory.
-FUSED = MOVES | frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj", "cos",
-        "cosh", "digamma", "div", "dynamic_slice", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
-        "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow",
-        "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max",
-        "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pad",
-        "polygamma", "polynomial", "population_count", "pow", "pvary", "random_bits", "random_fold_in",
-        "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision",
-        "regularized_incomplete_beta", "rem", "rev", "round", "rsqrt", "select_n", "sharding_constraint",
-        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-        "square", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
-    }
-)  # fmt: skip
-# These read operands that need not be in memory, but leave their results there.
-ROOTS = ("reduce_", "arg", "gather")
-# These, and what is fused, write over operands of the same size that nobody else needs.
-IN_PLACE = ("scatter", "dynamic_update_slice", "scan", "while")
-# The results of these are their operand, and share its memory where that has some.
-_SAME = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p")
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
-_INLINED = (*_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "closed_call", "core_call")
 BARRIER = "optimization_barrier"
+_WRITTEN_OUT = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
+"""Programs that are part of the one that they stand in."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +57,7 @@ _PARTS = 512
 
 @dataclass(eq=False)
 class _Slot:
-    """What may take memory. `last`: the step after which nobody needs it, -1 if nobody ever does."""
+    """What may take memory. `last`: the event after which nobody needs it, -1 if nobody ever does."""
 
     bytes: int
     stored: bool = False
@@ -99,28 +71,28 @@ class _Slot:
         while owner.inside is not None:
             owner = owner.inside
         slot = self
-        while slot.inside is not None:  # a later call has one step to go
+        while slot.inside is not None:  # a later call has one link to follow
             slot.inside, slot = owner, slot.inside
         return owner
 
 
 @dataclass(eq=False)
-class _Step:
+class _Event:
     primitive: str
     inputs: list[_Slot]
     outputs: list[_Slot]
     workspace: int = 0
-    fused: bool = field(init=False)
+    facts: Primitive = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fused = self.primitive in FUSED
+        self.facts = primitives.of(self.primitive)
 
 
 def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -> int:
     """Estimates the peak bytes of `fun(*args)`, arguments and outputs and all; nothing is compiled.
 
     Args:
-      fun: a function of pytrees, usually a whole step such as `jax.value_and_grad(loss)`.
+      fun: a function of pytrees, usually a whole training step such as `jax.value_and_grad(loss)`.
       *args: arrays, or anything with a shape and a dtype.
       platform: whose compiler to expect: "cuda", "tpu" or "cpu" (`Target.platform`), one of `FUSING`.
 
@@ -136,51 +108,55 @@ def graph_peak(graph: Graph, platform: str = "cuda") -> int:
     """Estimates the peak bytes of a traced program: see `estimate_peak`."""
     outside = {index for index, value in enumerate(graph.values) if value.kind in ("argument", "constant")}
     given = sum(graph.values[index].bytes for index in outside)
-    steps, results = _steps(graph, graph.body, outside, platform)
-    return given + _peak(steps, list({id(slot): slot for slot in results if _takes_memory(slot)}.values()))
+    events, results = _events(graph, graph.body, outside, platform)
+    return given + _peak(events, list({id(slot): slot for slot in results if _takes_memory(slot)}.values()))
 
 
-def _steps(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[list[_Step], list[_Slot]]:
+def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[list[_Event], list[_Slot]]:
     """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's."""
     slots: dict[int, _Slot] = {index: _Slot(graph.values[index].bytes, stored=True, counted=False) for index in outside}
-    steps = list(_flatten(graph, body, slots, platform))
+    events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
-    steps = _needed(steps, results)
+    events = _needed(events, results)
     if FUSING[platform].stores_shared:
-        _store_shared(steps)
-    _decide(steps, results)
-    return steps, [slot.owner() for slot in results]
+        _store_shared(events)
+    _decide(events, results)
+    return events, [slot.owner() for slot in results]
 
 
-def _flatten(graph: Graph, body: Body, slots: dict[int, _Slot], platform: str) -> Iterator[_Step]:
-    """Yields the steps of a body, what it calls written out; fills `slots`, index of a value -> its slot."""
+def _flatten(graph: Graph, body: Body, slots: dict[int, _Slot], platform: str) -> Iterator[_Event]:
+    """Yields the events of a body, what it calls written out; fills `slots`, index of a value -> its slot."""
     for op in body.ops:
         inputs = [_slot(graph, slots, index) for index in op.inputs]
-        if op.primitive in _INLINED and op.bodies:
+        if op.bodies and primitives.of(op.primitive).holds in _WRITTEN_OUT:
             yield from _call(graph, op, slots, inputs, platform)
             continue
         on_host = op.primitive == "device_put" and "host" in str(op.params["devices"]).lower()
         outputs = [_Slot(graph.values[index].bytes, counted=not on_host) for index in op.outputs]
         slots.update(zip(op.outputs, outputs))
-        inside = (_steps(graph, inner, set(inner.inputs), platform)[0] for inner in op.bodies)
-        workspace = max((_peak(steps, []) for steps in inside), default=0)
-        yield _Step(op.primitive, inputs, outputs, workspace)
+        inside = (_events(graph, inner, set(inner.inputs), platform)[0] for inner in op.bodies)
+        workspace = max((_peak(events, []) for events in inside), default=0)
+        yield _Event(op.primitive, inputs, outputs, workspace)
 
 
 def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
-    """Returns the slot of a value; what no step has made (a constant of an inner program) is its caller's."""
+    """Returns the slot of a value; what no event has made (a constant of an inner program) is its caller's."""
     if index not in slots:
         slots[index] = _Slot(graph.values[index].bytes, stored=True, counted=False)
     return slots[index]
 
 
-def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str) -> Iterator[_Step]:
+def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str) -> Iterator[_Event]:
     inner = op.bodies[0]
-    barrier = op.primitive in _CHECKPOINTS and op.params.get("differentiated") and op.params.get("prevent_cse", True)
+    barrier = (
+        primitives.of(op.primitive).holds is Holds.CHECKPOINT
+        and op.params.get("differentiated")
+        and op.params.get("prevent_cse", True)
+    )
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
-        yield _Step(BARRIER, list(operands.values()), list(behind.values()))
+        yield _Event(BARRIER, list(operands.values()), list(behind.values()))
         slots.update(behind)
         operands = behind
     # A body's inputs are the operands themselves, or values of their own; a literal operand takes no memory.
@@ -197,85 +173,87 @@ def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], pl
     slots.update(zip(op.outputs, results))
 
 
-def _needed(steps: list[_Step], results: Iterable[_Slot]) -> list[_Step]:
-    """Returns the steps that the results depend on, in order: XLA drops the others."""
+def _needed(events: list[_Event], results: Iterable[_Slot]) -> list[_Event]:
+    """Returns the events that the results depend on, in order: XLA drops the others."""
     wanted = {id(slot) for slot in results}
     kept = []
-    for step in reversed(steps):
-        if any(id(slot) in wanted for slot in step.outputs):
-            kept.append(step)
-            wanted.update(id(slot) for slot in step.inputs)
+    for event in reversed(events):
+        if any(id(slot) in wanted for slot in event.outputs):
+            kept.append(event)
+            wanted.update(id(slot) for slot in event.inputs)
     return kept[::-1]
 
 
-def _store_shared(steps: list[_Step]) -> None:
+def _store_shared(events: list[_Event]) -> None:
     """Stores what is computed and then used more than once."""
-    uses = Counter(id(slot) for step in steps for slot in step.inputs)
-    for step in steps:
-        if step.fused and step.primitive not in MOVES:
-            for slot in step.outputs:
+    uses = Counter(id(slot) for event in events for slot in event.inputs)
+    for event in events:
+        if event.facts.kernel is Kernel.FUSED:
+            for slot in event.outputs:
                 slot.stored = uses[id(slot)] > 1
 
 
-def _decide(steps: list[_Step], results: list[_Slot]) -> None:
+def _decide(events: list[_Event], results: list[_Slot]) -> None:
     """Decides what is stored, which slots share memory, and when each is needed for the last time."""
     for slot in results:
         slot.stored = True
-    for step in reversed(steps):
-        if step.primitive == BARRIER:
-            for before, after in zip(step.inputs, step.outputs):
+    for event in reversed(events):
+        if event.primitive == BARRIER:
+            for before, after in zip(event.inputs, event.outputs):
                 before.stored = after.stored = True
                 after.inside = before
-        elif not step.fused:
-            for slot in step.outputs:
+        elif not event.facts.fused:
+            for slot in event.outputs:
                 slot.stored = True
-            if not step.primitive.startswith(ROOTS):
-                for slot in step.inputs:
+            if event.facts.kernel is Kernel.OWN:
+                for slot in event.inputs:
                     slot.stored = True
-    for time, step in enumerate(steps):
+    for time, event in enumerate(events):
         read: dict[int, _Slot] = {}
-        for slot in step.inputs:
+        for slot in event.inputs:
             for source in (slot.owner(),) if slot.stored else slot.sources:
                 read[id(source)] = source
-        for slot in step.outputs:
+        for slot in event.outputs:
             slot.sources = tuple(read.values())
             slot.stored |= len(read) > _OPERANDS
-        if step.primitive in _SAME and step.inputs and step.inputs[0].stored:  # of a literal, there is no operand
-            step.outputs[0].inside = step.inputs[0]
+        if (
+            event.facts.result >= Result.RESHAPED and event.inputs and event.inputs[0].stored
+        ):  # of a literal, there is no operand
+            event.outputs[0].inside = event.inputs[0]
         # A fused operation reads where what it makes is stored, or else where that is used.
-        if not step.fused or any(slot.stored for slot in step.outputs):
+        if not event.facts.fused or any(slot.stored for slot in event.outputs):
             for source in read.values():
                 source.last = time
-        for slot in step.outputs:
+        for slot in event.outputs:
             slot.last = max(slot.last, time)
     for slot in results:
-        slot.owner().last = len(steps)
+        slot.owner().last = len(events)
 
 
-def _peak(steps: list[_Step], outputs: list[_Slot]) -> int:
+def _peak(events: list[_Event], outputs: list[_Slot]) -> int:
     """Returns the most bytes that are live at once.
 
     The outputs have buffers of their own from the start. Until one is written, something else may live in it, if that is no larger.
     """
     lives: dict[_Slot, tuple[int, int]] = {}
-    for time, step in enumerate(steps):
-        made = [slot for slot in step.outputs if _takes_memory(slot)]
-        if step.fused or step.primitive.startswith(IN_PLACE):
-            _write_over(made, step.inputs, lives, time)
+    for time, event in enumerate(events):
+        made = [slot for slot in event.outputs if _takes_memory(slot)]
+        if event.facts.fused or event.facts.writes_over:
+            _write_over(made, event.inputs, lives, time)
         lives.update((slot, (time, slot.last)) for slot in made)
-    waiting = _Buffers({slot: lives[slot][0] if slot in lives else 0 for slot in outputs}, len(steps))
-    change = [0] * (len(steps) + 1)
+    waiting = _Buffers({slot: lives[slot][0] if slot in lives else 0 for slot in outputs}, len(events))
+    change = [0] * (len(events) + 1)
     for slot, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
         if slot not in waiting.written and not waiting.take(slot.bytes, first, last):
             change[first] += slot.bytes
-            change[min(last + 1, len(steps))] -= slot.bytes
+            change[min(last + 1, len(events))] -= slot.bytes
     standing = sum(slot.bytes for slot in waiting.written)
     moving = itertools.accumulate(change[:-1])
-    return standing + max((live + step.workspace for live, step in zip(moving, steps)), default=0)
+    return standing + max((live + event.workspace for live, event in zip(moving, events)), default=0)
 
 
 def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[int, int]], time: int) -> None:
-    """Ends the lives of operands a step early where a result of the same size takes their place."""
+    """Ends the lives of operands an event early where a result of the same size takes their place."""
     # In the order of the operands: a set's order would make the estimate another one from run to run.
     dying = dict.fromkeys(source for slot in read for source in ((slot.owner(),) if slot.stored else slot.sources))
     sizes = Counter(slot.bytes for slot in made)
@@ -293,26 +271,26 @@ class _Buffers:
     of the group are taken, wholly or somewhere.
 
     Args:
-      written: output -> the step that writes it.
-      steps: how many steps there are.
+      written: output -> the event that writes it.
+      events: how many events there are.
     """
 
-    def __init__(self, written: dict[_Slot, int], steps: int) -> None:
+    def __init__(self, written: dict[_Slot, int], events: int) -> None:
         self.written = written
         order = sorted(written, key=lambda slot: -slot.bytes)
         self.sizes = [-slot.bytes for slot in order]
         self.taken: list[list[tuple[int, int]]] = [[] for _ in order]
-        self.part = steps // _PARTS + 1  # steps in one
+        self.part = events // _PARTS + 1  # events in one
         self.leaves = 1 << max(len(order) - 1, 0).bit_length()
         self.somewhere, self.wholly = ([0] * self.leaves + [-1] * self.leaves for _ in range(2))
         for place, slot in enumerate(order):
             self.somewhere[self.leaves + place] = self.wholly[self.leaves + place] = 0
-            self._note(place, written[slot], steps)
+            self._note(place, written[slot], events)
         for node in range(self.leaves - 1, 0, -1):
             self._join(node)
 
     def take(self, size: int, first: int, last: int) -> bool:
-        """Takes a buffer of so many bytes or more for the steps first..last; says whether one was free."""
+        """Takes a buffer of so many bytes or more for the events first..last; says whether one was free."""
         end = bisect.bisect_right(self.sizes, -size)
         touched, covered = self._parts(first, last)
         waiting = [(1, 0, self.leaves)]  # nodes with their first leaf and how many leaves they have
@@ -353,7 +331,7 @@ class _Buffers:
         self.wholly[self.leaves + place] |= covered
 
     def _parts(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the parts of the time, as bits, that some of the steps first..last are in, and those that have no other steps."""
+        """Returns the parts of the time, as bits, that some of the events first..last are in, and those that have no other events."""
         touched = (2 << last // self.part) - (1 << first // self.part)
         begin, end = -(-first // self.part), (last + 1) // self.part
         return touched, (1 << end) - (1 << begin) if begin < end else 0
@@ -381,14 +359,14 @@ def stretch_peak(
     """
     slots = {index: _Slot(graph.values[index].bytes, stored=True) for index in arriving}
     body = Body(tuple(ops), (), (), None, {})
-    steps = [_Step("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
+    events = [_Event("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
     outcome = [slots[index] for index in results if index in slots]
-    steps = _needed(steps, outcome)
+    events = _needed(events, outcome)
     if FUSING[platform].stores_shared:
-        _store_shared(steps)
-    _decide(steps, outcome)
+        _store_shared(events)
+    _decide(events, outcome)
     owners = {id(slot.owner()): slot.owner() for slot in outcome}
-    return _peak(steps, [slot for slot in owners.values() if _takes_memory(slot)])
+    return _peak(events, [slot for slot in owners.values() if _takes_memory(slot)])
 
 
 def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: Iterable[int], platform: str) -> int:
@@ -401,16 +379,16 @@ def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: 
       platform: as of `estimate_peak`.
     """
     slots: dict[int, _Slot] = {}
-    steps = list(_flatten(graph, Body(tuple(first), (), (), None, {}), slots, platform))
-    made = {id(slot): slot for step in steps for slot in step.outputs}
-    start = len(steps)
-    steps += _flatten(graph, Body(tuple(second), (), (), None, {}), slots, platform)
-    later = {id(step) for step in steps[start:]}
+    events = list(_flatten(graph, Body(tuple(first), (), (), None, {}), slots, platform))
+    made = {id(slot): slot for event in events for slot in event.outputs}
+    start = len(events)
+    events += _flatten(graph, Body(tuple(second), (), (), None, {}), slots, platform)
+    later = {id(event) for event in events[start:]}
     outcome = [slots[index] for index in results if index in slots]
-    steps = _needed(steps, outcome)
+    events = _needed(events, outcome)
     if FUSING[platform].stores_shared:
-        _store_shared(steps)
-    _decide(steps, outcome)
-    border = next((time for time, step in enumerate(steps) if id(step) in later), len(steps))
+        _store_shared(events)
+    _decide(events, outcome)
+    border = next((time for time, event in enumerate(events) if id(event) in later), len(events))
     owners = {id(slot.owner()): slot.owner() for slot in made.values() if slot.stored}
     return sum(slot.bytes for slot in owners.values() if _takes_memory(slot) and slot.last >= border)

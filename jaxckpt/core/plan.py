@@ -1,4 +1,7 @@
-"""Plan: what is to be kept of a function, where. Frozen, printable, to and from JSON, with the fingerprint of the graph that it fits."""
+"""Plan: what is to be kept of a function, where; PlanReport: what was predicted, compiled and found of it.
+
+A plan is a recipe: two plans that do the same are equal, whatever is known of them. Its report is saved and loaded with it.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,24 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
+from jaxckpt.core import primitives, shown
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
 from jaxckpt.core.graph import Body, Graph, Op, Value, trace
 from jaxckpt.core.lift import transformed
-from jaxckpt.core.regions import Address, Loop, Region, Run, all_of, by_body, check_flag, check_order, set_fields
+from jaxckpt.core.loops import check_loop
+from jaxckpt.core.regions import Address, Loop, Region, all_of, by_body, check_flag, check_order, set_fields
+from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON form."""
 
 
@@ -52,13 +58,8 @@ class Plan:
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right inside a `lax.scan` only.
       notes: a line for each region, for people.
       loops: how scans of the function are run, where not as they stand.
-      budget: bytes that the planner was given; None for a plan that has none, as a policy's.
-      target: name of the target that it was planned for, or None.
-      predicted: what the planner expected of the step, or None.
-      measured: what the compiler said of the step; None where nobody asked, and in a plan that was loaded.
-      measured_bytes: the peak that the compiler said, also in a plan that was loaded.
-      unplanned_bytes: the step's compiled peak without the plan, where it was looked at.
-      overhead: seconds of recomputation over those of a step without any, both by the target's rates; None where nothing was planned.
+      report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
+        equal, and have one hash, whatever their reports say.
     """
 
     regions: tuple[Region, ...]
@@ -66,13 +67,7 @@ class Plan:
     prevent_cse: bool = True
     notes: tuple[str, ...] = ()
     loops: tuple[Loop, ...] = ()
-    budget: int | None = None
-    target: str | None = None
-    predicted: MemoryEstimate | None = None
-    measured: Any = field(default=None, compare=False, repr=False)
-    measured_bytes: int | None = None
-    unplanned_bytes: int | None = None
-    overhead: float | None = None
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
@@ -80,6 +75,45 @@ class Plan:
         check_flag(self.prevent_cse, "prevent_cse")
         for regions in by_body(self.regions).values():
             check_order(regions, 0, None)
+        if self.report is not None and not isinstance(self.report, PlanReport):
+            raise PlanMismatchError(f"report must be a PlanReport or None; got {self.report!r:.80}.")
+        if self.report is not None and self.report.plan != self:
+            set_fields(self, report=None)  # made with `dataclasses.replace`: what was found is of another recipe
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the planner was given; None without a report, as all that is read from it."""
+        return None if self.report is None else self.report.budget
+
+    @property
+    def target(self) -> str | None:
+        """Name of the target that the plan was made for."""
+        return None if self.report is None else self.report.target
+
+    @property
+    def predicted(self) -> MemoryEstimate | None:
+        """What the planner expected of the step."""
+        return None if self.report is None else self.report.predicted
+
+    @property
+    def measured(self) -> Any:
+        """What the compiler said of the step, a `MemoryReport`; None where nobody asked, and in a plan that was loaded."""
+        return None if self.report is None else self.report.measured
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """The step's compiled peak, also in a plan that was loaded."""
+        return None if self.report is None else self.report.measured_bytes
+
+    @property
+    def unplanned_bytes(self) -> int | None:
+        """The step's compiled peak without the plan, where it was looked at."""
+        return None if self.report is None else self.report.unplanned_bytes
+
+    @property
+    def overhead(self) -> float | None:
+        """Seconds of recomputation over those of a step without any, both by the target's rates."""
+        return None if self.report is None else self.report.overhead
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
@@ -107,7 +141,7 @@ class Plan:
         """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.
 
         Regions must lie within the graph, the values that they keep be made by their operations and be such as can be kept; loops must be scans
-        whose runs add up to their lengths.
+        that their schedules can run.
         """
         if graph.fingerprint != self.fingerprint:
             stop = max((region.stop for region in self.regions if not region.body), default=0)
@@ -134,12 +168,8 @@ class Plan:
             "prevent_cse": self.prevent_cse,
             "notes": list(self.notes),
             "regions": [_region_to_json(region) for region in self.regions],
-            "loops": [
-                {"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs], "body": loop.body}
-                for loop in self.loops
-            ],
-            **{name: getattr(self, name) for name in _RECORD},
-            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
+            "report": None if self.report is None else _report_to_json(self.report),
         }
         return json.dumps({**content, "digest": _digest(content)}, indent=1)
 
@@ -163,13 +193,10 @@ class Plan:
                     "The plan must be as it was written; its digest says that it was edited. Plan anew."
                 )
             regions = tuple(map(_region_from_json, raw["regions"]))
-            loops = tuple(
-                Loop(loop["op"], tuple(map(_run_from_json, loop["runs"])), loop["body"]) for loop in raw["loops"]
-            )
-            predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
-            record = _typed({name: raw[name] for name in _RECORD if raw[name] is not None}, _RECORD)
+            loops = tuple(Loop(loop["op"], schedule_from(loop["schedule"]), loop["body"]) for loop in raw["loops"])
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
-            return cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, predicted=predicted, **record)
+            plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops)
+            return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -204,13 +231,13 @@ class Plan:
     def describe(self, graph: Graph) -> str:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
         self.check(graph)
-        kept = sum(_stored(region.actions, graph) for region in _walk(self.regions))
+        kept = sum(_stored(region.actions, graph) for region in every_region(self.regions))
         for loop in self.loops:
-            for run in loop.runs:
-                each = _stored(run.actions, graph, each=True)
-                kept += each * run.count if not run.segments else 0
+            length = _op(loop, graph).params["length"]
+            for some in loop.schedule.iterations(length):
+                kept += _stored(some.actions or {}, graph, each=True) * some.count if some.kept else 0
         lines = [
-            f"Plan for {self.fingerprint}: {counted(len(list(_walk(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
+            f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
         ]
         regions, loops = by_body(self.regions), by_body(self.loops)
         for address in sorted({*regions, *loops}):
@@ -240,13 +267,125 @@ class Plan:
             where = f" in the body at {region.body}" if region.body else ""
             lines.append(f"  ops {region.start}..{region.stop}{where}: {kept}{note}".rstrip())
         for loop in self.loops:
-            runs = (
-                f"{counted(run.count, 'iteration')}{''.join(f' in {n}s' for n in run.segments)}{'' if run.checkpoint else ' as they stand'}"
-                for run in loop.runs
-            )
             where = f" in the body at {loop.body}" if loop.body else ""
-            lines.append(f"  scan at {loop.op}{where}: {', then '.join(runs)}")
+            lines.append(f"  scan at {loop.op}{where}: {loop.schedule}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What was predicted, compiled and found of a plan: prints as a table, shows as one in a notebook, draws itself.
+
+    `report.plan.report` is the report, so what is planned can be handed on as either. Where a figure is not known, it is
+    None.
+
+    Attributes:
+      plan: the recipe.
+      budget: bytes that the planner was given.
+      asked: the budget as it was asked for, such as "60%", where that is known.
+      target: name of the target that was planned for.
+      predicted: what the planner expected of the step, before the plan's own compilation.
+      measured: what the compiler said of the step, a `MemoryReport`; it is not saved.
+      measured_bytes: the step's compiled peak.
+      unplanned_bytes: the step's compiled peak without the plan.
+      overhead: seconds of recomputation, as the planner's model has them, over those of a step without any.
+      flops: FLOPs of the planned step as traced, recomputation counted; with sharded arguments, of all devices.
+      seconds: of the planned step as traced, by the target's rates; of one device.
+      unplanned_flops, unplanned_seconds: the same of the step without the plan.
+      times: median seconds of (the planned step, the step without the plan), where they were run.
+      timed_on: name of the backend that ran them.
+    """
+
+    plan: Plan
+    budget: int | None = None
+    asked: int | str | None = None
+    target: str | None = None
+    predicted: MemoryEstimate | None = None
+    measured: Any = field(default=None, compare=False, repr=False)
+    measured_bytes: int | None = None
+    unplanned_bytes: int | None = None
+    overhead: float | None = None
+    flops: int | None = None
+    seconds: float | None = None
+    unplanned_flops: int | None = None
+    unplanned_seconds: float | None = None
+    times: tuple[float, float] | None = None
+    timed_on: str | None = None
+
+    def __post_init__(self) -> None:
+        set_fields(self, plan=replace(self.plan, report=self))
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The step's compiled peak."""
+        return self.measured_bytes
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The peak as the planner predicted it before it compiled this plan."""
+        return None if self.predicted is None else self.predicted.peak_bytes
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over compiled peak, less 1: positive where the prediction says more."""
+        if not self.measured_bytes or self.predicted_bytes is None:
+            return None
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def recompute(self) -> float | None:
+        """FLOPs that the plan adds, over those of the step without it."""
+        return _added(self.flops, self.unplanned_flops)
+
+    @property
+    def slowdown(self) -> float | None:
+        """Seconds that the plan adds to the traced step by the target's rates, over those of the step without it."""
+        return _added(self.seconds, self.unplanned_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the figures as plain values, without the plan: bytes, FLOPs, seconds, shares."""
+        times = None
+        if self.times is not None:
+            times = {"planned": self.times[0], "as it is": self.times[1], "on": self.timed_on}
+        return {
+            "target": self.target,
+            "plan": {
+                "budget": self.asked if self.asked is not None else self.budget,
+                "budget_bytes": self.budget,
+                "fits": True,
+                "why": "",
+                "peak_bytes": self.peak_bytes,
+                "predicted_bytes": self.predicted_bytes,
+                "prediction_error": self.prediction_error,
+                "flops": self.flops,
+                "seconds": self.seconds,
+            },
+            "unplanned": {
+                "name": "as it is",
+                "peak_bytes": self.unplanned_bytes,
+                "flops": self.unplanned_flops,
+                "seconds": self.unplanned_seconds,
+            },
+            "recompute": self.recompute,
+            "overhead": self.slowdown if self.slowdown is not None else self.overhead,
+            "times": times,
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the step's peaks against the budget to a file: .png, .svg or .pdf (extra: plot)."""
+        shown.save_picture(self, path)
+
+    def __str__(self) -> str:
+        return shown.text_of(self)
+
+    def _repr_html_(self) -> str:
+        return shown.fragment_of(self)
+
+
+def _added(planned: float | None, plain: float | None) -> float | None:
+    if planned is None or plain is None:
+        return None
+    return planned / plain - 1 if plain else 0.0
 
 
 SHOWN_ARGUMENTS = 20
@@ -259,7 +398,6 @@ def _some(arguments: Sequence[str]) -> str:
     return ", ".join(arguments[:SHOWN_ARGUMENTS]) + (f" and {more} more" if more > 0 else "")
 
 
-_RECORD = {"budget": int, "target": str, "measured_bytes": int, "unplanned_bytes": int, "overhead": (int, float)}
 _ESTIMATE = dict.fromkeys(MemoryEstimate.__dataclass_fields__, int)
 
 
@@ -270,15 +408,11 @@ def _digest(content: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------- what a plan may hold
 
 
-def _typed(raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(raw: Mapping[Any, Any], kinds: Mapping[Any, Any]) -> dict[Any, Any]:
     for name, value in raw.items():
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
             raise PlanMismatchError(f"{name} is of another type than Plan.save writes; got {value!r:.80}. Plan anew.")
     return dict(raw)
-
-
-OPENED = ("scan", "cond", "checkpoint", "remat", "remat2")
-"""Operations in whose bodies regions and planned loops may lie."""
 
 
 def _body(address: Address, graph: Graph) -> Body:
@@ -286,7 +420,7 @@ def _body(address: Address, graph: Graph) -> Body:
     body = graph.body
     for depth, (index, place) in enumerate(address):
         op = next((op for op in body.ops if op.index == index), None)
-        if op is None or op.primitive not in OPENED or place >= len(op.bodies):
+        if op is None or not primitives.of(op.primitive).takes_regions or place >= len(op.bodies):
             there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
             raise PlanMismatchError(
                 f"A region's body must be one of a loop, a branch or a checkpoint; got body {place} of operation {index} (step {depth + 1} of "
@@ -297,7 +431,7 @@ def _body(address: Address, graph: Graph) -> Body:
 
 
 def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
-    for region in _walk(regions):
+    for region in every_region(regions):
         ops = _body(region.body, graph).ops
         if region.stop > len(ops):
             raise PlanMismatchError(
@@ -312,17 +446,18 @@ def _check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:
     if len({(loop.body, loop.op) for loop in loops}) != len(loops):
         raise PlanMismatchError("A scan is run in one way; got several for the same one. Plan anew.")
     for loop in loops:
-        ops = _body(loop.body, graph).ops
-        op = ops[loop.op] if loop.op < len(ops) else None
-        if op is None or op.primitive != "scan" or sum(run.count for run in loop.runs) != op.params["length"]:
-            there = "there is no such operation" if op is None else f"it is {op.primitive}"
-            length = f" of {op.params['length']}" if op is not None and op.primitive == "scan" else ""
-            raise PlanMismatchError(
-                f"The plan runs operation {loop.op} as a scan of {counted(sum(run.count for run in loop.runs), 'iteration')}; "
-                f"{there}{length}. Plan anew."
-            )
-        for run in loop.runs:
-            _check_actions(run.actions, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+        op = _op(loop, graph)
+        check_loop(loop, op)
+        for some in loop.schedule.iterations(op.params["length"]):
+            _check_actions(some.actions or {}, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+
+
+def _op(loop: Loop, graph: Graph) -> Op:
+    """Returns the operation that a loop is of."""
+    ops = _body(loop.body, graph).ops
+    if loop.op >= len(ops):
+        check_loop(loop, None)
+    return ops[loop.op]
 
 
 def _check_actions(actions: Mapping[int, Action], values: Iterable[int], graph: Graph, where: str) -> None:
@@ -351,23 +486,36 @@ def _made_in(body: Body, graph: Graph) -> Iterator[int]:
     yield from _made(body.ops, graph)
 
 
-def _walk(regions: tuple[Region, ...]) -> Iterator[Region]:
+def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
+    """Yields regions and those nested in them."""
     for region in regions:
         yield region
-        yield from _walk(region.regions)
+        yield from every_region(region.regions)
 
 
-def _run_to_json(run: Run) -> dict[str, Any]:
+_REPORT: dict[str, Any] = {
+    "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "unplanned_bytes": int,
+    "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
+    "unplanned_seconds": (int, float), "timed_on": str,
+}  # fmt: skip
+
+
+def _report_to_json(report: PlanReport) -> dict[str, Any]:
     return {
-        "count": run.count,
-        "segments": list(run.segments),
-        "actions": {str(index): action.to_json() for index, action in sorted(run.actions.items())},
-        "checkpoint": run.checkpoint,
+        **{name: getattr(report, name) for name in _REPORT},
+        "times": None if report.times is None else list(report.times),
+        "predicted": None if report.predicted is None else asdict(report.predicted),
     }
 
 
-def _run_from_json(raw: dict[str, Any]) -> Run:
-    return Run(raw["count"], tuple(raw["segments"]), _actions_from_json(raw["actions"]), raw["checkpoint"])
+def _report_from_json(raw: dict[str, Any], plan: Plan) -> PlanReport:
+    figures = _typed({name: raw[name] for name in _REPORT if raw[name] is not None}, _REPORT)
+    predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
+    times = None
+    if raw["times"] is not None:
+        first, second = _typed(dict(enumerate(raw["times"])), dict.fromkeys(range(2), (int, float))).values()
+        times = first, second
+    return PlanReport(plan, predicted=predicted, times=times, **figures)
 
 
 def _region_to_json(region: Region) -> dict[str, Any]:
@@ -419,16 +567,16 @@ def _describe_loops(loops: tuple[Loop, ...], ops: Sequence[Op], graph: Graph) ->
     for loop in loops:
         op = ops[loop.op]
         yield f"├─ scan of {counted(op.params['length'], 'iteration')} (operation {loop.op})  {op.source}"
-        for run in loop.runs:
-            segments = "".join(f", in segments of {length}" for length in run.segments)
-            if not run.checkpoint:
-                yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: as they stand"
+        for some in loop.schedule.iterations(op.params["length"]):
+            what = f"│  ├─ {counted(some.count, 'iteration')}{some.how}"
+            if some.actions is None:
+                yield f"{what}: {some.unsaid or 'as they stand'}"
                 continue
-            kept = [graph.values[index] for index in run.actions]
-            each = format_bytes(_stored(run.actions, graph, each=True))
-            yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
+            kept = [graph.values[index] for index in some.actions]
+            each = format_bytes(_stored(some.actions, graph, each=True))
+            yield f"{what}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
             for value in sorted(kept, key=lambda v: -v.bytes)[:8]:
-                yield f"│  │    {run.actions[value.index]!r:9} {_value_line(value)}"
+                yield f"│  │    {some.actions[value.index]!r:9} {_value_line(value)}"
 
 
 def _stored(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> int:

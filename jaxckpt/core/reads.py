@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
-from jaxckpt.core import stored
+from jaxckpt.core import primitives, stored
+from jaxckpt.core.primitives import Holds
 
 INTERNAL = stored.INTERNAL
 
@@ -76,6 +77,7 @@ class _Redirect:
         return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
 
     def _inside(self, eqn: Any) -> Any:
+        eqn = _compat.batched_reverse_rule(eqn)
         changes = {}
         for name, param in _compat.equation_params(eqn).items():
             if _compat.is_jaxpr(param):
@@ -207,19 +209,6 @@ def with_program(eqn: Any, closed: Any) -> Any:
 
 # -------------------------------------------------------------------------------------------------------- which need it
 
-_NEVER = frozenset(
-    """
-    add add_any sub neg mul dot_general conv_general_dilated convert_element_type broadcast_in_dim reshape
-    transpose squeeze expand_dims concatenate pad slice dynamic_slice dynamic_update_slice gather scatter
-    scatter-add reduce_sum cumsum select_n copy copy_p rev iota sin cos log log1p integer_pow square abs
-    stop_gradient while scan cond jit pjit checkpoint remat remat2 closed_call shard_map name
-    optimization_barrier sharding_constraint device_put real imag complex conj clamp split reduce_precision eq
-    ne lt le gt ge and or not xor sign floor ceil round is_finite random_bits random_wrap random_unwrap
-    random_seed random_fold_in threefry2x32
-    """.split()  # noqa: SIM905
-)
-"""Operations whose derivatives do not read their results; those with programs inside are judged by what is in them."""
-
 
 def needs_redirection(eqn: Any, results: Collection[int]) -> bool:
     """Whether the derivative of an equation reads one of its own results, of those at the given places.
@@ -227,9 +216,10 @@ def needs_redirection(eqn: Any, results: Collection[int]) -> bool:
     Found by differentiating it, once for each kind; what cannot be differentiated alone needs nothing.
     """
     primitive = _compat.primitive_name(eqn)
-    if primitive in ("custom_jvp_call", "custom_vjp_call"):
+    facts = primitives.of(primitive)
+    if facts.holds is Holds.RULE:
         return True  # a rule of the user's: most compute the result and use it
-    if primitive in _NEVER:
+    if not facts.asks_result:
         return False
     avals = tuple(var.aval for var in eqn.invars)
     try:

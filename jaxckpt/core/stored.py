@@ -22,18 +22,19 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import Action, action_from
-from jaxckpt.core import surgery
+from jaxckpt.core import primitives, surgery
+from jaxckpt.core.primitives import Holds
 
 INTERNAL = "jaxckpt:"
 """Names that begin so are the emitter's, and no tags."""
 
 _MARKER = f"{INTERNAL}@"
-Kept = dict[str, Any]
+StoredValues = dict[str, Any]
 """What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that hold markers ("0",
 "1") what is kept inside of it: of a scan stacked, of branches a list."""
 
-_THROUGH = ("scan", "cond", "jit", "pjit", "closed_call", "core_call")
-"""Operations through which markers are reached."""
+_THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL)
+"""Programs in which markers are reached; while loops have no derivative."""
 
 
 def marker(name: str, action: Action) -> str:
@@ -73,10 +74,11 @@ def has_markers(jaxpr: Any) -> bool:
 
 def _holds(eqn: Any) -> bool:
     primitive = _compat.primitive_name(eqn)
-    if primitive in ("custom_jvp_call", "custom_vjp_call"):
+    facts = primitives.of(primitive)
+    if facts.holds is Holds.RULE:
         return False  # those of an inner checkpoint, which has its own derivative
     inside = [has_markers(_compat.open_jaxpr(jaxpr)) for jaxpr in surgery.programs(eqn)]
-    if any(inside) and primitive not in _THROUGH:
+    if any(inside) and (facts.holds not in _THROUGH or facts.opaque):
         raise ArgumentError(
             "policy",
             f"one that keeps values inside of {primitive} as they are",
@@ -86,21 +88,21 @@ def _holds(eqn: Any) -> bool:
     return any(inside)
 
 
-def run_storing(closed: Any, args: Sequence[Any]) -> tuple[list[Any], Kept]:
+def run_storing(closed: Any, args: Sequence[Any]) -> tuple[list[Any], StoredValues]:
     """Evaluates a closed jaxpr: returns its results, and what is kept of it, encoded and named."""
-    run = _Run(storing=True)
+    run = _Storing(storing=True)
     results, kept = run.program(closed, None, args)
     return results, _named(kept)
 
 
-def run_with(closed: Any, kept: Kept, args: Sequence[Any]) -> list[Any]:
+def run_with(closed: Any, kept: StoredValues, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr with what was kept, decoded, in place of all that is marked."""
-    return _Run(storing=False).program(closed, kept, args)[0]
+    return _Storing(storing=False).program(closed, kept, args)[0]
 
 
-def _named(kept: Kept) -> Kept:
+def _named(kept: StoredValues) -> StoredValues:
     """Gives what is kept its names: for `jax.checkpoint` these are the values that it keeps."""
-    done: Kept = {}
+    done: StoredValues = {}
     for key, item in kept.items():
         if key.startswith(INTERNAL):
             done[key] = jax.tree.map(functools.partial(jax.ad_checkpoint.checkpoint_name, name=key), item)
@@ -109,18 +111,18 @@ def _named(kept: Kept) -> Kept:
     return done
 
 
-class _Run:
+class _Storing:
     """Evaluates programs; with `storing` what is marked is collected, else it is replaced by what was kept."""
 
     def __init__(self, storing: bool) -> None:
         self.storing = storing
 
-    def program(self, closed: Any, kept: Kept | None, args: Sequence[Any]) -> tuple[list[Any], Kept]:
+    def program(self, closed: Any, kept: StoredValues | None, args: Sequence[Any]) -> tuple[list[Any], StoredValues]:
         """Returns the results of a program, and what is kept of it."""
         jaxpr = _compat.open_jaxpr(closed)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.jaxpr_consts(closed)))
         env.update(zip(jaxpr.invars, args))
-        found: Kept = {}
+        found: StoredValues = {}
         again: set[Any] = set()  # values that a marker returned
         for special, eqns in _stretches(jaxpr):
             if not special:
@@ -165,11 +167,15 @@ class _Run:
         (program,) = programs
         return self.program(program, kept, operands)
 
-    def _scan(self, params: dict[str, Any], kept: Kept | None, operands: list[Any]) -> tuple[list[Any], Kept]:
+    def _scan(
+        self, params: dict[str, Any], kept: StoredValues | None, operands: list[Any]
+    ) -> tuple[list[Any], StoredValues]:
         consts, carries = _compat.num_scan_consts_carry(params)
         fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
 
-        def body(carry: list[Any], rows: tuple[list[Any], Kept | None]) -> tuple[list[Any], tuple[list[Any], Kept]]:
+        def body(
+            carry: list[Any], rows: tuple[list[Any], StoredValues | None]
+        ) -> tuple[list[Any], tuple[list[Any], StoredValues]]:
             results, found = self.program(params["jaxpr"], rows[1], [*fixed, *carry, *rows[0]])
             return results[:carries], (results[carries:], found)
 
@@ -178,7 +184,7 @@ class _Run:
         )
         return [*last, *ys], found
 
-    def _cond(self, programs: list[Any], kept: Any, operands: list[Any]) -> tuple[list[Any], list[Kept]]:
+    def _cond(self, programs: list[Any], kept: Any, operands: list[Any]) -> tuple[list[Any], list[StoredValues]]:
         index, *inputs = operands
         keeps = [
             jax.eval_shape(functools.partial(self._branch, programs, kept, place), *inputs)[1]
@@ -186,7 +192,7 @@ class _Run:
         ]
 
         def branch(place: int) -> Any:
-            def run(*xs: Any) -> tuple[list[Any], list[Kept]]:
+            def run(*xs: Any) -> tuple[list[Any], list[StoredValues]]:
                 results, found = self._branch(programs, kept, place, *xs)
                 others = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), each) for each in keeps]
                 return results, [*others[:place], found, *others[place + 1 :]]
@@ -196,7 +202,7 @@ class _Run:
         results, found = lax.switch(index, [branch(place) for place in range(len(programs))], *inputs)
         return results, found
 
-    def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], Kept]:
+    def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], StoredValues]:
         return self.program(programs[place], None if kept is None else kept[place], inputs)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
+from jaxckpt.core.primitives import Holds
 
 
 def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int | None], Any]]:
@@ -13,7 +15,7 @@ def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tu
 
     The scalar functions of reductions, scatters and sorts are not programs in that sense.
     """
-    if primitive.startswith(("reduce", "scatter", "select_and", "sort", "argm", "custom_lin")):
+    if primitives.of(primitive).holds is Holds.SCALARS:
         return
     for name, param in params.items():
         if _compat.is_jaxpr(param):

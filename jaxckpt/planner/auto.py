@@ -32,9 +32,9 @@ from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.cache import surroundings
 from jaxckpt.memory.gradient import suited
-from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import calls, search
-from jaxckpt.planner.budget import DEVICE, check_budget, normal, resident_bytes, resolve_budget
+from jaxckpt.planner.budget import DEVICE, budget_bytes, check_budget, normal, resident_bytes
 from jaxckpt.planner.calls import Call
 from jaxckpt.planner.solvers import Solver
 
@@ -250,12 +250,12 @@ class _Auto:
                 "%s is planned within axes that are mapped over, where nothing can be compiled: unverified", self._name
             )
             if normal(budget).endswith("%"):
-                budget = resolve_budget(
+                budget = budget_bytes(
                     budget, unplanned=lambda: self._estimate(fun, shapes), target=settings.target, resident=0
                 )
         if normal(budget) == DEVICE:
             here = resident_bytes(call.arrays, settings.target)
-            budget = resolve_budget(budget, unplanned=_unasked, target=settings.target, resident=here)
+            budget = budget_bytes(budget, unplanned=_unasked, target=settings.target, resident=here)
         file = None if self.folder is None else self.folder / self._file_name(fun, shapes)
         if file is not None and (stored := self._load(file, fun, shapes, budget)) is not None:
             return stored
@@ -269,6 +269,7 @@ class _Auto:
             costs=settings.costs,
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
+            reverse_only=False,  # what it returns may be differentiated in any way
         )
         peak = plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else 0)
         logger.info("planned %s within %s: peak %s", self._name, format_bytes(plan.budget or 0), format_bytes(peak))
@@ -283,7 +284,7 @@ class _Auto:
     def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
         """Returns the peak of the step without a plan, as its trace lets one expect."""
         step = suited(self.settings.step, shapes)
-        return graph_peak(trace(step(fun), *shapes), resolve(self.settings.target).platform)
+        return graph_peak(trace(step(fun), *shapes), target_of(self.settings.target).platform)
 
     def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
         try:
@@ -311,7 +312,7 @@ class _Auto:
                 str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None
             ],
             "budget": normal(settings.budget),
-            "target": resolve(settings.target).name,
+            "target": target_of(settings.target).name,
             "actions": [repr(action) for action in settings.actions],
             "costs": str(settings.costs),
             "solver": _solver_title(settings.solver),

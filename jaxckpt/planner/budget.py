@@ -12,14 +12,14 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.units import format_bytes, parse_bytes
-from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.memory.targets import Target, target_of
 
 DEVICE = "device"
 RULE = "a number of bytes above 0, a size such as '12GiB', a share of the peak without checkpoints such as '60%', or 'device'"
 _SHARE = re.compile(r"\s*(-?\d+(?:\.\d*)?|-?\.\d+)\s*%\s*")
 
 
-def resolve_budget(
+def budget_bytes(
     budget: Any,
     *,
     unplanned: Callable[[], int],
@@ -41,14 +41,14 @@ def resolve_budget(
         memory is shared with everything else on the machine).
       InfeasibleBudgetError: nothing is free on the device.
 
-    >>> resolve_budget("60%", unplanned=lambda: 1000, target="cpu"), resolve_budget("1.5KiB", unplanned=lambda: 1000, target="cpu")
+    >>> budget_bytes("60%", unplanned=lambda: 1000, target="cpu"), budget_bytes("1.5KiB", unplanned=lambda: 1000, target="cpu")
     (600, 1536)
     """
     check_budget(budget)
     if not isinstance(budget, str):
         return operator.index(budget)
     if budget.strip().lower() == DEVICE:
-        return _device_bytes(resolve(target), resident)
+        return _device_bytes(target_of(target), resident)
     if found := _SHARE.fullmatch(budget):
         return int(float(found[1]) * unplanned() / 100)
     return parse_bytes(budget)
@@ -110,7 +110,7 @@ def resident_bytes(args: Any, target: Target | str | None = None) -> int:
       args: a pytree of arrays, shapes, whatever a step takes.
       target: see `jaxckpt.Target`.
     """
-    resolved = resolve(target)
+    resolved = target_of(target)
     if not resolved.local:
         return 0
     device = resolved.devices[0]

@@ -1,12 +1,13 @@
-"""The planner's model of a program: a chain of stages, each with choices of what it keeps, and what a schedule of them costs.
+"""The planner's model of a program: a chain of stages, the candidates of each, and what a solution costs.
 
-A schedule is a list of items that cover the stages in order. A `Keep` runs a span of stages once and keeps what one of the span's options
-says, besides what later stages use. A `Drop` runs a span and keeps nothing of it but that; when the backward pass comes to it, the span runs
-again under a schedule of its own. `Drop` is the nested checkpoint of Rotor's recursion (Beaumont et al. 2019, "Optimal checkpointing for
-heterogeneous chains", arXiv:1911.13214, case C1), `Keep` with several options a stage that of Rockmate (Zhao et al. 2023, arXiv:2307.01236).
+A solution is a list of items that cover the stages in order. A `Keep` runs a segment (consecutive stages) once, and
+keeps what one of the segment's candidates says and what later stages use. A `Drop` runs a segment and keeps only what
+later stages use; when the backward pass comes to it, the segment runs again under a solution of its own. `Drop` is
+the nested checkpoint of Rotor's recursion (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains",
+arXiv:1911.13214, case C1), `Keep` with several candidates that of Rockmate (Zhao et al. 2023, arXiv:2307.01236).
 
-Memory is counted as XLA lays it out: temporaries live in the buffers of gradients that are not written yet, so a gradient counts from the time
-that it is written.
+Memory is counted as XLA lays it out: temporaries live in the buffers of gradients that are not written yet, so a
+gradient counts from the time that it is written.
 """
 
 from __future__ import annotations
@@ -14,42 +15,48 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True)
-class Option:
-    """One choice of what a span keeps for its backward pass.
+class Candidate:
+    """One way to run a stage, a segment or a loop: what it keeps for its backward pass, and what that costs.
+
+    Solvers read `kept`, `time` and `work` alone.
 
     Attributes:
-      kept: bytes kept, besides the span's inputs and what later stages use of it.
-      time: seconds of recomputation that its backward pass begins with.
-      work: bytes that its recomputation and backward pass need at once, besides `kept`, inputs and gradients written before.
-      label: what the caller knows it by.
+      kept: bytes kept, besides the segment's inputs and what later stages use of it.
+      time: seconds of the recomputation that its backward pass begins with, weighed: `planner.costs.Time.effort`.
+      work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later
+        stages have written are not counted.
+      seconds: the same seconds by the target's rates, not weighed.
+      how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it is.
     """
 
     kept: int
     time: float
     work: int
-    label: int = 0
+    seconds: float = 0.0
+    how: Any = field(default=None, hash=False)
 
 
 @dataclass(frozen=True)
-class Span:
+class Segment:
     """Stages start..stop taken as one.
 
     Attributes:
       forward_time: seconds of one forward run.
       forward_work: bytes that one forward run needs at once, its outputs included, its inputs not.
       gradient: bytes of gradients that its backward pass writes, of arguments that no later stage has written one of.
-      options: choices of what it keeps.
+      candidates: ways to run it, by what they keep.
     """
 
     forward_time: float
     forward_work: int
     gradient: int
-    options: tuple[Option, ...]
+    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -73,18 +80,22 @@ class Chain:
 
     Attributes:
       length: how many stages.
-      spans: (start, stop) -> Span. Every single stage is there; longer ones may be, with options: there inputs of inner stages may be dropped
-        too. Those without options say what it takes to run them; there is one for each (start, stop).
+      segments: (start, stop) -> Segment, one for each (start, stop). Single stages have candidates. Longer segments may have
+        some: those can drop the inputs of inner stages too. A segment without candidates says what it takes to run it.
       carried: the values between stages, those that skip some among them.
     """
 
     length: int
-    spans: Mapping[tuple[int, int], Span] = field(hash=False)
+    segments: Mapping[tuple[int, int], Segment] = field(hash=False)
     carried: tuple[Carried, ...] = ()
 
-    def span(self, start: int, stop: int) -> Span:
+    def segment(self, start: int, stop: int) -> Segment:
         """Returns the stages start..stop as one."""
-        return self.spans[start, stop]
+        return self.segments[start, stop]
+
+    def candidate(self, item: Keep) -> Candidate:
+        """Returns the candidate that a solution's item takes."""
+        return self.segments[item.start, item.stop].candidates[item.candidate]
 
     def output(self, start: int, j: int, stop: int) -> int:
         """Returns the bytes that the stages start..j make and j..stop use: what is kept of start..j while start..stop runs."""
@@ -103,22 +114,22 @@ class Chain:
         return np.cumsum(np.cumsum(tables[:, ::-1], axis=1)[:, ::-1], axis=2)
 
     @functools.cached_property
-    def keepable(self) -> tuple[tuple[tuple[int, Span], ...], ...]:
-        """For each start the (stop, span) that have options."""
-        found: list[list[tuple[int, Span]]] = [[] for _ in range(self.length)]
-        for (start, stop), span in sorted(self.spans.items()):
-            if span.options:
-                found[start].append((stop, span))
+    def keepable(self) -> tuple[tuple[tuple[int, Segment], ...], ...]:
+        """For each start the (stop, segment) that have candidates."""
+        found: list[list[tuple[int, Segment]]] = [[] for _ in range(self.length)]
+        for (start, stop), segment in sorted(self.segments.items()):
+            if segment.candidates:
+                found[start].append((stop, segment))
         return tuple(tuple(each) for each in found)
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Stages start..stop, run once, with what option number `option` keeps."""
+    """Stages start..stop, run once, with what candidate number `candidate` keeps."""
 
     start: int
     stop: int
-    option: int
+    candidate: int
 
 
 @dataclass(frozen=True)
@@ -130,55 +141,55 @@ class Drop:
     again: tuple[Keep | Drop, ...]
 
 
-Schedule = tuple[Keep | Drop, ...]
+Solution = tuple[Keep | Drop, ...]
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a schedule costs: seconds of recomputation, and bytes at the peak besides the program's arguments."""
+class SolutionCost:
+    """What a solution costs: seconds of recomputation, and bytes at the peak besides the program's arguments."""
 
     time: float
     peak: int
 
 
-def cost(chain: Chain, schedule: Sequence[Keep | Drop]) -> Cost:
-    """Simulates a schedule: the forward pass, then the backward pass from the last item to the first. Solvers are held against this."""
-    return _run(chain, tuple(schedule), chain.length, 0, 0)
+def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> SolutionCost:
+    """Simulates a solution: the forward pass, then the backward pass from the last item to the first. Solvers are held against this."""
+    return _run(chain, tuple(solution), chain.length, 0, 0)
 
 
-def _run(chain: Chain, items: Schedule, stop: int, live: int, written: int) -> Cost:
+def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> SolutionCost:
     """Cost of `items`, which end at stage `stop`, with `live` bytes kept before them and `written` bytes of gradients of later stages."""
     peak, time = live + written, 0.0
     held = []
     for item in items:
-        span = chain.span(item.start, item.stop)
+        segment = chain.segment(item.start, item.stop)
         kept = chain.output(item.start, item.stop, stop) + (
-            span.options[item.option].kept if isinstance(item, Keep) else 0
+            segment.candidates[item.candidate].kept if isinstance(item, Keep) else 0
         )
-        peak = max(peak, live + span.forward_work + written, live + kept + written)
+        peak = max(peak, live + segment.forward_work + written, live + kept + written)
         held.append(live)
         live += kept
     for item, before in zip(reversed(items), reversed(held)):
-        span = chain.span(item.start, item.stop)
+        segment = chain.segment(item.start, item.stop)
         if isinstance(item, Keep):
-            option = span.options[item.option]
-            time += option.time
-            peak = max(peak, before + option.kept + option.work + written)
+            candidate = segment.candidates[item.candidate]
+            time += candidate.time
+            peak = max(peak, before + candidate.kept + candidate.work + written)
         else:
             inner = _run(chain, item.again, item.stop, before, written)
-            time += span.forward_time + inner.time
+            time += segment.forward_time + inner.time
             peak = max(peak, inner.peak)
-        written += span.gradient
+        written += segment.gradient
         peak = max(peak, before + written)
-    return Cost(time, peak)
+    return SolutionCost(time, peak)
 
 
-def covers(chain: Chain, schedule: Sequence[Keep | Drop]) -> bool:
-    """Whether a schedule covers every stage once, in order, also inside each Drop."""
-    return _covers(tuple(schedule), 0, chain.length)
+def covers(chain: Chain, solution: Sequence[Keep | Drop]) -> bool:
+    """Whether a solution covers every stage once, in order, also inside each Drop."""
+    return _covers(tuple(solution), 0, chain.length)
 
 
-def _covers(items: Schedule, start: int, stop: int) -> bool:
+def _covers(items: Solution, start: int, stop: int) -> bool:
     at = start
     for item in items:
         if item.start != at or (isinstance(item, Drop) and not _covers(item.again, item.start, item.stop)):
@@ -187,9 +198,9 @@ def _covers(items: Schedule, start: int, stop: int) -> bool:
     return at == stop
 
 
-def items(schedule: Sequence[Keep | Drop], depth: int = 0) -> Iterator[tuple[int, Keep | Drop]]:
+def items(solution: Sequence[Keep | Drop], depth: int = 0) -> Iterator[tuple[int, Keep | Drop]]:
     """Yields (depth, item) for every item, those inside a Drop after it."""
-    for item in schedule:
+    for item in solution:
         yield depth, item
         if isinstance(item, Drop):
             yield from items(item.again, depth + 1)

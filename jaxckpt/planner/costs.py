@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt.actions import Cost
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import Graph, Op
-from jaxckpt.core.liveness import BARRIER, FUSED, MOVES, ROOTS
+from jaxckpt.core.liveness import BARRIER
+from jaxckpt.core.primitives import Kernel
 from jaxckpt.memory.targets import Target
 
 VECTOR = 1 / 8
@@ -60,14 +61,6 @@ def total(times: Iterable[Time]) -> Time:
     return sum(times, Time())
 
 
-_SENT = {
-    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), 2.0),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced", "reduce_scatter"), 1.0),
-    **dict.fromkeys(("all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast"), 1.0),
-}
-"""What each device sends, in units of the larger of what goes into a collective and what comes out: a ring reduces by scattering and
-gathering (R. Thakur et al., "Optimization of collective communication operations in MPICH", 2005)."""
-
 Seconds = Callable[[Op], float]
 """Seconds of one execution of an operation."""
 
@@ -86,20 +79,20 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
 
     def seconds(op: Op) -> float:
         if op.bodies:
-            each = [sum(map(seconds, body.ops)) for body in op.bodies]
-            if op.primitive == "cond":
-                return max(each)
-            return float(op.params["length"] if op.primitive == "scan" else 1) * sum(each)
+            each = [float(sum(map(seconds, body.ops))) for body in op.bodies]
+            return primitives.altogether(op.primitive, op.params, each)
         if _passes(graph, op):
             return 0.0
         rate = devices * _rate(graph, op, rates)
         moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
-        if op.primitive in _SENT:
+        facts = primitives.of(op.primitive)
+        if facts.collective:
             sizes = [sum(graph.values[index].bytes for index in ends) for ends in (op.inputs, op.outputs)]
-            return _SENT[op.primitive] * max(sizes) / target.link_bandwidth + moved / bandwidth
-        if op.primitive in FUSED:
-            arithmetic = 0.0 if op.primitive in MOVES else op.flops / (rate * VECTOR)
-            return max(arithmetic, moved / bandwidth if any(index in wanted for index in op.outputs) else 0.0)
+            return facts.sends * max(sizes) / target.link_bandwidth + moved / bandwidth
+        if facts.fused:
+            return max(
+                op.flops / (rate * VECTOR), moved / bandwidth if any(index in wanted for index in op.outputs) else 0.0
+            )
         return op.flops / (rate * MATRIX) + moved / bandwidth
 
     return seconds
@@ -140,22 +133,14 @@ def scaled(time: Callable[[Op], Time], factor: float) -> Callable[[Op], Time]:
 
 
 def is_dear(op: Op) -> bool:
-    """Whether an operation costs what it computes rather than what it moves: not elementwise, no reduction, no move of data."""
+    """Whether an operation costs what it computes rather than what it moves, or holds one that does: see `Primitive.dear`."""
     if op.bodies:
         return any(is_dear(inner) for body in op.bodies for inner in body.ops)
-    return op.primitive not in FUSED and not op.primitive.startswith((*ROOTS, "dynamic_update", "scatter"))
+    return primitives.of(op.primitive).dear
 
 
 def _passes(graph: Graph, op: Op) -> bool:
-    """Whether an operation's results are its operands, and nothing is computed or moved in the compiled program.
-
-    So it is with a barrier, and with the rounding of a value to its own type that `jax.checkpoint` puts on what it keeps: XLA takes both away.
-    """
-    if op.primitive == "reduce_precision":
-        dtype = graph.values[op.outputs[0]].dtype
-        info = jnp.finfo(dtype)
-        return (op.params["exponent_bits"], op.params["mantissa_bits"]) == (info.nexp, info.nmant)
-    return op.primitive in ("copy", "copy_p", BARRIER)
+    return primitives.is_same(op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None)
 
 
 def _wanted_whole(graph: Graph, ops: Sequence[Op]) -> Collection[int]:
@@ -163,11 +148,10 @@ def _wanted_whole(graph: Graph, ops: Sequence[Op]) -> Collection[int]:
     over a barrier."""
     wanted: set[int] = set()
     for op in reversed(ops):
-        if _passes(graph, op):
-            takes = op.primitive == BARRIER or op.outputs[0] in wanted
-        else:
-            takes = op.primitive not in FUSED and not op.primitive.startswith(ROOTS)
-        if takes:
+        whole = primitives.of(op.primitive).kernel is Kernel.OWN
+        if op.primitive != BARRIER and _passes(graph, op):
+            whole = op.outputs[0] in wanted
+        if whole:
             wanted.update(op.inputs)
     return wanted
 
@@ -180,7 +164,7 @@ def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Cal
         return read.get(index, graph.values[index].bytes)
 
     for op in ops:
-        if op.primitive in FUSED:
+        if primitives.of(op.primitive).fused:
             sources = sum(map(bytes_of, set(op.inputs)))
             read.update((i, min(sources, graph.values[i].bytes)) for i in op.outputs if i not in wanted)
     return bytes_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
-from jaxckpt.core.plan import Plan
+from jaxckpt.core.plan import Plan, PlanReport
+from jaxckpt.core.shown import Progress
 from jaxckpt.memory.report import measure
-from jaxckpt.memory.targets import Target, resolve
+from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import search
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -25,9 +26,6 @@ from jaxckpt.planner.solvers import Solver
 FORMAT = 1
 """Version of the JSON form."""
 BUDGETS = ("25%", "30%", "40%", "50%", "60%", "70%", "80%", "90%")
-
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
 
 
 @dataclass(frozen=True)
@@ -54,37 +52,47 @@ class Point:
     Attributes:
       budget: as it was asked for.
       budget_bytes: in bytes.
-      plan: None where no plan fits.
+      report: the plan and what is known of it; None where no plan fits.
       why: where no plan fits, the planner's word on it, with the least budget found to fit; else "".
-      flops, seconds: of the planned step, as of `Way`; None where there is no plan.
       least_bytes, stretch: where no plan fits, as of `InfeasibleBudgetError`; else None.
     """
 
     budget: int | str
     budget_bytes: int
-    plan: Plan | None
+    report: PlanReport | None
     why: str = ""
-    flops: int | None = None
-    seconds: float | None = None
     least_bytes: int | None = None
     stretch: str | None = None
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan; None where none fits."""
+        return None if self.report is None else self.report.plan
+
+    @property
     def peak_bytes(self) -> int | None:
         """Compiled peak; None where there is no plan or nothing was compiled."""
-        return None if self.plan is None else self.plan.measured_bytes
+        return None if self.report is None else self.report.peak_bytes
 
     @property
     def predicted_bytes(self) -> int | None:
         """The peak as the planner predicted it before it compiled this plan."""
-        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.peak_bytes
+        return None if self.report is None else self.report.predicted_bytes
 
     @property
     def prediction_error(self) -> float | None:
         """Predicted over compiled peak, less 1: positive where the prediction says more."""
-        if not self.peak_bytes or self.predicted_bytes is None:
-            return None
-        return self.predicted_bytes / self.peak_bytes - 1
+        return None if self.report is None else self.report.prediction_error
+
+    @property
+    def flops(self) -> int | None:
+        """FLOPs of the planned step, as of `Way`."""
+        return None if self.report is None else self.report.flops
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the planned step, as of `Way`."""
+        return None if self.report is None else self.report.seconds
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,7 @@ def frontier(
     if not budgets:
         raise ArgumentError("budgets", "at least one budget", budgets)
     refuse_traced(fun, args, "frontier")
-    problem = search.analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    problem = search.problem_of(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
     return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
 
 
@@ -242,7 +250,8 @@ def point(
     except InfeasibleBudgetError as error:
         return Point(budget, bytes_, None, str(error), least_bytes=error.least_bytes, stretch=error.stretch)
     flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target, problem.model.shards)
-    return Point(budget, bytes_, plan, "", flops, seconds)
+    assert plan.report is not None, "the planner's plans have reports"
+    return Point(budget, bytes_, replace(plan.report, asked=budget, flops=flops, seconds=seconds))
 
 
 def unplanned_bytes(problem: search.Problem) -> int | None:
@@ -286,7 +295,7 @@ def cost_of(
       shards: how arrays lie over the target's devices: `Problem.model.shards`. FLOPs are those of all devices, seconds those of one.
     """
     graph = shards.applied(trace(step, *args))
-    seconds = rates.roofline(graph, resolve(target), shards.devices)
+    seconds = rates.roofline(graph, target_of(target), shards.devices)
     return graph.flops, float(sum(map(seconds, graph.ops)))
 
 

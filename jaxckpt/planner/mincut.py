@@ -40,7 +40,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Way:
+class Storage:
     """One way to keep a value.
 
     Attributes:
@@ -55,7 +55,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Cut:
     """What is kept and how, what runs again (places in the list of operations), and what that costs."""
 
     kept: Mapping[int, Action]
@@ -67,10 +67,10 @@ class Choice:
 def hull(
     operations: Sequence[Operation],
     needed: Collection[int],
-    ways: Mapping[int, Sequence[Way]],
+    ways: Mapping[int, Sequence[Storage]],
     free: Collection[int] = (),
     most: int = 24,
-) -> list[Choice]:
+) -> list[Cut]:
     """Returns the convex hull of kept bytes and seconds of recomputation, the least bytes first.
 
     Args:
@@ -78,9 +78,9 @@ def hull(
       needed: keys of the values that have to be there; what no operation makes is there.
       ways: of the values that can be kept, how.
       free: values that are saved anyway, at no cost.
-      most: so many choices at most.
+      most: so many cuts at most.
     """
-    saved = [Way(SAVE, 0)]
+    saved = [Storage(SAVE, 0)]
     problem = _Problem(operations, needed, {key: saved if key in free else each for key, each in ways.items()})
     least, fastest = problem.solve(float("inf")), problem.solve(0.0)
     found = [least]
@@ -90,13 +90,13 @@ def hull(
     return found
 
 
-def _between(problem: _Problem, left: Choice, right: Choice, found: list[Choice], most: int) -> None:
-    """Adds the choices of the hull between two of them, in order."""
-    stack: list[Choice | tuple[Choice, Choice]] = [(left, right)]
+def _between(problem: _Problem, left: Cut, right: Cut, found: list[Cut], most: int) -> None:
+    """Adds the cuts of the hull between two of them, in order."""
+    stack: list[Cut | tuple[Cut, Cut]] = [(left, right)]
     solved = 0
     while stack:
         item = stack.pop()
-        if isinstance(item, Choice):
+        if isinstance(item, Cut):
             found.append(item)
             continue
         a, b = item
@@ -114,7 +114,7 @@ class _Problem:
     """The cut for one price; nodes are values "there", then operations "again", then source and sink."""
 
     def __init__(
-        self, operations: Sequence[Operation], needed: Collection[int], ways: Mapping[int, Sequence[Way]]
+        self, operations: Sequence[Operation], needed: Collection[int], ways: Mapping[int, Sequence[Storage]]
     ) -> None:
         self.operations, self.ways = operations, ways
         self.needed = list(dict.fromkeys(needed))
@@ -124,8 +124,8 @@ class _Problem:
         self.source = len(self.keys) + len(operations)
         self.sink = self.source + 1
 
-    def solve(self, price: float) -> Choice:
-        """Returns the cheapest choice: seconds + price x bytes. 0 asks for the fewest seconds, infinity for the fewest bytes."""
+    def solve(self, price: float) -> Cut:
+        """Returns the cheapest cut: seconds + price x bytes. 0 asks for the fewest seconds, infinity for the fewest bytes."""
         times = np.array([op.seconds for op in self.operations] or [0.0])
         sizes = np.array([max((way.bytes for way in self.ways.get(key, ())), default=0) for key in self.keys] or [0])
         if price == 0.0:
@@ -149,7 +149,7 @@ class _Problem:
         for key in self.needed:
             if key in self.keys:
                 edges[self.source, self.keys[key]] = _NEVER
-        return self.choice(self._runs_again(edges), best)
+        return self.cut(self._runs_again(edges), best)
 
     def _runs_again(self, edges: Mapping[tuple[int, int], int]) -> set[int]:
         rows, columns = np.array(list(edges), np.int32).reshape(-1, 2).T
@@ -161,7 +161,7 @@ class _Problem:
         reached = breadth_first_order(rest, self.source, return_predecessors=False)
         return {int(node) - len(self.keys) for node in reached if len(self.keys) <= node < self.source}
 
-    def choice(self, again: Collection[int], best: Mapping[int, Way]) -> Choice:
+    def cut(self, again: Collection[int], best: Mapping[int, Storage]) -> Cut:
         """Returns what has to be kept, in the best way, if these operations, where they are of use, run again."""
         kept, runs = set(), set()
         waiting = [key for key in self.needed if key in self.keys]
@@ -179,7 +179,7 @@ class _Problem:
             seen.update(more)
             waiting += more
         ways = {key: best[key] for key in sorted(kept)}
-        return Choice(
+        return Cut(
             {key: way.action for key, way in ways.items()},
             tuple(sorted(runs)),
             sum(way.bytes for way in ways.values()),
@@ -187,14 +187,14 @@ class _Problem:
         )
 
 
-def _cost(way: Way, price: float) -> float:
+def _cost(way: Storage, price: float) -> float:
     return price * way.bytes + way.seconds
 
 
-def cheapest_first(choices: Iterable[Choice]) -> list[Choice]:
-    """Returns the choices that no other beats in both bytes and seconds, the least bytes first."""
-    best: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.bytes, c.seconds)):
-        if not best or choice.seconds < best[-1].seconds:
-            best.append(choice)
+def cheapest_first(cuts: Iterable[Cut]) -> list[Cut]:
+    """Returns the cuts that no other beats in both bytes and seconds, the least bytes first."""
+    best: list[Cut] = []
+    for cut in sorted(cuts, key=lambda c: (c.bytes, c.seconds)):
+        if not best or cut.seconds < best[-1].seconds:
+            best.append(cut)
     return best

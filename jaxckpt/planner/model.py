@@ -1,39 +1,36 @@
-"""From a traced function to a chain with choices, and from a chain's schedule back to a plan."""
+"""From a traced function to a chain with candidates, and from a chain's solution back to a plan."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.plan import Loop, Plan, Region, Run
+from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.residuals import is_inexact
-from jaxckpt.memory.targets import Target
 from jaxckpt.planner import stages
-from jaxckpt.planner.chain import Carried, Chain, Keep, Option, Schedule, Span
+from jaxckpt.planner.candidates import Candidates, candidates_of
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Keep, Segment, Solution
+from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.options import Analysis, analyse
-from jaxckpt.planner.scans import ScanAnalysis, analyse_scan
+from jaxckpt.planner.scans import LoopCandidates, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 
 WIDEST = 4
-"""So many stages at most are offered as one region."""
+"""Maximum number of stages in one region."""
 
-EFFORT = 5000
-"""So many operations at most are differentiated for the analysis, if that is enough for the single stages."""
+OPERATIONS = 5000
+"""Maximum number of operations that are differentiated to find candidates; single stages are always differentiated."""
 
 FINER = 0.1
-"""The stage that needs most is cut in two where its halves need so much less."""
-
-Progress = Callable[[int, int, str], None]
+"""Split the stage that needs most bytes if that lowers its need by this fraction."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,7 @@ class Model:
     Attributes:
       graph: the function.
       places: where its stages begin and end, places in `graph.ops`.
-      chain: what solvers see; an option's label is its place in `choices`.
-      choices: (start, stop) -> what each option keeps: values, or the runs of a scan; None for what is left to JAX as it stands.
-      times: (start, stop) -> seconds of recomputation of each choice.
+      chain: what solvers see; of each candidate, `how` is what a plan says of it.
       forward: seconds of each stage's forward run.
       step_seconds: forward and backward pass, nothing recomputed.
       distinct: how many stretches were analysed.
@@ -56,28 +51,25 @@ class Model:
     graph: Graph
     places: tuple[int, ...]
     chain: Chain
-    choices: dict[tuple[int, int], list[Mapping[int, Action] | tuple[Run, ...] | None]]
-    times: dict[tuple[int, int], list[float]]
     forward: tuple[float, ...]
     step_seconds: float
     distinct: int
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
 
-    def plan(self, schedule: Schedule) -> Plan:
-        """Returns a solver's schedule as a plan."""
+    def plan(self, solution: Solution) -> Plan:
+        """Returns a solver's solution as a plan."""
         loops: list[Loop] = []
-        regions = self._regions(schedule, loops)
+        regions = self._regions(solution, loops)
         notes = tuple(self._note(region) for region in regions)
         return Plan(regions, self.graph.fingerprint, notes=notes, loops=tuple(loops))
 
-    def seconds(self, schedule: Schedule) -> float:
-        """Returns the seconds of recomputation of a schedule; the chain's times weigh FLOPs as well."""
+    def seconds(self, solution: Solution) -> float:
+        """Returns the seconds of recomputation of a solution; the chain's times weigh FLOPs as well."""
         seconds = 0.0
-        for item in schedule:
+        for item in solution:
             if isinstance(item, Keep):
-                label = self.chain.span(item.start, item.stop).options[item.option].label
-                seconds += self.times[item.start, item.stop][label]
+                seconds += self.chain.candidate(item).seconds
             else:
                 seconds += sum(self.forward[item.start : item.stop]) + self.seconds(item.again)
         return seconds
@@ -86,35 +78,35 @@ class Model:
         """Returns the stage that needs most at once even when it keeps as little as can be: (first operation, one after its last, bytes)."""
 
         def least(stage: int) -> int:
-            span = self.chain.span(stage, stage + 1)
-            return max(span.forward_work, min((option.kept + option.work for option in span.options), default=0))
+            segment = self.chain.segment(stage, stage + 1)
+            return max(
+                segment.forward_work,
+                min((candidate.kept + candidate.work for candidate in segment.candidates), default=0),
+            )
 
         stage = max(range(self.chain.length), key=least)
         return self.places[stage], self.places[stage + 1], least(stage)
 
-    def kept_bytes(self, schedule: Schedule) -> int:
-        """Returns the bytes that a schedule keeps from the forward to the backward pass."""
+    def kept_bytes(self, solution: Solution) -> int:
+        """Returns the bytes that a solution keeps from the forward to the backward pass."""
         at = 0
-        for item in schedule:
-            option = self.chain.span(item.start, item.stop).options[item.option].kept if isinstance(item, Keep) else 0
-            at += option + self.chain.output(item.start, item.stop, self.chain.length)
+        for item in solution:
+            kept = self.chain.candidate(item).kept if isinstance(item, Keep) else 0
+            at += kept + self.chain.output(item.start, item.stop, self.chain.length)
         return at
 
-    def _regions(self, schedule: Schedule, loops: list[Loop]) -> tuple[Region, ...]:
+    def _regions(self, solution: Solution, loops: list[Loop]) -> tuple[Region, ...]:
         regions = []
-        for item in schedule:
+        for item in solution:
             start, stop = self.places[item.start], self.places[item.stop]
             if not isinstance(item, Keep):
                 regions.append(Region(start, stop, {}, self._regions(item.again, loops), tied=True))
                 continue
-            option = self.chain.span(item.start, item.stop).options[item.option]
-            choice = self.choices[item.start, item.stop][option.label]
-            if start in self.loops:
-                if choice is not None:
-                    loops.append(Loop(start, choice))  # type: ignore[arg-type]
-            else:
-                kept: Any = choice or {}
-                regions.append(Region(start, stop, kept, checkpoint=choice is not None, tied=True))
+            how = self.chain.candidate(item).how
+            if start not in self.loops:
+                regions.append(Region(start, stop, how or {}, checkpoint=how is not None, tied=True))
+            elif how is not None:
+                loops.append(Loop(start, how))
         return tuple(regions)
 
     def _note(self, region: Region) -> str:
@@ -130,48 +122,31 @@ class Model:
 def build(
     graph: Graph,
     differentiated: Collection[int],
-    target: Target,
-    shards: Shards = WHOLE,
-    timed: bool = False,
+    context: Context,
     progress: Progress | None = None,
-    actions: Sequence[Action] = (SAVE,),
 ) -> Model:
     """Returns the chain of a function, every stretch of it analysed.
 
     Args:
       graph: the function as traced.
       differentiated: the indices of arguments that are differentiated in.
-      target: what it will run on.
-      shards: how arrays lie over the target's devices; the graph's bytes are those on one.
-      timed: whether each distinct stretch is timed on the local device.
+      context: what it is planned for.
       progress: called as `progress(done, total, what)`.
-      actions: the ways to keep a value.
     """
     report = progress or (lambda done, total, what: None)
-    return _Builder(graph, differentiated, target, shards, timed, report, tuple(actions)).build()
+    return _Builder(graph, differentiated, context, report).build()
 
 
 class _Builder:
-    def __init__(
-        self,
-        graph: Graph,
-        differentiated: Collection[int],
-        target: Target,
-        shards: Shards,
-        timed: bool,
-        progress: Progress,
-        actions: Sequence[Action],
-    ) -> None:
-        self.actions = actions
-        self.graph, self.target, self.shards, self.progress = graph, target, shards, progress
-        self.timed = timed
+    def __init__(self, graph: Graph, differentiated: Collection[int], context: Context, progress: Progress) -> None:
+        self.graph, self.context, self.progress = graph, context, progress
         self.differentiated = frozenset(differentiated)
         self.active = stages.active_values(graph, differentiated)
         self.last = stages.last_uses(graph)
         self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
-        self.analyses: dict[str, tuple[Analysis, dict[int, int]]] = {}
-        self.scans: dict[str, ScanAnalysis] = {}
+        self.analyses: dict[str, tuple[Candidates, dict[int, int]]] = {}
+        self.scans: dict[str, LoopCandidates] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
         self.texts: dict[int, str] = {}
 
@@ -180,17 +155,14 @@ class _Builder:
         places = self._finer(stages.join(graph, stages.cuts(graph), lambda a, b: self._stretch(a, b)[0]))
         length = len(places) - 1
         carried = self._carried(places)
-        spans: dict[tuple[int, int], Span] = {}
-        choices: dict[tuple[int, int], list[Any]] = {}
-        times: dict[tuple[int, int], list[float]] = {}
+        segments: dict[tuple[int, int], Segment] = {}
         singles: list[tuple[Time, Time, int]] = []
-        windows = self._regions_to_look_at(places)
-        found: dict[tuple[int, int], Analysis | ScanAnalysis] = {}
-        mapped: dict[tuple[int, int], dict[int, int]] = {}
-        for done, (s, t) in enumerate(windows):
-            self.progress(done, len(windows), "analysing stages")
-            found[s, t], mapped[s, t] = self._analyse(places[s], places[t])
-        self.progress(len(windows), len(windows), "")
+        ends = self._segments_with_candidates(places)
+        found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
+        for done, (s, t) in enumerate(ends):
+            self.progress(done, len(ends), "analysing stages")
+            found[s, t] = self._found(places[s], places[t])
+        self.progress(len(ends), len(ends), "")
         for s in range(length):
             one = found[s, s + 1]
             singles.append((one.forward, one.backward, one.forward_work))
@@ -200,60 +172,46 @@ class _Builder:
         for s in range(length):
             work = 0
             for t in range(s + 1, length + 1):
-                options: list[Option] = []
+                candidates: list[Candidate] = []
                 if (s, t) in found:
-                    waiting = int(passing[s, t])
-                    analysis = found[s, t]
-                    choices[s, t], times[s, t] = [], []
-                    twice = self._written_before(places[s], places[t])
-                    for choice in analysis.choices:
-                        label = len(choices[s, t])
-                        if isinstance(analysis, ScanAnalysis):
-                            choices[s, t].append(choice.runs)  # type: ignore[union-attr]
-                        else:
-                            choices[s, t].append({mapped[s, t][v]: action for v, action in choice.actions.items()})  # type: ignore[union-attr]
-                        times[s, t].append(choice.time.seconds)
-                        at_once = max(choice.work + waiting - twice, 0)
-                        options.append(Option(choice.bytes, choice.time.effort, at_once, label))
+                    one = found[s, t]
+                    candidates = self._candidates(one, places[s], places[t])
                     # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes out.
-                    if isinstance(analysis, Analysis) and (s, t) == (length - 1, length):
-                        at_once = max(analysis.plain_work + waiting - twice, 0)
-                        options.append(Option(analysis.left_bytes, 0.0, at_once, len(choices[s, t])))
-                        choices[s, t].append(None)
-                        times[s, t].append(0.0)
+                    if isinstance(one, Candidates) and (s, t) == (length - 1, length):
+                        candidates.append(Candidate(one.left_bytes, 0.0, one.plain_work))
+                    more = int(passing[s, t]) - self._written_before(places[s], places[t])
+                    candidates = [replace(each, work=max(each.work + more, 0)) for each in candidates]
                 forward = sum(singles[j][0].effort for j in range(s, t))
                 work = max(work, singles[t - 1][2] + int(made[s, t - 1]))
-                spans[s, t] = Span(forward, work, sum(gradients[s:t]), tuple(options))
-        chain = Chain(length, spans, tuple(value for value, _ in carried))
+                segments[s, t] = Segment(forward, work, sum(gradients[s:t]), tuple(candidates))
+        chain = Chain(length, segments, tuple(value for value, _ in carried))
         forwards = tuple(single[0].seconds for single in singles)
         seconds = sum(forwards) + sum(single[1].seconds for single in singles)
         return Model(
             graph,
             tuple(places),
             chain,
-            choices,
-            times,
             forwards,
             seconds,
             len(self.analyses) + len(self.scans),
-            self.shards,
+            self.context.shards,
             self.loops,
         )
 
     def _finer(self, places: list[int]) -> list[int]:
         """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what the step can do with.
 
-        Ends also when `EFFORT` operations have been differentiated for it, or would be: a stage of many operations has many places to cut.
+        Ends also when `OPERATIONS` operations have been differentiated for it, or would be: a stage of many operations has many places to cut.
         """
-        effort = 0
+        operations = 0
         gaps = stages.gaps(self.graph, stages.crossing(self.graph))
         while 1 < len(places) <= stages.MOST:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             dearest = needs.index(max(needs))
             start, stop = places[dearest : dearest + 2]
             between = [place for place in gaps if start < place < stop]
-            effort += len(between) * (stop - start)
-            if effort > EFFORT:
+            operations += len(between) * (stop - start)
+            if operations > OPERATIONS:
                 break
             halves = {p: max(self._least_work(start, p), self._least_work(p, stop)) for p in between}
             place = min(halves, key=lambda place: halves[place], default=None)
@@ -264,23 +222,23 @@ class _Builder:
 
     def _least_work(self, start: int, stop: int) -> int:
         """Returns the bytes that a stage needs at once if it keeps as little as can be."""
-        found = self._analysis(start, stop)
-        return max(found.forward_work, min((choice.bytes + choice.work for choice in found.choices), default=0))
+        found = self._found(start, stop)
+        return max(found.forward_work, min((each.kept + each.work for each in _listed(found)), default=0))
 
-    def _regions_to_look_at(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the stages, and as many wider stretches of them as `EFFORT` allows, equal ones counted once."""
-        windows: list[tuple[int, int]] = []
+    def _segments_with_candidates(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (start, stop) of the stages, and of as many longer segments as `OPERATIONS` allows, equal ones counted once."""
+        ends: list[tuple[int, int]] = []
         known: set[str] = set()
-        effort = 0
+        operations = 0
         for width in range(1, WIDEST + 1):
-            here = [(s, t) for s, t in _windows(len(places) - 1, width) if self._may_join(places, s, t)]
+            here = [(s, t) for s, t in _of_width(len(places) - 1, width) if self._may_join(places, s, t)]
             new = {self._stretch(places[s], places[t])[0]: places[t] - places[s] for s, t in here}
-            effort += sum(size for text, size in new.items() if text not in known)
-            if width > 1 and effort > EFFORT:
+            operations += sum(size for text, size in new.items() if text not in known)
+            if width > 1 and operations > OPERATIONS:
                 break
             known |= new.keys()
-            windows += here
-        return windows
+            ends += here
+        return ends
 
     def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:
         """Whether stages may be one region: a scan stays alone."""
@@ -295,35 +253,24 @@ class _Builder:
             self.digests[key] = text, part, {number: index for index, number in numbers.items()}
         return self.digests[key]
 
-    def _analyse(self, start: int, stop: int) -> tuple[Analysis | ScanAnalysis, dict[int, int]]:
-        """Returns what there is to choose, and the map from the values that the analysis names to those here."""
-        found = self._analysis(start, stop)
-        if isinstance(found, ScanAnalysis):
-            return found, {}
+    def _candidates(self, found: Candidates | LoopCandidates, start: int, stop: int) -> list[Candidate]:
+        """Returns the candidates of start..stop, of what was found for it or for a stretch that is equal to it."""
+        if isinstance(found, LoopCandidates):
+            return _listed(found)
         text, _, numbers = self._stretch(start, stop)
-        return found, {index: numbers[number] for index, number in self.analyses[text][1].items()}
+        here = {index: numbers[number] for index, number in self.analyses[text][1].items()}
+        return [replace(c, how={here[index]: action for index, action in c.how.items()}) for c in found.candidates]
 
-    def _analysis(self, start: int, stop: int) -> Analysis | ScanAnalysis:
+    def _found(self, start: int, stop: int) -> Candidates | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
         if start in self.loops:
-            key = f"{text}:{start}"  # its runs name values of its own body
+            key = f"{text}:{start}"  # its schedules name values of its own body
             if key not in self.scans:
-                self.scans[key] = analyse_scan(
-                    self.graph, self.graph.ops[start], self.active, self.target, self.shards, self.timed, self.actions
-                )
+                self.scans[key] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
             return self.scans[key]
         if text not in self.analyses:
-            found = analyse(
-                self.named,
-                start,
-                stop,
-                part.outputs,
-                self.active,
-                self.target,
-                part.outputs,
-                self.shards,
-                self.timed,
-                self.actions,
+            found = candidates_of(
+                self.named, start, stop, part.outputs, self.active, self.context, carried=part.outputs
             )
             self.analyses[text] = found, {index: number for number, index in numbers.items()}
         return self.analyses[text][0]
@@ -366,13 +313,21 @@ class _Builder:
         )
 
 
+def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
+    """Returns the candidates of a stretch or of a loop."""
+    if isinstance(found, Candidates):
+        return list(found.candidates)
+    return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule) for way in found.candidates]
+
+
 def _stage_of(places: Sequence[int], place: int | None) -> int | None:
     if place is None or place >= places[-1]:
         return None
     return bisect.bisect_right(places, place) - 1
 
 
-def _windows(length: int, width: int) -> Iterator[tuple[int, int]]:
+def _of_width(length: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of every segment of so many stages."""
     yield from ((s, s + width) for s in range(length - width + 1))
 
 

@@ -22,15 +22,17 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
-from jaxckpt.core.plan import MemoryEstimate, Plan
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
+from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
-from jaxckpt.memory.targets import Target, resolve
-from jaxckpt.planner.budget import resident_bytes, resolve_budget
+from jaxckpt.memory.targets import Target, target_of
+from jaxckpt.planner.budget import budget_bytes, resident_bytes
 from jaxckpt.planner.calls import abstract as abstract_leaf
-from jaxckpt.planner.chain import Drop, Schedule, cost, covers, items
+from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
+from jaxckpt.planner.context import Context
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.shards import WHOLE, read
 from jaxckpt.planner.solvers import Infeasible, Solver
@@ -56,21 +58,18 @@ _OPAQUE = {
 }
 """What becomes of operations that the planner takes as they are."""
 
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
-Step = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 def plan(
     fun: Callable[..., Any],
     *args: Any,
     budget: int | str,
     target: Target | str | None = None,
-    step: Step = jax.value_and_grad,
+    step: StepMaker = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    reverse_only: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
@@ -91,6 +90,8 @@ def plan(
         target, and its rates corrected by what that took.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
       solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of `jaxckpt.planner.solvers.Solver`.
+      reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once: `jaxckpt.Slots`, which need
+        the least memory. False leaves them out; so does a step that differentiates a gradient.
       progress: called before each piece of work.
 
     Returns:
@@ -113,17 +114,27 @@ def plan(
     """
     if verify and callable(fun):
         lift.refuse_traced(fun, args, "plan (unless verify=False)")
-    problem = analyse(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    problem = problem_of(
+        fun,
+        *args,
+        target=target,
+        step=step,
+        actions=actions,
+        costs=costs,
+        reverse_only=reverse_only,
+        progress=progress,
+    )
     return problem.plan(budget, verify=verify, solver=solver, progress=progress)
 
 
-def analyse(
+def problem_of(
     fun: Callable[..., Any],
     *args: Any,
     target: Target | str | None = None,
-    step: Step = jax.value_and_grad,
+    step: StepMaker = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
+    reverse_only: bool = True,
     progress: Progress | None = None,
 ) -> Problem:
     """Returns the analysis of a function, which plans for any number of budgets share; arguments as of `plan`."""
@@ -139,7 +150,7 @@ def analyse(
         raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
-    resolved = resolve(target)
+    resolved = target_of(target)
     for action in wanted:
         if refusal := action.refusal(resolved):
             raise ArgumentError("actions", f"actions that {resolved.name} can take", action, refusal)
@@ -167,14 +178,16 @@ def analyse(
             progress(0, 1, "reading how the compiler shards")
         shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
-    keeping = [action for action in wanted if action.keeps]
-    model = build(graph, differentiated, resolved, shards, costs == "measured", progress, keeping)
+    keeping = tuple(action for action in wanted if action.keeps)
+    context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
+    model = build(graph, differentiated, context, progress)
     return Problem(fun, args, step, resolved, graph, model)
 
 
 @dataclass
 class _Seen:
-    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in.
+    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in; `again`
+    says whether it differentiates the gradient too.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -183,11 +196,12 @@ class _Seen:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     differentiated: tuple[int, ...] = ()
+    again: bool = False
 
 
-def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _Seen:
+def _observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> _Seen:
     """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it was asked for."""
-    calls: list[tuple[_Seen, set[int]]] = []
+    calls: list[tuple[_Seen, set[int], set[int]]] = []
 
     def watch(call: lift.Taken) -> Any:
         purity.refuse_ref_arguments(fun, call.paths())
@@ -195,28 +209,27 @@ def _observe(fun: Callable[..., Any], step: Step, args: tuple[Any, ...]) -> _See
         abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
-        calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
-        leaves = [_watch(asked, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
+        again: set[int] = set()
+        calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked, again))
+        leaves = [_watch(asked, again, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(tree, leaves)
         return call.fun(*args, **kwargs)
 
     watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
     lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
-    for seen, asked in calls:
+    twice = any(again for _, _, again in calls)
+    for seen, asked, _ in calls:
         if asked:
-            return _with(seen, asked)
+            return replace(seen, differentiated=tuple(sorted(asked)), again=twice)
     raise NotDifferentiableError(
         "step must differentiate the function that it is given, as jax.value_and_grad does; it "
         f"{'calls it without taking a gradient' if calls else 'does not call it'}. There is nothing to keep or to recompute then."
     )
 
 
-def _with(seen: _Seen, asked: set[int]) -> _Seen:
-    """Returns the call with the leaves that were asked for."""
-    return replace(seen, differentiated=tuple(sorted(asked)))
+def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]:
+    """Returns an identity; differentiated it enters `place` into `asked`, and into `again` if its gradient is differentiated too."""
 
-
-def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
     @jax.custom_vjp
     def same(x: Any) -> Any:
         return x
@@ -226,8 +239,17 @@ def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
         asked.add(place)
-        return (cotangent,)
+        return (gradient(cotangent),)
 
+    @jax.custom_jvp
+    def gradient(x: Any) -> Any:
+        return x
+
+    def tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        again.add(place)
+        return gradient(*primals), tangents[0]
+
+    gradient.defjvp(tangent)
     same.defvjp(forward, backward)
     return same
 
@@ -239,6 +261,7 @@ class _Try:
     modelled: int
     compiled: int
     plan: Plan
+    report: MemoryReport | None
     effort: float
 
 
@@ -247,19 +270,25 @@ class Problem:
 
     Attributes:
       graph: the function as traced.
-      model: its chain of stages with their choices.
+      model: its chain of stages with their candidates.
       target: what is planned for.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], step: Step, target: Target, graph: Graph, model: Model
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        step: StepMaker,
+        target: Target,
+        graph: Graph,
+        model: Model,
     ) -> None:
         self.fun, self.args, self.step, self.target = fun, args, step, target
         self.graph, self.model = graph, model
         self.argument_bytes = _per_device(lift.leaves(fun, args))
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
-        self._tries: dict[Schedule, _Try] = {}
+        self._tries: dict[Solution, _Try] = {}
         self._solvers: dict[str, Solver] = {}
 
     @property
@@ -308,7 +337,7 @@ class Problem:
                     raise
                 return error.needed_bytes
 
-        return resolve_budget(
+        return budget_bytes(
             budget, unplanned=peak, target=self.target, resident=resident_bytes(lift.leaves(self.fun, self.args))
         )
 
@@ -323,23 +352,25 @@ class Problem:
         """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
         chosen = self._solver(solver)
         report = progress or (lambda done, total, what: None)
-        limit = self.budget_bytes(budget)
-        if limit < self.argument_bytes and limit < (needed := self.used_argument_bytes):
+        wanted = self.budget_bytes(budget)
+        if wanted < self.argument_bytes and wanted < (needed := self.used_argument_bytes):
             raise InfeasibleBudgetError(
                 f"budget must be more than the arguments alone, {format_bytes(needed)} ({needed} bytes); got "
-                f"{format_bytes(limit)}. {_share_hint(budget)}"
+                f"{format_bytes(wanted)}. {_share_hint(budget)}"
                 "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
                 least_bytes=needed,
-                budget_bytes=limit,
+                budget_bytes=wanted,
             )
-        return _Search(self, limit, chosen, verify, report).run()
+        found = _Search(self, wanted, chosen, verify, report).run().report
+        assert found is not None, "the planner's plans have reports"
+        return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
 
 class _Search:
     """One search for one budget."""
 
-    def __init__(self, problem: Problem, limit: int, solver: Solver, verify: bool, report: Progress) -> None:
-        self.problem, self.limit, self.solver, self.verify, self.report = problem, limit, solver, verify, report
+    def __init__(self, problem: Problem, budget: int, solver: Solver, verify: bool, report: Progress) -> None:
+        self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
         self.chain = problem.model.chain
         self.tries: list[_Try] = []
         self.compiles = 0
@@ -352,41 +383,41 @@ class _Search:
         small = least is not None and self._nested(least) <= NESTED
         standing = self._standing(least if least is not None and small else single(self.chain, leanest))
         best: _Try | None = None
-        seen: set[Schedule] = set()
+        seen: set[Solution] = set()
         while self.compiles < COMPILES:
-            schedule = self._solve(self.limit - self._offset(standing))
+            solution = self._solve(self.budget - self._offset(standing))
             last = self.compiles == COMPILES - 1 and best is None
-            if schedule is None or last:
-                schedule = least if best is None else None
-            if schedule is None or schedule in seen:
+            if solution is None or last:
+                solution = least if best is None else None
+            if solution is None or solution in seen:
                 break
-            seen.add(schedule)
+            seen.add(solution)
             if not self.verify:
-                return self._unverified(schedule, standing)
-            tried = self._try(schedule, standing)
-            if tried.compiled <= self.limit and (best is None or tried.effort < best.effort):
+                return self._unverified(solution, standing)
+            tried = self._try(solution, standing)
+            if tried.compiled <= self.budget and (best is None or tried.effort < best.effort):
                 best = tried
-            if best is tried and tried.compiled >= self.limit * (1 - CLOSE):
+            if best is tried and tried.compiled >= self.budget * (1 - CLOSE):
                 break
         if best is None and least is not None and least not in seen and self.verify:
             best = self._try(least, standing)
-            best = best if best.compiled <= self.limit else None
+            best = best if best.compiled <= self.budget else None
         self.report(COMPILES, COMPILES, "")
         if best is None:
             raise self._infeasible(least)
         return best.plan
 
-    def _solve(self, budget: int) -> Schedule | None:
-        """Returns the solver's schedule within a budget, or None.
+    def _solve(self, limit: int) -> Solution | None:
+        """Returns the solver's solution within a limit, or None.
 
         Raises:
-          ArgumentError: it is none: it leaves stages out, or peaks above the budget.
+          ArgumentError: it is none: it leaves stages out, or peaks above the limit.
         """
-        found = self.solver.schedule(self.chain, budget)
+        found = self.solver.solve(self.chain, limit)
         if isinstance(found, Infeasible):
             return None
-        if not covers(self.chain, found) or cost(self.chain, found).peak > budget:
-            rule = f"one whose schedules cover every stage once, in order, and peak at no more than {budget} bytes"
+        if not covers(self.chain, found) or cost(self.chain, found).peak > limit:
+            rule = f"one whose solutions cover every stage once, in order, and peak at no more than {limit} bytes"
             raise ArgumentError("solver", rule, self.solver, f"{self.solver.name} returned {found!r:.200}.")
         return found
 
@@ -402,7 +433,7 @@ class _Search:
             report = problem.unplanned
         except DoesNotFitError:
             return None
-        if report.peak_bytes > self.limit:
+        if report.peak_bytes > self.budget:
             return None
         estimate = MemoryEstimate(report.peak_bytes, problem.argument_bytes, 0, 0)
         empty = Plan((), problem.graph.fingerprint, notes=("fits as it is",))
@@ -414,53 +445,53 @@ class _Search:
         if _sharded(problem.args):
             return False
         estimate = graph_peak(trace(problem.step(problem.fun), *problem.args), problem.target.platform)
-        return estimate <= 1.5 * self.limit
+        return estimate <= 1.5 * self.budget
 
-    def _standing(self, schedule: Schedule) -> int:
+    def _standing(self, solution: Solution) -> int:
         """Estimates the bytes besides what the chain counts: arguments, the optimiser's work, results."""
         problem = self.problem
-        modelled = cost(self.chain, schedule).peak
+        modelled = cost(self.chain, solution).peak
         if _sharded(problem.args):
             return problem.argument_bytes
-        planned = problem.model.plan(schedule).apply(problem.fun)
+        planned = problem.model.plan(solution).apply(problem.fun)
         peak = graph_peak(trace(problem.step(planned), *problem.args), problem.target.platform)
         return max(peak - modelled, problem.argument_bytes)
 
-    def _nested(self, schedule: Schedule) -> int:
+    def _nested(self, solution: Solution) -> int:
         """Returns how many operations regions hold that others are in, those in several such once for each."""
         places = self.problem.model.places
-        drops = (item for _, item in items(schedule) if isinstance(item, Drop))
+        drops = (item for _, item in items(solution) if isinstance(item, Drop))
         return sum(places[item.stop] - places[item.start] for item in drops)
 
     def _offset(self, standing: int) -> int:
         """Returns what to take off the budget before the chain is solved for it: compiled minus modelled bytes of the plans nearest to it."""
         if not self.tries:
             return standing
-        above = [t for t in self.tries if t.compiled > self.limit]
-        below = [t for t in self.tries if t.compiled <= self.limit]
+        above = [t for t in self.tries if t.compiled > self.budget]
+        below = [t for t in self.tries if t.compiled <= self.budget]
         low = max(below, key=lambda t: t.modelled, default=None)
         high = min(above, key=lambda t: t.modelled, default=None)
         if low is None:
             assert high is not None
             off = max(t.compiled - t.modelled for t in above)
-            return off + int(MARGIN * self.limit * 6 ** (len(above) - 1))
-        off = low.compiled - low.modelled + int(MARGIN * self.limit) // 2
+            return off + int(MARGIN * self.budget * 6 ** (len(above) - 1))
+        off = low.compiled - low.modelled + int(MARGIN * self.budget) // 2
         if (
             high is not None and high.modelled > low.modelled
         ):  # no nearer to the one that did not fit than nine tenths of the way
-            off = max(off, int(self.limit - low.modelled - 0.9 * (high.modelled - low.modelled)))
+            off = max(off, int(self.budget - low.modelled - 0.9 * (high.modelled - low.modelled)))
         return off
 
-    def _try(self, schedule: Schedule, standing: int) -> _Try:
+    def _try(self, solution: Solution, standing: int) -> _Try:
         problem = self.problem
-        modelled = cost(self.chain, schedule)
-        estimate = self._estimate(schedule, modelled.peak, self._offset(standing))
+        modelled = cost(self.chain, solution)
+        estimate = self._estimate(solution, modelled.peak, self._offset(standing))
         with problem._lock:
-            known = problem._tries.get(schedule)
+            known = problem._tries.get(solution)
         if known is None:
             self.report(self.compiles, COMPILES, "compiling a plan")
             self.compiles += 1
-            made = problem.model.plan(schedule)
+            made = problem.model.plan(solution)
             try:
                 report: MemoryReport | None = measure(
                     problem.step(made.apply(problem.fun)), *problem.args, target=problem.target, generate_code=False
@@ -468,35 +499,35 @@ class _Search:
                 compiled = report.peak_bytes if report is not None else 0
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            known = _Try(modelled.peak, compiled, replace(made, measured=report), modelled.time)
+            known = _Try(modelled.peak, compiled, made, report, modelled.time)
             with problem._lock:
-                problem._tries[schedule] = known
+                problem._tries[solution] = known
         else:
             self.compiles += 1
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
         finished = replace(
-            known, plan=self._record(known.plan, estimate, known.plan.measured, problem.model.seconds(schedule))
+            known, plan=self._record(known.plan, estimate, known.report, problem.model.seconds(solution))
         )
         self.tries.append(finished)
         return finished
 
-    def _unverified(self, schedule: Schedule, standing: int) -> Plan:
-        modelled = cost(self.chain, schedule)
-        estimate = self._estimate(schedule, modelled.peak, standing)
-        if estimate.peak_bytes > self.limit:
-            raise self._infeasible(schedule, estimate.peak_bytes)
-        return self._record(self.problem.model.plan(schedule), estimate, None, self.problem.model.seconds(schedule))
+    def _unverified(self, solution: Solution, standing: int) -> Plan:
+        modelled = cost(self.chain, solution)
+        estimate = self._estimate(solution, modelled.peak, standing)
+        if estimate.peak_bytes > self.budget:
+            raise self._infeasible(solution, estimate.peak_bytes)
+        return self._record(self.problem.model.plan(solution), estimate, None, self.problem.model.seconds(solution))
 
-    def _estimate(self, schedule: Schedule, modelled: int, offset: int) -> MemoryEstimate:
-        kept = self.problem.model.kept_bytes(schedule)
+    def _estimate(self, solution: Solution, modelled: int, offset: int) -> MemoryEstimate:
+        kept = self.problem.model.kept_bytes(solution)
         peak, arguments = modelled + offset, self.problem.argument_bytes
         return MemoryEstimate(peak, arguments, kept, max(peak - arguments - kept, 0))
 
     def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
         problem = self.problem
-        return replace(
+        found = PlanReport(
             made,
-            budget=self.limit,
+            budget=self.budget,
             target=problem.target.name,
             predicted=estimate,
             measured=report,
@@ -504,18 +535,19 @@ class _Search:
             unplanned_bytes=None if problem._unplanned is None else problem._unplanned.peak_bytes,
             overhead=seconds / problem.model.step_seconds if problem.model.step_seconds else 0.0,
         )
+        return found.plan
 
-    def _infeasible(self, least: Schedule | None, needed: int | None = None) -> InfeasibleBudgetError:
+    def _infeasible(self, least: Solution | None, needed: int | None = None) -> InfeasibleBudgetError:
         known = None if least is None else self.problem._tries.get(least)
         needed = needed or (known.compiled if known is not None else None)
         found = "found" if self.verify else "predicted"
         text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
         stretch, said = self._dearest()
         return InfeasibleBudgetError(
-            f"budget must be enough for the plan that keeps least; got {format_bytes(self.limit)} ({self.limit} bytes).{text} "
+            f"budget must be enough for the plan that keeps least; got {format_bytes(self.budget)} ({self.budget} bytes).{text} "
             f"Use that, a smaller batch, or shard the arguments over more devices. {said}",
             least_bytes=needed,
-            budget_bytes=self.limit,
+            budget_bytes=self.budget,
             stretch=stretch,
         )
 

@@ -16,8 +16,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import Body, Graph, Op
-from jaxckpt.core.liveness import FUSED
 from jaxckpt.memory.report import abstract, output_shardings
 from jaxckpt.memory.targets import Target
 
@@ -94,15 +94,17 @@ class _Reader:
         for place, op in enumerate([*body.ops, None]):
             if op is not None and op.primitive != "scan":
                 continue
-            self._piece(body.ops[start:place])
+            self._stretch(body.ops[start:place])
             if op is not None:
                 self._scan(op)
             start = place + 1
 
-    def _piece(self, ops: Sequence[Op]) -> None:
+    def _stretch(self, ops: Sequence[Op]) -> None:
         asked: dict[Shape, Any] = {}
         # What the program says of a layout comes first, then results that are in memory.
-        for op in sorted(ops, key=lambda op: (op.primitive != "sharding_constraint", op.primitive in FUSED)):
+        for op in sorted(
+            ops, key=lambda op: (op.primitive != "sharding_constraint", primitives.of(op.primitive).fused)
+        ):
             for var, index in zip(op.equation.outvars, op.outputs):
                 shape = self.graph.values[index].shape
                 self._take(shape, self._explicit(var))

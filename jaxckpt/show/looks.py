@@ -1,9 +1,12 @@
-"""Which types are shown how: imported with the package; what draws is imported when something is drawn (rich and matplotlib take a while)."""
+"""Registers how each type is shown. Drawing code is imported when something is drawn, because importing rich and
+matplotlib takes long.
+"""
 
 from __future__ import annotations
 
 import os
 
+from jaxckpt.core.plan import PlanReport
 from jaxckpt.core.shown import Look, show_as
 from jaxckpt.memory.compare import Comparison
 from jaxckpt.memory.report import MemoryReport
@@ -59,6 +62,26 @@ def _frontier_picture(frontier: Frontier, path: str | os.PathLike[str]) -> None:
     save_frontier(frontier, path)
 
 
+def _plan_report_text(report: PlanReport) -> str:
+    from jaxckpt.show.plans import report_view
+    from jaxckpt.show.table import to_text
+
+    return to_text(report_view(report))
+
+
+def _plan_report_fragment(report: PlanReport) -> str:
+    from jaxckpt.show.plans import report_fragment
+
+    return report_fragment(report)
+
+
+def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> None:
+    from jaxckpt.show.plans import save_plan_report
+
+    save_plan_report(report, path)
+
+
 show_as(Comparison, Look(_comparison_text, _comparison_fragment, _comparison_page, _comparison_picture))
 show_as(MemoryReport, Look(picture=_report_picture))
+show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, picture=_plan_report_picture))
 show_as(Frontier, Look(_frontier_text, _frontier_fragment, picture=_frontier_picture))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,25 +10,24 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.plan import every_region
+from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import html, plot, table
 from jaxckpt.show.tree import plan_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from rich.table import Table
 
     from jaxckpt.core.graph import Graph
-    from jaxckpt.planner.figures import PlanFigures
+    from jaxckpt.core.plan import MemoryEstimate, PlanReport
     from jaxckpt.planner.frontier import Frontier, Point, Way
 
 
-def plan_cells(figures: PlanFigures) -> list[tuple[str, str, str]]:
-    """Returns (what, how much, in relation to what) for each figure of a plan."""
-    point, unplanned = figures.point, figures.unplanned
-    plan = point.plan
-    assert plan is not None, "where no plan fits there is an error instead"
-    whole = unplanned.peak_bytes
+def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
+    """Returns (what, how much, in relation to what) for each figure of a plan that is known."""
+    whole = report.unplanned_bytes
 
     def share(size: int) -> str:
         return f"{size / whole:.1%}" if whole else ""
@@ -35,41 +35,83 @@ def plan_cells(figures: PlanFigures) -> list[tuple[str, str, str]]:
     cells = []
     if whole is not None:
         cells.append(("peak without a plan", format_bytes(whole), ""))
-    cells.append(("budget", format_bytes(point.budget_bytes), share(point.budget_bytes)))
-    if point.peak_bytes is not None:
-        cells.append(("peak, compiled", format_bytes(point.peak_bytes), share(point.peak_bytes)))
-    if point.predicted_bytes is not None:
-        error = point.prediction_error
-        beside = share(point.predicted_bytes) if error is None else f"{error:+.1%} off"
-        cells.append(("peak, predicted", format_bytes(point.predicted_bytes), beside))
-    if plan.predicted is not None and plan.predicted.kept_bytes:
-        cells.append(("kept for the backward pass", format_bytes(plan.predicted.kept_bytes), ""))
-    more = (point.flops or 0) - unplanned.flops
-    cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{figures.recompute:+.1%} of the step's"))
-    cells.append(("time by the target's rates", "", f"{figures.overhead:+.1%}"))
-    if figures.times is not None:
-        planned, bare = figures.times
-        on = f"{planned / bare:.2f} × the {table.format_seconds(bare)} of the step as it is, run on {figures.timed_on}"
+    if report.budget is not None:
+        cells.append(("budget", format_bytes(report.budget), share(report.budget)))
+    if report.peak_bytes is not None:
+        cells.append(("peak, compiled", format_bytes(report.peak_bytes), share(report.peak_bytes)))
+    if report.predicted_bytes is not None:
+        error = report.prediction_error
+        beside = share(report.predicted_bytes) if error is None else f"{error:+.1%} off"
+        cells.append(("peak, predicted", format_bytes(report.predicted_bytes), beside))
+    if report.predicted is not None and report.predicted.kept_bytes:
+        cells.append(("kept for the backward pass", format_bytes(report.predicted.kept_bytes), ""))
+    if report.recompute is not None:
+        more = (report.flops or 0) - (report.unplanned_flops or 0)
+        cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{report.recompute:+.1%} of the step's"))
+    if (time := _added_time(report)) is not None:
+        cells.append(("time by the target's rates", "", f"{time:+.1%}"))
+    if report.times is not None:
+        planned, bare = report.times
+        on = f"{planned / bare:.2f} × the {table.format_seconds(bare)} of the step as it is, run on {report.timed_on}"
         cells.append(("time of a step", table.format_seconds(planned), on))
     return cells
 
 
-def plan_view(figures: PlanFigures, graph: Graph, title: str) -> Group:
+def _added_time(report: PlanReport) -> float | None:
+    """Returns the share of time that a plan adds: of the traced steps where they are known, else as the planner has it."""
+    return report.overhead if report.slowdown is None else report.slowdown
+
+
+def plan_view(report: PlanReport, graph: Graph, title: str) -> Group:
     """Returns what is printed of a plan: its figures, and its regions as a tree.
 
     Args:
-      figures: what it brings and costs.
+      report: the plan and what is known of it.
       graph: of the function that it was made for.
       title: what was planned.
     """
+    return table.titled(title, _cell_table(report), advice="\n".join(plan_lines(report.plan, graph)))
+
+
+def report_view(report: PlanReport) -> Group:
+    """Returns what is printed of a report where the function is not at hand: its figures, and how much the plan holds."""
+    return table.titled(_title(report), _cell_table(report), advice=_recipe(report))
+
+
+def report_fragment(report: PlanReport) -> str:
+    """Returns the report's table for a notebook."""
+    rows = html.table_of([_title(report), "", ""], plan_cells(report))
+    return html.fragment(rows, _recipe(report))
+
+
+def _cell_table(report: PlanReport) -> Table:
     shown = table.plain_table(show_header=False)
     for i in range(3):
         shown.add_column(justify="right" if i == 1 else "left")
-    for cells in plan_cells(figures):
+    for cells in plan_cells(report):
         shown.add_row(*map(Text, cells))
-    plan = figures.point.plan
-    assert plan is not None
-    return table.titled(title, shown, advice="\n".join(plan_lines(plan, graph)))
+    return shown
+
+
+def _title(report: PlanReport) -> str:
+    return f"Plan for {report.plan.fingerprint}{'' if report.target is None else f' on {report.target}'}"
+
+
+def _recipe(report: PlanReport) -> str:
+    """Returns a sentence on what a plan does."""
+    plan = report.plan
+    if not plan.regions and not plan.loops:
+        return "The step fits as it is: nothing is recomputed."
+    regions = list(every_region(plan.regions))
+    actions = [
+        *(region.actions for region in regions),
+        *(each for loop in plan.loops for each in loop.schedule.all_actions()),
+    ]
+    kept = collections.Counter(str(action) for each in actions for action in each.values())
+    values = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(kept.items()))
+    parts = [counted(len(regions), "region")] if regions else []
+    parts += [counted(len(plan.loops), "planned loop")] if plan.loops else []
+    return f"{' and '.join(parts)}: {values or 'keep nothing but what goes in'}."
 
 
 # ------------------------------------------------------------------------------------------------------------- the frontier
@@ -142,13 +184,76 @@ MEASURES = {
 }
 
 
+def save_plan_report(report: PlanReport, path: str | os.PathLike[str]) -> None:
+    """Writes the picture of a plan's report; raises as `jaxckpt.show.plot.save_comparison`."""
+    plot.save(path, lambda: plan_report_figure(report))
+
+
+def plan_report_figure(report: PlanReport) -> Figure:
+    """Returns the figure of a plan's peaks: without the plan, predicted (by its parts), compiled, against the budget."""
+    plot.require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    bars = [("without a plan", report.unplanned_bytes), ("planned, predicted", report.predicted_bytes)]
+    bars += [("planned, compiled", report.peak_bytes)]
+    known = [(name, peak) for name, peak in bars if peak is not None]
+    most = max([*(peak for _, peak in known), report.budget or 0, 1])
+    unit, divisor = plot.unit_of(most)
+    with matplotlib.rc_context(plot.STYLE):
+        figure = Figure(figsize=(7.6, 1.5 + 0.55 * max(len(known), 1)), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        for place, (name, peak) in enumerate(known):
+            _peak_bar(axes, place, peak / divisor, plot.GREY if name == "without a plan" else plot.FRONT)
+            if name == "planned, predicted" and report.predicted is not None:
+                _parts_bar(axes, place, report.predicted, divisor)
+            axes.annotate(
+                format_bytes(peak), (peak / divisor, place), (5, 0), textcoords="offset points", va="center",
+                fontsize=8.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+        if report.budget is not None:
+            colour = plot.LINES[1]
+            axes.axvline(report.budget / divisor, color=colour, linewidth=1.1, linestyle="--", label="budget")
+        axes.set_yticks(range(len(known)), [name for name, _ in known])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.16 * most / divisor)
+        axes.set_xlabel(f"peak of the step ({unit})")
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+        time = _added_time(report)
+        added = "" if time is None else f": {time:+.1%} time by the target's rates"
+        plot.add_title(axes, f"Plan{'' if report.target is None else f' on {report.target}'}{added}")
+    return figure
+
+
+def _peak_bar(axes: Axes, place: int, width: float, colour: str, left: float = 0.0, label: str | None = None) -> None:
+    axes.barh(place, width, left=left, height=0.55, color=colour, label=label)
+
+
+def _parts_bar(axes: Axes, place: int, predicted: MemoryEstimate, divisor: float) -> None:
+    """Draws the parts of a predicted peak, as far as the peak goes: what is beyond lives in the buffers of others."""
+    left = 0
+    for label, size, colour in (
+        ("arguments", predicted.argument_bytes, plot.LINES[0]),
+        ("kept for the backward pass", predicted.kept_bytes, plot.LINES[4]),
+        ("work: gradients, recomputation", predicted.work_bytes, plot.LINES[5]),
+    ):
+        width = max(min(size, predicted.peak_bytes - left), 0)
+        _peak_bar(axes, place, width / divisor, colour, left / divisor, label)
+        left += width
+
+
 def save_frontier(frontier: Frontier, path: str | os.PathLike[str]) -> None:
     """Writes the picture of a frontier: peak against recomputation; raises as `jaxckpt.show.plot.save_comparison`."""
     plot.save(path, lambda: frontier_figure(frontier))
 
 
 def frontier_figure(
-    frontier: Frontier, chosen: Point | None = None, *, title: str | None = None, measures: Sequence[str] = ("seconds",)
+    frontier: Frontier,
+    chosen: PlanReport | None = None,
+    *,
+    title: str | None = None,
+    measures: Sequence[str] = ("seconds",),
 ) -> Figure:
     """Returns the figure of peak memory against recomputation: plans as a line, other ways as points.
 
@@ -177,11 +282,12 @@ def frontier_figure(
     return figure
 
 
-def _top(frontier: Frontier, chosen: Point | None = None) -> float:
+def _top(frontier: Frontier, chosen: PlanReport | None = None) -> float:
     """Returns the bytes up to which is drawn."""
-    points = [point for point in (*frontier.points, *filter(None, [chosen])) if point.plan is not None]
+    planned: list[Point | PlanReport] = [point for point in frontier.points if point.plan is not None]
+    planned += [] if chosen is None else [chosen]
     ways = [way.peak_bytes for way in (frontier.unplanned, *frontier.others) if way.peak_bytes is not None]
-    largest = max([*ways, *map(_peak, points)], default=1)
+    largest = max([*ways, *map(_peak, planned)], default=1)
     # What needs far more than the step as it is says nothing about saving, and would squeeze all the rest.
     return 1.12 * min(largest, 1.3 * (frontier.unplanned.peak_bytes or largest))
 
@@ -210,18 +316,23 @@ def _together(
 
 
 def _frontier(
-    axes: Axes, frontier: Frontier, chosen: Point | None, measure: str, key: dict[str, str], last: bool
+    axes: Axes, frontier: Frontier, chosen: PlanReport | None, measure: str, key: dict[str, str], last: bool
 ) -> None:
     base = getattr(frontier.unplanned, measure) or 1
 
-    def x(way: Way | Point) -> float:
+    def x(way: Way | Point | PlanReport) -> float:
         return 100 * ((getattr(way, measure) or 0) / base - 1)
 
     shown = [way for way in frontier.others if way.name in key]
     planned = [point for point in frontier.points if point.plan is not None]
     unit, divisor = plot.unit_of(int(_top(frontier, chosen)))
     top = _top(frontier, chosen) / divisor
-    drawn: list[Way | Point] = [frontier.unplanned, *shown, *planned, *([chosen] if chosen is not None else [])]
+    drawn: list[Way | Point | PlanReport] = [
+        frontier.unplanned,
+        *shown,
+        *planned,
+        *([chosen] if chosen is not None else []),
+    ]
     right = max([x(way) for way in drawn] + [1.0])
     axes.set_xlim(-0.05 * right, 1.12 * right)
     axes.set_ylim(0, top)
@@ -229,9 +340,9 @@ def _frontier(
     axes.set_ylabel(f"peak of the step ({unit})")
     axes.grid(color=plot.FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
-    if chosen is not None:
+    if chosen is not None and chosen.budget is not None:
         axes.axhline(
-            chosen.budget_bytes / divisor, color=plot.LINES[1], linewidth=1.1, linestyle="--", zorder=2, label="budget"
+            chosen.budget / divisor, color=plot.LINES[1], linewidth=1.1, linestyle="--", zorder=2, label="budget"
         )
     if shown:
         axes.plot(
@@ -247,7 +358,7 @@ def _frontier(
         axes.plot(
             0, frontier.unplanned.peak_bytes / divisor, "s", markersize=6.5, color=plot.INK, zorder=4, label="as it is"
         )
-    if chosen is not None and chosen.plan is not None:
+    if chosen is not None:
         name = "this plan" + ("" if chosen.peak_bytes is not None else ", predicted")
         axes.plot(x(chosen), _peak(chosen) / divisor, "*", markersize=15, color=plot.LINES[1], zorder=6, label=name)
     if last:
@@ -270,26 +381,24 @@ def _plan_line(axes: Axes, points: list[tuple[float, float, bool]]) -> None:
     )  # fmt: skip
 
 
-def _peak(point: Point) -> int:
+def _peak(point: Point | PlanReport) -> int:
     return point.peak_bytes or point.predicted_bytes or 0
 
 
 # -------------------------------------------------------------------------------------------------------------------- pages
 
 
-def plan_page(figures: PlanFigures, graph: Graph, title: str, frontier: Frontier) -> str:
+def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) -> str:
     """Returns the page of a plan: figures, regions, the picture, the compiled step's timeline and largest buffers.
 
     Raises:
       MissingPackageError: matplotlib, which draws the pictures, is not installed.
     """
-    plan = figures.point.plan
-    assert plan is not None
     rows = "".join(
         f"<tr><td>{html.escape(what)}</td><td>{html.escape(much)}</td><td>{html.escape(beside)}</td></tr>"
-        for what, much, beside in plan_cells(figures)
+        for what, much, beside in plan_cells(report)
     )
-    tree = html.escape("\n".join(plan_lines(plan, graph)))
+    tree = html.escape("\n".join(plan_lines(report.plan, graph)))
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f"<table>{rows}</table>",
@@ -297,21 +406,21 @@ def plan_page(figures: PlanFigures, graph: Graph, title: str, frontier: Frontier
         f'<div class="wide"><pre>{tree}</pre></div>',
         "<h2>Memory against recomputation</h2>",
         html.image(
-            frontier_figure(frontier, figures.point, title=""),
+            frontier_figure(frontier, report, title=""),
             "Peak against the time of recomputation, of this plan, of plans for other budgets, and of the step as it is.",
         ),
         *_frontier_parts(frontier),
     ]
-    report = plan.measured
-    if report is not None:
+    measured = report.measured
+    if measured is not None:
         parts += [
             "<h2>Live bytes over the planned step</h2>",
             html.image(
-                plot.timelines_figure({"planned": report}, title=False),
+                plot.timelines_figure({"planned": measured}, title=False),
                 "Bytes that are live at each point of the compiled schedule.",
             ),
             "<h2>Largest buffers at the peak</h2>",
-            f'<div class="wide">{html.buffers_of(report)}</div>',
+            f'<div class="wide">{html.buffers_of(measured)}</div>',
         ]
     return html.page(title, parts)
 

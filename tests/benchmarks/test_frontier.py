@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import frontier, gpu, reporting
 from benchmarks.models import chain, gpt, lstm
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.planner.frontier import Frontier, Point, Way
 from tests.helpers import gradient_executions, kept_bytes
 
@@ -74,8 +75,9 @@ def some(points, others):
 
 
 def planned(budget, peak, flops, seconds, predicted=None):
-    plan = frontier._Saved(peak, frontier._Predicted(predicted or peak))
-    return Point(budget, budget, plan, "", flops, seconds)
+    estimate = MemoryEstimate(predicted or peak, 0, 0, 0)
+    report = PlanReport(Plan((), ""), predicted=estimate, measured_bytes=peak, flops=flops, seconds=seconds)
+    return Point(budget, budget, report)
 
 
 def test_a_verdict_is_against_the_best_that_is_no_larger():

@@ -15,7 +15,8 @@ import pytest
 import jaxckpt
 from jaxckpt import OFFLOAD, SAVE, MemoryEstimate, Plan, PlanMismatchError, Region
 from jaxckpt.core import plan as plan_module
-from jaxckpt.core.plan import Loop, Run
+from jaxckpt.core.plan import Loop, PlanReport
+from jaxckpt.schedules import Mixed, checkpointed, in_turn
 from tests.helpers import assert_trees_close, executions, kept_shapes
 
 X = jnp.linspace(0.0, 1.0, 24).reshape(4, 6)
@@ -207,10 +208,12 @@ def test_a_region_that_is_no_checkpoint_keeps_what_jax_keeps():
 
 FIRST = GRAPH.ops[0].outputs[0]
 NESTED = Region(0, 8, {GRAPH.ops[3].outputs[0]: SAVE}, (Region(0, 4, {FIRST: OFFLOAD}), Region(4, 8)), tied=True)
-FULL = Plan(
-    (NESTED,), GRAPH.fingerprint, False, ("all",), budget=1000, target="cpu", predicted=MemoryEstimate(4, 3, 2, 1),
-    measured_bytes=900, unplanned_bytes=2000, overhead=0.25,
-)  # fmt: skip
+BARE = Plan((NESTED,), GRAPH.fingerprint, False, ("all",))
+FULL = PlanReport(
+    BARE, budget=1000, asked="50%", target="cpu", predicted=MemoryEstimate(4, 3, 2, 1), measured_bytes=900,
+    unplanned_bytes=2000, overhead=0.25, flops=1100, seconds=1.1, unplanned_flops=1000, unplanned_seconds=1.0,
+    times=(0.5, 0.25), timed_on="cpu",
+).plan  # fmt: skip
 
 
 def places(value, path=()):
@@ -227,7 +230,7 @@ EDITS = [1.5, -1, 10**9, True, "false", None, [], {}, [[]], "0"]
 
 def test_a_file_with_any_value_edited_is_an_error_and_never_another_plan():
     text = FULL.to_json()
-    assert Plan.from_json(text) == FULL
+    assert Plan.from_json(text) == FULL and Plan.from_json(text).report == FULL.report
     count = 0
     for path in places(json.loads(text)):
         for edit in EDITS:
@@ -244,6 +247,13 @@ def test_a_file_with_any_value_edited_is_an_error_and_never_another_plan():
     assert count > 300
 
 
+FREE = (
+    *("fingerprint", "digest", "format"),
+    *("overhead", "seconds", "unplanned_seconds", "target", "asked", "timed_on"),
+)
+"""Where some of the edits below have a type that a plan of another function could have."""
+
+
 def test_types_are_strict_where_the_digest_fits_too():
     """A file written by another program with the right digest, and a plan made by hand."""
     text = FULL.to_json()
@@ -253,7 +263,7 @@ def test_types_are_strict_where_the_digest_fits_too():
             inner = raw
             for key in path[:-1]:
                 inner = inner[key]
-            free = path[-1] in ("overhead", "target", "fingerprint", "digest", "format") or path[0] == "notes"
+            free = path[-1] in FREE or path[0] == "notes" or path[:-1] == ("report", "times")
             same = type(inner[path[-1]]) is type(edit) and not (edit == -1 and "regions" in path)
             if same or free:
                 continue
@@ -262,6 +272,53 @@ def test_types_are_strict_where_the_digest_fits_too():
             raw["digest"] = plan_module._digest(raw)
             with pytest.raises(PlanMismatchError):
                 Plan.from_json(json.dumps(raw))
+
+
+# ----------------------------------------------------------------------------------------- the recipe, and what is known of it
+
+
+def test_plans_of_one_recipe_are_equal_whatever_their_reports_say():
+    other = PlanReport(BARE, budget=5, measured_bytes=7).plan
+    assert BARE == FULL == other and len({BARE, FULL, other}) == 1
+    assert BARE.report is None and FULL.report != other.report
+    assert (FULL.budget, FULL.measured_bytes, FULL.overhead) == (1000, 900, 0.25)
+    assert BARE.budget is BARE.target is BARE.predicted is BARE.measured is BARE.unplanned_bytes is None
+    assert BARE != dataclasses.replace(BARE, notes=()) != dataclasses.replace(BARE, prevent_cse=True)
+
+
+def test_a_report_holds_its_plan_and_a_plan_its_report():
+    report = FULL.report
+    assert report.plan == FULL and report.plan.report is report
+    slower = dataclasses.replace(report, times=(0.75, 0.25))
+    assert slower.plan.report is slower and slower.plan == FULL and report.times == (0.5, 0.25)
+    assert (report.recompute, report.slowdown) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert report.prediction_error == pytest.approx(4 / 900 - 1)
+
+
+def test_a_plan_changed_by_hand_has_no_report_any_more():
+    changed = dataclasses.replace(FULL, regions=())
+    assert changed.report is None and changed.measured_bytes is None
+    assert dataclasses.replace(FULL).report is FULL.report
+
+
+def test_a_report_goes_with_the_plan_through_pickle_copy_and_json(tmp_path):
+    """A compiled plan too: but for what the compiler said in full, which a file does not hold."""
+    planned = jaxckpt.plan(lambda ws, x: chain(x, ws), WS, X, budget="100%", target="cpu")
+    assert planned.measured.peak_bytes == planned.measured_bytes
+    planned.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").measured is None
+    for plan in (FULL, planned):
+        ways = [
+            copy.copy,
+            copy.deepcopy,
+            lambda p: pickle.loads(pickle.dumps(p)),
+            lambda p: Plan.from_json(p.to_json()),
+        ]
+        for again in (way(plan) for way in ways):
+            assert again == plan and hash(again) == hash(plan) and again.report == plan.report
+            assert again.report.plan == plan and str(again) == str(plan)
+    assert pickle.loads(pickle.dumps(FULL.report)) == FULL.report
+    assert Plan.from_json(BARE.to_json()).report is None
 
 
 @pytest.mark.parametrize(
@@ -275,14 +332,16 @@ def test_types_are_strict_where_the_digest_fits_too():
         lambda: Region(0, 4, {"3": SAVE}),
         lambda: Region(0, 4, {3: "save"}),
         lambda: Region(0, 4, {}, ("x",)),
-        lambda: Run(1.0),
-        lambda: Run(2, (1.5,)),
-        lambda: Run(2, checkpoint=None),
-        lambda: Loop(0.5, ()),
+        lambda: checkpointed(1.0),
+        lambda: checkpointed(2, (1.5,)),
+        lambda: checkpointed(2, remat=None),
+        lambda: Loop(0.5, checkpointed(2)),
         lambda: Loop(0, (3,)),
+        lambda: Loop(0, None),
         lambda: Plan((3,), ""),
         lambda: Plan((), "", prevent_cse="no"),
         lambda: Plan((), "", notes="all"),
+        lambda: Plan((), "", report=3),
     ],
 )
 def test_a_plan_of_other_types_cannot_be_made(make):
@@ -317,13 +376,13 @@ HIDDEN = next(v.index for v in LOOPED.values if v.kind == "intermediate" and not
         ([Region(0, SCAN, {INSIDE: SAVE})], []),
         ([Region(0, SCAN + 1, {HIDDEN: SAVE})], []),
         ([Region(0, SCAN + 1, {}, (Region(0, SCAN, {OUTSIDE: SAVE}),))], []),
-        ([], [Loop(99, (Run(6),))]),
-        ([], [Loop(SCAN - 1, (Run(6),))]),
-        ([], [Loop(SCAN, (Run(5),))]),
-        ([], [Loop(SCAN, ())]),
-        ([], [Loop(SCAN, (Run(6),)), Loop(SCAN, (Run(6),))]),
-        ([], [Loop(SCAN, (Run(6, (), {OUTSIDE: SAVE}),))]),
-        ([], [Loop(SCAN, (Run(6, (), {10**6: SAVE}),))]),
+        ([], [Loop(99, checkpointed(6))]),
+        ([], [Loop(SCAN - 1, checkpointed(6))]),
+        ([], [Loop(SCAN, checkpointed(5))]),
+        ([], [Loop(SCAN, Mixed(()))]),
+        ([], [Loop(SCAN, checkpointed(6)), Loop(SCAN, checkpointed(6))]),
+        ([], [Loop(SCAN, checkpointed(6, (), {OUTSIDE: SAVE}))]),
+        ([], [Loop(SCAN, checkpointed(6, (), {10**6: SAVE}))]),
     ],
 )
 def test_a_plan_that_names_what_is_not_in_the_function_is_an_error_at_check_and_call(regions, loops):
@@ -338,7 +397,9 @@ def test_plans_that_fit_pass_the_check():
     kept = Region(0, len(LOOPED.ops), {INSIDE: SAVE, OUTSIDE: SAVE})
     for plan in (
         Plan((kept,), LOOPED.fingerprint),
-        Plan((), LOOPED.fingerprint, loops=(Loop(SCAN, (Run(4, (2,), {INSIDE: SAVE}), Run(2))),)),
+        Plan(
+            (), LOOPED.fingerprint, loops=(Loop(SCAN, in_turn(checkpointed(4, (2,), {INSIDE: SAVE}), checkpointed(2))),)
+        ),
     ):
         plan.check(LOOPED)
         args = jnp.ones((6, 4, 4)), jnp.ones((2, 4))
@@ -372,8 +433,9 @@ def test_a_missing_file_and_a_folder_are_the_systems_errors(tmp_path):
 
 def test_plans_are_copied_and_pickled_also_with_what_was_measured():
     measured = jaxckpt.measure(jax.grad(chain), X, WS, target="cpu")
-    run = Run(4, (2,), {3: SAVE, 5: OFFLOAD})
-    plan = dataclasses.replace(FULL, measured=measured, loops=(Loop(3, (run, Run(1, checkpoint=False))),))
+    run = checkpointed(4, (2,), {3: SAVE, 5: OFFLOAD})
+    bare = dataclasses.replace(BARE, loops=(Loop(3, in_turn(run, checkpointed(1, remat=False))),))
+    plan = dataclasses.replace(FULL.report, plan=bare, measured=measured).plan
     for value in (NESTED, run, plan.loops[0], FULL, plan):
         for again in (copy.copy(value), copy.deepcopy(value), *(pickle.loads(pickle.dumps(value, p)) for p in (2, 5))):
             assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
@@ -394,13 +456,15 @@ def test_equal_plans_have_equal_hashes_whatever_they_were_made_from():
     assert plans[0] == plans[1] and len(set(plans)) == 1
     assert plans[1].to_json() == plans[0].to_json()
     assert len({one, dataclasses.replace(one, tied=True), dataclasses.replace(one, checkpoint=False)}) == 3
-    assert len({Loop(0, (Run(2),)), Loop(0, [Run(2)]), Loop(1, (Run(2),))}) == 2
+    assert len({Loop(0, checkpointed(2)), Loop(np.int64(0), checkpointed(np.int32(2))), Loop(1, checkpointed(2))}) == 2
 
 
 def test_one_of_a_thing_is_told_as_one():
     plan = Plan((Region(0, 8, {FIRST: SAVE}),), GRAPH.fingerprint)
     assert "1 region," in plan.describe(GRAPH) and "keeps 1 value " in f"{plan} "
-    loops = Plan((), LOOPED.fingerprint, loops=(Loop(SCAN, (Run(5, (), {INSIDE: SAVE}), Run(1))),))
+    loops = Plan(
+        (), LOOPED.fingerprint, loops=(Loop(SCAN, in_turn(checkpointed(5, (), {INSIDE: SAVE}), checkpointed(1))),)
+    )
     for text in (str(loops), loops.describe(LOOPED)):
         assert "1 iteration" in text and "1 iterations" not in text and "5 iterations" in text
     assert "1 values" not in loops.describe(LOOPED)

@@ -11,12 +11,14 @@ import pytest
 
 import jaxckpt
 from jaxckpt import Target, UnknownTargetError
+from jaxckpt.core.graph import count_flops
 from jaxckpt.core.liveness import FUSING, Fusing, estimate_peak
 from jaxckpt.memory import targets
 from jaxckpt.memory.chips import CHIPS, Chip
 from jaxckpt.memory.platforms import PLATFORMS, Place, add
 from jaxckpt.memory.platforms.base import summed
 from jaxckpt.memory.platforms.cpu import Cpu
+from jaxckpt.planner.frontier import cost_of
 
 WS, X = [jnp.ones((32, 32))] * 12, jnp.ones((2048, 32))
 
@@ -47,6 +49,19 @@ def test_a_row_is_a_target(small_gpu):
     assert "cuda:h50" in targets.known() and "cuda:h50" in str(jaxckpt.targets())
     with pytest.raises(UnknownTargetError):
         Target("tpu:h50")
+
+
+def test_a_row_is_planned_for_without_its_compiler(monkeypatch):
+    """A chip with a tenth of the memory bandwidth and of the rates: the same memory, ten times the seconds."""
+    row = CHIPS["h100"]
+    rates = {name: rate / 10 for name, rate in row.flops.items()}
+    monkeypatch.setitem(CHIPS, "h10", dataclasses.replace(row, kind="slow", flops=rates, bandwidth=row.bandwidth / 10))
+    budget = int(0.5 * jaxckpt.plan(loss, WS, X, budget="10GiB", target="cuda:h10", verify=False).predicted.peak_bytes)
+    plan = jaxckpt.plan(loss, WS, X, budget=budget, target="cuda:h10", verify=False)
+    assert plan.target == "cuda:h10" and plan.regions and plan.predicted.peak_bytes <= budget
+    slow, fast = (cost_of(jax.value_and_grad(plan.apply(loss)), (WS, X), name) for name in ("cuda:h10", "cuda:h100"))
+    assert slow[0] == fast[0] > count_flops(STEP, WS, X)
+    assert slow[1] == pytest.approx(10 * fast[1])
 
 
 @pytest.mark.cuda
@@ -191,4 +206,4 @@ def test_no_other_file_asks_which_platform_it_is():
         and not {"_compat", "_compat.py", "platforms"} & set(path.relative_to(root).parts)
     ]
     # `for platform in ("cpu", "cuda")` asks both.
-    assert [name for name in asking if name != "transforms/budget.py"] == []
+    assert [name for name in asking if name != "schedules/budget.py"] == []

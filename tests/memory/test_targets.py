@@ -16,7 +16,7 @@ from jaxckpt._quiet import accelerator_visible
 from jaxckpt.memory import targets as module
 from jaxckpt.memory.chips import CHIPS
 from jaxckpt.memory.platforms.cuda import target_config
-from jaxckpt.memory.targets import Target, compiler_options, known, resolve, targets
+from jaxckpt.memory.targets import Target, compiler_options, known, target_of, targets
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest(name, message):
     assert isinstance(caught.value, (ValueError, TargetError))
     if isinstance(name, str):
         with pytest.raises(UnknownTargetError):
-            resolve(name)
+            target_of(name)
 
 
 @pytest.mark.parametrize("name", [name for name in known() if ":" in name])
@@ -83,11 +83,11 @@ def test_the_cpu_has_the_memory_of_the_machine():
 
 
 def test_no_target_is_the_local_backend():
-    local = resolve(None)
+    local = target_of(None)
     assert local.local
     assert local.devices == tuple(jax.devices())
-    assert resolve(local) is local
-    assert resolve("cuda:h100") == Target("cuda:h100")
+    assert target_of(local) is local
+    assert target_of("cuda:h100") == Target("cuda:h100")
 
 
 def test_compiler_options_are_for_the_cpu_of_old_versions_only():

@@ -22,7 +22,7 @@ import pytest
 import jaxckpt
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.graph import trace
-from jaxckpt.core.plan import Plan, Region
+from jaxckpt.core.plan import Plan, PlanReport, Region
 from jaxckpt.memory import cache
 from jaxckpt.memory.report import measure
 from jaxckpt.planner import auto, calls, search
@@ -47,7 +47,8 @@ def planner(monkeypatch):
         asked.append((args, settings))
         graph = trace(fun, *args)
         half = len(graph.ops) // 2
-        return Plan((Region(0, half), Region(half, len(graph.ops))), graph.fingerprint, budget=1000)
+        made = Plan((Region(0, half), Region(half, len(graph.ops))), graph.fingerprint)
+        return PlanReport(made, budget=1000).plan
 
     monkeypatch.setattr(auto.search, "plan", plan)
     return asked
@@ -411,7 +412,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(planner, tmp_path, caplog)
 
 def test_device_budgets_are_looked_at_again_when_a_plan_is_read(planner, tmp_path, monkeypatch):
     free = {"now": 1000}
-    monkeypatch.setattr(auto, "resolve_budget", lambda budget, **_: free["now"])
+    monkeypatch.setattr(auto, "budget_bytes", lambda budget, **_: free["now"])
     plan = autocheckpoint(loss, budget="device", path=tmp_path).plan(WS, X)
     assert plan.budget == 1000 and planner[0][1]["budget"] == 1000
     for now, plans in ((1050, 1), (1000, 1), (999, 2), (1200, 3)):

@@ -11,7 +11,7 @@ import pytest
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.memory import targets
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner.budget import check_budget, normal, resident_bytes, resolve_budget
+from jaxckpt.planner.budget import budget_bytes, check_budget, normal, resident_bytes
 
 
 def never():
@@ -30,13 +30,13 @@ def never():
     ],
 )
 def test_bytes_are_themselves_and_nothing_is_compiled_for_them(budget, count):
-    got = resolve_budget(budget, unplanned=never, target="cpu")
+    got = budget_bytes(budget, unplanned=never, target="cpu")
     assert got == count and type(got) is int
 
 
 @pytest.mark.parametrize(("budget", "count"), [("60%", 600), (" 12.5 %", 125), ("100%", 1000), (".5%", 5)])
 def test_a_share_is_of_the_peak_without_checkpoints(budget, count):
-    assert resolve_budget(budget, unplanned=lambda: 1000, target="cpu") == count
+    assert budget_bytes(budget, unplanned=lambda: 1000, target="cpu") == count
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_share_is_of_the_peak_without_checkpoints(budget, count):
 )  # fmt: skip
 def test_what_is_no_budget_is_an_error_before_anything_is_compiled(budget):
     with pytest.raises(ArgumentError, match="budget must be") as caught:
-        resolve_budget(budget, unplanned=never, target="cpu")
+        budget_bytes(budget, unplanned=never, target="cpu")
     assert caught.value.argument == "budget" and caught.value.got is budget
     with pytest.raises(ArgumentError):
         check_budget(budget)
@@ -62,13 +62,13 @@ def test_the_error_says_what_was_meant():
 
 
 def test_device_is_the_memory_of_one_that_is_not_here():
-    assert resolve_budget("device", unplanned=never, target="cuda:h100") == Target("cuda:h100").memory_bytes
-    assert resolve_budget(" DEVICE ", unplanned=never, target="tpu:v5e:2x2") == int(15.75 * 2**30)
+    assert budget_bytes("device", unplanned=never, target="cuda:h100") == Target("cuda:h100").memory_bytes
+    assert budget_bytes(" DEVICE ", unplanned=never, target="tpu:v5e:2x2") == int(15.75 * 2**30)
 
 
 def test_device_on_the_cpu_is_an_error_that_says_so():
     with pytest.raises(ArgumentError, match="cpu, which does not say how much memory is free.*'8GiB'"):
-        resolve_budget("device", unplanned=never, target="cpu")
+        budget_bytes("device", unplanned=never, target="cpu")
 
 
 @dataclasses.dataclass
@@ -85,8 +85,8 @@ class Device:
 
 def test_device_is_what_is_free_on_the_fullest_local_device_and_arguments_there_are_not_counted_twice(monkeypatch):
     monkeypatch.setattr(targets, "_devices", lambda name: (Device(1000, 100), Device(1000, 300)))
-    assert resolve_budget("device", unplanned=never, target="cuda") == 700
-    assert resolve_budget("device", unplanned=never, target="cuda", resident=50) == 750
+    assert budget_bytes("device", unplanned=never, target="cuda") == 700
+    assert budget_bytes("device", unplanned=never, target="cuda", resident=50) == 750
 
 
 def test_a_full_device_is_an_error(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_full_device_is_an_error(monkeypatch):
     with pytest.raises(
         InfeasibleBudgetError, match=r"Nothing is free on cuda: 1\.0 GiB of 1\.0 GiB are in use"
     ) as caught:
-        resolve_budget("device", unplanned=never, target="cuda")
+        budget_bytes("device", unplanned=never, target="cuda")
     assert (caught.value.budget_bytes, caught.value.least_bytes) == (0, None)
 
 

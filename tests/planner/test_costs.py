@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt.core.graph import trace
 from jaxckpt.core.liveness import estimate_peak
-from jaxckpt.memory.targets import resolve
+from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.costs import roofline
 
-H100 = resolve("cuda:h100")
+H100 = target_of("cuda:h100")
 X = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
 W = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
 
@@ -62,7 +62,7 @@ def test_a_barrier_holds_no_second_copy():
 
 @pytest.mark.tpu
 def test_collectives_take_what_they_send_over_the_links():
-    target = resolve("tpu:v5e:2x2")
+    target = target_of("tpu:v5e:2x2")
     mesh = target.mesh((4,), ("x",))
 
     def time(body, out, x=X):

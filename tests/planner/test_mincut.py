@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt.actions import OFFLOAD, SAVE
-from jaxckpt.planner.mincut import Operation, Way, cheapest_first, hull
+from jaxckpt.planner.mincut import Operation, Storage, cheapest_first, hull
 
 
 @st.composite
@@ -26,7 +26,7 @@ def programs(draw):
 
 def saved(size):
     """Returns the one way to keep each value: as it is."""
-    return {key: [Way(SAVE, bytes_)] for key, bytes_ in size.items()}
+    return {key: [Storage(SAVE, bytes_)] for key, bytes_ in size.items()}
 
 
 def every_choice(operations, needed, size, free):
@@ -83,7 +83,7 @@ def test_at_each_price_a_value_is_kept_in_the_way_that_costs_least(program, seco
     """Two ways for each value, whole or half of its bytes for some seconds: no choice of sets and ways is cheaper."""
     operations, needed, size, free = program
     extra = seconds / 10
-    ways = {key: [Way(SAVE, bytes_), Way(OFFLOAD, bytes_ // 2, extra)] for key, bytes_ in size.items()}
+    ways = {key: [Storage(SAVE, bytes_), Storage(OFFLOAD, bytes_ // 2, extra)] for key, bytes_ in size.items()}
     found = hull(operations, needed, ways, free)
     for price in (0.01, 0.1, 1.0):
         weights = {

@@ -11,7 +11,7 @@ from jax import lax
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError
 from jaxckpt.core.liveness import estimate_peak
-from jaxckpt.planner.search import analyse
+from jaxckpt.planner.search import problem_of
 from tests.helpers import assert_trees_close, executions
 
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -111,7 +111,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("fun", PROGRAMS)
 def test_the_plan_that_keeps_least_gives_the_same_gradients(fun):
-    problem = analyse(fun, W, X, target="cpu")
+    problem = problem_of(fun, W, X, target="cpu")
     least = problem.model.plan(problem.table.schedule(problem.table.least))
     args = [np.random.default_rng(0).normal(size=each.shape).astype(np.float32) for each in (W, X)]
     step = jax.value_and_grad(fun, argnums=(0, 1))
@@ -191,7 +191,7 @@ def test_values_of_earlier_stages_may_be_printed():
         return jnp.sum(y)
 
     x = jnp.eye(64) * 0.5
-    analysis = analyse(loss, x, target="cpu")
+    analysis = problem_of(loss, x, target="cpu")
     with pytest.raises(InfeasibleBudgetError) as caught:
         analysis.plan(40_000, verify=False)
     least = int(re.search(r"is (\d+) bytes", str(caught.value))[1])

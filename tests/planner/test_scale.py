@@ -15,7 +15,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.planner import model, search, stages
 from jaxckpt.planner.chain import Keep
-from jaxckpt.planner.search import _Search, analyse
+from jaxckpt.planner.search import _Search, problem_of
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def test_the_estimate_of_a_peak_takes_calls_in_proportion_to_the_leaves():
 
 
 def test_planning_takes_calls_in_proportion_to_the_leaves(monkeypatch):
-    monkeypatch.setattr(model, "EFFORT", 0)  # what is spent on wider stretches is bounded, and no small part here
+    monkeypatch.setattr(model, "OPERATIONS", 0)  # what is spent on wider stretches is bounded, and no small part here
     rows = []
     for size in (100, 300):
         fun, args = leaves(size)
@@ -67,13 +67,13 @@ def test_planning_takes_calls_in_proportion_to_the_leaves(monkeypatch):
 def test_of_a_large_program_no_regions_in_regions_are_traced_for_an_estimate(nested, flat, monkeypatch):
     monkeypatch.setattr(search, "NESTED", nested)
     fun, args = leaves(40)
-    problem = analyse(fun, *args, target="cpu")
-    assert not all(isinstance(item, Keep) for item in problem.table.schedule(problem.table.least))
+    problem = problem_of(fun, *args, target="cpu")
+    assert not all(isinstance(item, Keep) for item in problem.table.solution(problem.table.least))
     seen = []
     standing = _Search._standing
     monkeypatch.setattr(_Search, "_standing", lambda self, each: seen.append(each) or standing(self, each))
     problem.plan("1GiB", verify=False)
-    assert [all(isinstance(item, Keep) for item in schedule) for schedule in seen] == [flat]
+    assert [all(isinstance(item, Keep) for item in solution) for solution in seen] == [flat]
 
 
 def test_a_long_stretch_without_matmuls_is_cut_into_equal_stages_of_few_operations():

@@ -21,7 +21,7 @@ from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.core.graph import count_flops
 from jaxckpt.core.plan import FORMAT
 from jaxckpt.planner import model
-from jaxckpt.planner.search import COMPILES, analyse
+from jaxckpt.planner.search import COMPILES, problem_of
 
 MIB = 2**20
 
@@ -37,7 +37,7 @@ ARGS = ([jnp.ones((64, 256)) / 64] * 12, jnp.ones((2048, 64)) / 8)
 
 @pytest.fixture(scope="module")
 def problem():
-    return analyse(loss, *ARGS, target="cpu")
+    return problem_of(loss, *ARGS, target="cpu")
 
 
 @pytest.mark.parametrize("share", [35, 50, 70, 90])
@@ -90,9 +90,9 @@ def test_the_stage_that_needs_most_is_cut_again_where_no_neck_is(monkeypatch):
         return jnp.sum(x)
 
     args = [jnp.ones((64 + 8 * i, 72 + 8 * i)) / 64 for i in range(12)], jnp.ones((8192, 64))
-    finer = analyse(widening, *args, target="cpu")
+    finer = problem_of(widening, *args, target="cpu")
     monkeypatch.setattr(model, "FINER", 1.0)
-    coarse = analyse(widening, *args, target="cpu")
+    coarse = problem_of(widening, *args, target="cpu")
     assert coarse.model.chain.length < finer.model.chain.length
     assert finer.table.least < 0.8 * coarse.table.least
     budget = int(0.8 * least_that_fits(coarse))
@@ -111,15 +111,15 @@ def test_a_stage_of_many_operations_is_not_tried_at_every_place(monkeypatch):
             seen.append(jnp.tanh(sum(seen) @ w))
         return jnp.sum(sum(seen))
 
-    differentiated, analyse_ = [], model.analyse
+    differentiated, original = [], model.candidates_of
 
-    def counted(named, start, stop, *rest):
+    def counted(named, start, stop, *rest, **more):
         differentiated.append(stop - start)
-        return analyse_(named, start, stop, *rest)
+        return original(named, start, stop, *rest, **more)
 
-    monkeypatch.setattr(model, "EFFORT", 600)
-    monkeypatch.setattr(model, "analyse", counted)
-    found = analyse(dense, [jnp.ones((8, 8))] * 24, jnp.ones((64, 8)), target="cpu")
+    monkeypatch.setattr(model, "OPERATIONS", 600)
+    monkeypatch.setattr(model, "candidates_of", counted)
+    found = problem_of(dense, [jnp.ones((8, 8))] * 24, jnp.ones((64, 8)), target="cpu")
     size = len(found.graph.ops)
     assert size > 300 and sum(differentiated) <= 600 + 2 * size
 
@@ -139,13 +139,13 @@ def test_an_infeasible_shard_map_says_what_can_be_done():
 
 def test_at_most_so_many_compilations(problem):
     what = []
-    fresh = analyse(loss, *ARGS, target="cpu")
+    fresh = problem_of(loss, *ARGS, target="cpu")
     fresh.plan(problem.unplanned.peak_bytes // 2, progress=lambda done, total, text: what.append(text))
     assert 1 <= sum(text.startswith("compiling") for text in what) <= COMPILES and what[-1] == ""
 
 
 def test_without_verification_nothing_is_compiled(problem):
-    fresh = analyse(loss, *ARGS, target="cpu")
+    fresh = problem_of(loss, *ARGS, target="cpu")
     plan = fresh.plan(problem.unplanned.peak_bytes // 2, verify=False)
     assert plan.measured is None and plan.measured_bytes is None and plan.regions
     assert plan.predicted.peak_bytes <= plan.budget
@@ -175,11 +175,11 @@ SMALL_MODELS = {
 def test_planned_gradients_equal_the_unplanned_ones(name):
     fun, args = SMALL_MODELS[name](real=True)
     scalar = (lambda *a: fun(*a)[0]) if isinstance(jax.eval_shape(fun, *args), tuple) else fun
-    problem = analyse(scalar, *args, target="cpu")
+    problem = problem_of(scalar, *args, target="cpu")
     table = problem.table
     frontier = table.frontier()
     reference = jax.jit(jax.value_and_grad(scalar))(*args)
-    planned = problem.model.plan(table.schedule(frontier[len(frontier) // 4][0])).apply(scalar)
+    planned = problem.model.plan(table.solution(frontier[len(frontier) // 4][0])).apply(scalar)
     assert jaxckpt.residuals(planned, *args).kept_bytes < jaxckpt.residuals(scalar, *args).kept_bytes
     value = jax.jit(jax.value_and_grad(planned), compiler_options=jaxckpt.compiler_options() or None)(*args)
     for got, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(reference), strict=True):
@@ -193,7 +193,7 @@ def test_a_scanned_stack_is_planned_as_a_loop():
     )  # fmt: skip
     plan = jaxckpt.plan(scanned, *scan_args, budget="40%", target="cpu")
     assert plan.loops and plan.measured_bytes <= plan.budget
-    assert "iterations" in plan.describe(analyse(scanned, *scan_args, target="cpu").graph)
+    assert "iterations" in plan.describe(problem_of(scanned, *scan_args, target="cpu").graph)
 
 
 def test_a_loop_inside_a_scan_s_body_runs_again_in_as_many_iterations_as_the_budget_asks_for():
@@ -205,7 +205,7 @@ def test_a_loop_inside_a_scan_s_body_runs_again_in_as_many_iterations_as_the_bud
         return jnp.mean(jax.lax.scan(outer, xs[0], xs)[1])
 
     args = jax.random.normal(jax.random.key(0), (8, 64, 64)) / 8, jax.random.normal(jax.random.key(1), (32, 64, 64))
-    scanned = analyse(loss, *args, target="cpu")
+    scanned = problem_of(loss, *args, target="cpu")
     unplanned = count_flops(jax.grad(loss), *args)
     more = []
     for budget in ("85%", "60%", "35%"):
@@ -233,7 +233,7 @@ def test_complex_values_are_planned_for():
 
 
 def test_measured_costs_are_seconds_of_this_machine():
-    found, rates = (analyse(loss, *ARGS, target="cpu", costs=costs) for costs in ("measured", "roofline"))
+    found, rates = (problem_of(loss, *ARGS, target="cpu", costs=costs) for costs in ("measured", "roofline"))
     run = jax.jit(jax.value_and_grad(loss))
     jax.block_until_ready(run(*ARGS))
     start = time.perf_counter()
@@ -248,7 +248,7 @@ def test_measured_costs_are_seconds_of_this_machine():
 
 def test_measured_costs_need_the_device_here():
     with pytest.raises(ArgumentError, match="costs"):
-        analyse(loss, *ARGS, target="cuda:h100", costs="measured")
+        problem_of(loss, *ARGS, target="cuda:h100", costs="measured")
 
 
 # ------------------------------------------------------------------------------------------------------------------- steps
@@ -297,8 +297,8 @@ def test_only_the_arguments_that_the_step_differentiates_have_gradients():
 
     args = jnp.ones((64, 64)), jnp.ones((64, 64))
     for argnums, count in ((0, 1), (1, 1), ((0, 1), 2)):
-        found = analyse(both, *args, target="cpu", step=lambda f, n=argnums: jax.grad(f, argnums=n))
-        assert sum(found.model.chain.span(0, found.model.chain.length).gradient for _ in "x") == count * 64 * 64 * 4
+        found = problem_of(both, *args, target="cpu", step=lambda f, n=argnums: jax.grad(f, argnums=n))
+        assert sum(found.model.chain.segment(0, found.model.chain.length).gradient for _ in "x") == count * 64 * 64 * 4
 
 
 # ------------------------------------------------------------------------------------------------------------------- files
@@ -309,7 +309,8 @@ def test_a_saved_plan_gives_the_same_peak_in_a_fresh_process(problem, tmp_path):
     path = tmp_path / "plan.json"
     plan.save(path)
     loaded = Plan.load(path)
-    assert loaded == plan and loaded.overhead == plan.overhead and loaded.measured is None
+    assert loaded == plan and loaded.report == plan.report and loaded.measured is None
+    assert loaded.overhead == plan.overhead is not None
     program = textwrap.dedent(f"""
         import jax, jaxckpt
         from tests.planner.test_search import ARGS, loss
@@ -399,7 +400,7 @@ def test_other_arguments_that_are_none(argument, value):
 def test_on_an_h100_that_is_not_here_a_plan_beats_a_checkpoint_around_each_block():
     fun, args = gpt.gpt2(layers=4, batch=4)
     blocks, _ = gpt.gpt2(jax.checkpoint, layers=4, batch=4)
-    problem = analyse(fun, *args, target="cuda:h100")
+    problem = problem_of(fun, *args, target="cuda:h100")
     plan = problem.plan(int(1.02 * jaxckpt.measure(jax.value_and_grad(blocks), *args, target="cuda:h100").peak_bytes))
     assert plan.measured_bytes <= plan.budget
     assert abs(plan.predicted.peak_bytes / plan.measured_bytes - 1) < 0.1

@@ -8,8 +8,8 @@ import pytest
 import jaxckpt
 from benchmarks.models import llama
 from jaxckpt.core.graph import trace
-from jaxckpt.memory.targets import resolve
-from jaxckpt.planner.search import analyse
+from jaxckpt.memory.targets import target_of
+from jaxckpt.planner.search import problem_of
 from jaxckpt.planner.shards import WHOLE, Shards, read
 
 SIZES = {
@@ -33,7 +33,7 @@ def test_unknown_layouts_small_arrays_are_whole_and_large_ones_shared():
 def test_layouts_are_the_compilers():
     loss, args = llama.llama70b(**SIZES)
     graph = trace(loss, *args)
-    shards = read(graph, args, jax.tree.leaves(args), resolve("tpu:v5e:2x2"))
+    shards = read(graph, args, jax.tree.leaves(args), target_of("tpu:v5e:2x2"))
     wanted = {
         (2048, 512): 1 / 4,  # the embedding, over both axes
         (16, 256): 1 / 2,  # tokens, over data
@@ -50,7 +50,7 @@ def test_layouts_are_the_compilers():
 @pytest.mark.tpu
 def test_a_sharded_scan_is_planned_per_device():
     loss, args = llama.llama70b(**SIZES)
-    problem = analyse(loss, *args, target="tpu:v5e:2x2")
+    problem = problem_of(loss, *args, target="tpu:v5e:2x2")
     assert problem.argument_bytes < 0.3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args))
     frontier = problem.table.frontier()
     lean, rich = (problem.model.plan(problem.table.schedule(budget)) for budget in (frontier[0][0], frontier[-1][0]))
@@ -65,7 +65,7 @@ def test_a_sharded_scan_is_planned_per_device():
 
 def test_the_llama_computes_the_same_under_a_plan():
     loss, args = llama.small(layers=3, real=True)
-    problem = analyse(loss, *args, target="cpu")
+    problem = problem_of(loss, *args, target="cpu")
     frontier = problem.table.frontier()
     planned = problem.model.plan(problem.table.schedule(frontier[len(frontier) // 3][0])).apply(loss)
     for got, wanted in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(f))(*args)) for f in (planned, loss))):

@@ -8,9 +8,9 @@ import pytest
 
 from jaxckpt.actions import OFFLOAD, SAVE
 from jaxckpt.core.graph import trace
-from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, Region, Run
-from jaxckpt.planner.figures import PlanFigures
+from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, PlanReport, Region
 from jaxckpt.planner.frontier import Frontier, Point, Way
+from jaxckpt.schedules import checkpointed, in_turn
 from jaxckpt.show import plans, plot, table
 from jaxckpt.show.tree import plan_lines
 from jaxckpt.transforms.checkpoint import tag
@@ -85,11 +85,11 @@ def test_a_loop_is_told_by_its_runs():
     graph = trace(scanned, W, X)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     inner = graph.ops[place].bodies[0].ops[0].outputs[0]
-    shown = text([], [Loop(place, (Run(4, (), {inner: SAVE}), Run(6, (3,))))], graph)
+    shown = text([], [Loop(place, in_turn(checkpointed(4, (), {inner: SAVE}), checkpointed(6, (3,))))], graph)
     assert "4 iterations: keeps 1 value, 128.0 KiB of each, and its carry" in shown
     assert "6 iterations, in segments of 3: keeps the carry" in shown
     assert "scan of" in shown
-    shown = text([], [Loop(place, (Run(4), Run(6, checkpoint=False)))], graph)
+    shown = text([], [Loop(place, in_turn(checkpointed(4), checkpointed(6, remat=False)))], graph)
     assert "6 iterations: left to JAX, which keeps what derivatives need" in shown
 
 
@@ -97,18 +97,28 @@ def test_an_empty_plan_says_so():
     assert text([]) == "The step fits as it is: nothing is recomputed."
 
 
-def figures(times=None, compiled=True):
+def report(times=None, compiled=True):
     peak = 58 * MIB if compiled else None
     estimate = MemoryEstimate(60 * MIB, 10 * MIB, 30 * MIB, 20 * MIB)
-    plan = Plan(
-        (Region(0, 6),), GRAPH.fingerprint, budget=64 * MIB, target="cpu", predicted=estimate, measured_bytes=peak
+    return PlanReport(
+        Plan((Region(0, 6),), GRAPH.fingerprint),
+        budget=64 * MIB,
+        asked="64MiB",
+        target="cpu",
+        predicted=estimate,
+        measured_bytes=peak,
+        unplanned_bytes=100 * MIB if compiled else None,
+        flops=1100,
+        seconds=2.1,
+        unplanned_flops=1000,
+        unplanned_seconds=2.0,
+        times=times,
+        timed_on="cpu" if times else None,
     )
-    unplanned = Way("as it is", 100 * MIB if compiled else None, 1000, 2.0)
-    return PlanFigures(Point("64MiB", 64 * MIB, plan, "", 1100, 2.1), unplanned, times, "cpu" if times else "")
 
 
 def test_the_figures_of_a_plan():
-    cells = {what: (much, beside) for what, much, beside in plans.plan_cells(figures((0.5, 0.25)))}
+    cells = {what: (much, beside) for what, much, beside in plans.plan_cells(report((0.5, 0.25)))}
     assert cells["peak without a plan"][0] == "100.0 MiB"
     assert cells["budget"] == ("64.0 MiB", "64.0%")
     assert cells["peak, compiled"] == ("58.0 MiB", "58.0%")
@@ -116,21 +126,66 @@ def test_the_figures_of_a_plan():
     assert cells["recomputation"] == ("100 FLOPs", "+10.0% of the step's")
     assert cells["time by the target's rates"][1] == "+5.0%"
     assert cells["time of a step"][0] == "500 ms" and cells["time of a step"][1].startswith("2.00 × the 250 ms")
-    shown = table.to_text(plans.plan_view(figures(), GRAPH, "Plan for a model"))
+    shown = table.to_text(plans.plan_view(report(), GRAPH, "Plan for a model"))
     assert shown.startswith("Plan for a model") and "keeps what goes in and out" in shown
 
 
 def test_what_was_not_compiled_is_not_told():
-    cells = {what for what, _, _ in plans.plan_cells(figures(compiled=False))}
+    cells = {what for what, _, _ in plans.plan_cells(report(compiled=False))}
     assert "peak, predicted" in cells and not cells & {"peak, compiled", "peak without a plan", "time of a step"}
+
+
+def test_a_report_prints_as_a_table_with_what_the_plan_holds():
+    shown = str(report((0.5, 0.25)))
+    assert shown.startswith(f"Plan for {GRAPH.fingerprint} on cpu")
+    for line in (
+        "peak without a plan",
+        "58.0 MiB  58.0%",
+        "100 FLOPs  +10.0% of the step's",
+        "1 region: keep nothing",
+    ):
+        assert line in shown, line
+    known = str(PlanReport(Plan((Region(0, 6, {made(0): SAVE, made(2): OFFLOAD}),), "x"), overhead=0.125))
+    assert "Plan for x\n" in known and "+12.5%" in known and "1 region: offload 1 value, save 1 value." in known
+    assert "fits as it is" in str(PlanReport(Plan((), "x")))
+
+
+def test_a_report_is_a_table_in_a_notebook():
+    found = report()._repr_html_()
+    assert found.count("<table>") == 1 and "<td>58.0 MiB</td>" in found and "1 region" in found
+    odd = PlanReport(Plan((), "<x>"), target="<cpu>")._repr_html_()
+    assert "&lt;x&gt; on &lt;cpu&gt;" in odd and "<cpu>" not in odd
+
+
+def test_the_picture_of_a_report_has_every_peak_and_the_budget(tmp_path):
+    figure = plans.plan_report_figure(report())
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "without a plan",
+        "planned, predicted",
+        "planned, compiled",
+    ]
+    bars = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x()): bar.get_width() for bar in axes.patches}
+    assert bars == {(0, 0): 100, (1, 0): 10, (1, 10): 30, (1, 40): 20, (2, 0): 58}, "the parts lie on the whole"
+    assert axes.lines[0].get_xdata() == [64, 64] and axes.lines[0].get_label() == "budget"
+    assert [note.get_text() for note in axes.texts][:3] == ["100.0 MiB", "60.0 MiB", "58.0 MiB"]
+    report().plot(tmp_path / "plan.svg")
+    assert "without a plan" in (tmp_path / "plan.svg").read_text()
+    few = plans.plan_report_figure(report(compiled=False)).axes[0]
+    assert [label.get_text() for label in few.get_yticklabels()] == ["planned, predicted"]
+    assert not plans.plan_report_figure(PlanReport(Plan((), "x"))).axes[0].patches
 
 
 def some_frontier():
     def planned(share, compiled=True):
-        plan = Plan(
-            (), "x", measured_bytes=share * MIB if compiled else None, predicted=MemoryEstimate(share * MIB, 0, 0, 0)
+        report = PlanReport(
+            Plan((), "x"),
+            predicted=MemoryEstimate(share * MIB, 0, 0, 0),
+            measured_bytes=share * MIB if compiled else None,
+            flops=1000 + (100 - share),
+            seconds=2.0 + (100 - share) / 100,
         )
-        return Point(f"{share}%", share * MIB, plan, "", 1000 + (100 - share), 2.0 + (100 - share) / 100)
+        return Point(f"{share}%", share * MIB, report)
 
     points = (
         Point("10%", 10 * MIB, None, "The least budget found to fit is 29 MiB."),
@@ -157,7 +212,7 @@ def test_a_frontier_as_a_table():
 
 def test_the_picture_has_every_point_that_is_no_more_than_a_third_above_the_step_as_it_is(tmp_path):
     frontier = some_frontier()
-    figure = plans.frontier_figure(frontier, figures().point, measures=("flops", "seconds"))
+    figure = plans.frontier_figure(frontier, report(), measures=("flops", "seconds"))
     assert len(figure.axes) == 2
     (axes, _) = figure.axes
     lines = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
@@ -183,7 +238,7 @@ def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_pla
 
 
 def test_pages_hold_all_of_it():
-    page = plans.plan_page(figures((0.5, 0.25)), GRAPH, "A <plan>", some_frontier())
+    page = plans.plan_page(report((0.5, 0.25)), GRAPH, "A <plan>", some_frontier())
     assert "A &lt;plan&gt;" in page and "keeps what goes in and out" in page and "each block" in page
     page = plans.frontier_page(some_frontier(), "Plans")
     assert "no plan fits" in page and page.count("<img") == 1

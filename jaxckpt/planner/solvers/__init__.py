@@ -4,20 +4,20 @@
 |---|---|---|
 | `chain` | the optimum (`optimal.STEPS` says to what) | everything; the default |
 | `milp` | the optimum, by integer programming | a dozen stages; an oracle |
-| `exhaustive` | the optimum, by trying every schedule | four or five stages; an oracle |
+| `exhaustive` | the optimum, by trying every solution | four or five stages; an oracle |
 | `greedy` | something, often good | a comparison |
 | `sqrt` | equal segments | a comparison: what is made by hand |
 
->>> from jaxckpt.planner.chain import Carried, Chain, Option, Span
->>> stage = lambda options: Span(forward_time=1.0, forward_work=4, gradient=0, options=options)
->>> chain = Chain(2, {(0, 1): stage((Option(0, 0.5, 4), Option(4, 0.0, 2))), (1, 2): stage((Option(4, 0.0, 2),)), (0, 2): stage(())},
+>>> from jaxckpt.planner.chain import Carried, Chain, Candidate, Segment
+>>> stage = lambda candidates: Segment(forward_time=1.0, forward_work=4, gradient=0, candidates=candidates)
+>>> chain = Chain(2, {(0, 1): stage((Candidate(0, 0.5, 4), Candidate(4, 0.0, 2))), (1, 2): stage((Candidate(4, 0.0, 2),)), (0, 2): stage(())},
 ...               (Carried(4, 0, (1,)),))
->>> solver("chain").schedule(chain, 14)
-(Keep(start=0, stop=1, option=1), Keep(start=1, stop=2, option=0))
->>> solver("chain").schedule(chain, 10)
-(Keep(start=0, stop=1, option=0), Keep(start=1, stop=2, option=0))
->>> solver("chain").schedule(chain, 9)
-Infeasible(least_bytes=10, schedule=(Keep(start=0, stop=1, option=0), Keep(start=1, stop=2, option=0)))
+>>> solver("chain").solve(chain, 14)
+(Keep(start=0, stop=1, candidate=1), Keep(start=1, stop=2, candidate=0))
+>>> solver("chain").solve(chain, 10)
+(Keep(start=0, stop=1, candidate=0), Keep(start=1, stop=2, candidate=0))
+>>> solver("chain").solve(chain, 9)
+Infeasible(least_bytes=10, solution=(Keep(start=0, stop=1, candidate=0), Keep(start=1, stop=2, candidate=0)))
 """
 
 from __future__ import annotations

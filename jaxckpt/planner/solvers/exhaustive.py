@@ -1,32 +1,32 @@
-"""Every schedule of a chain, one by one: the oracle that the other solvers are tested against. Exponential; for a handful of stages."""
+"""Every solution of a chain, one by one: the oracle that the other solvers are tested against. Exponential; for a handful of stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule
+from jaxckpt.planner.chain import Chain, Drop, Keep, Solution
 from jaxckpt.planner.solvers.base import Infeasible, Solver, cheapest
 
 
 class Exhaustive(Solver):
-    """The cheapest of all schedules."""
+    """The cheapest of all solutions."""
 
     name = "exhaustive"
 
-    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
-        """Returns the cheapest schedule that peaks at no more than `budget` bytes; there is none where it says so."""
-        return cheapest(chain, schedules(chain, 0, chain.length), budget)
+    def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:
+        """Returns the cheapest solution that peaks at no more than `limit` bytes; there is none where it says so."""
+        return cheapest(chain, solutions(chain, 0, chain.length), limit)
 
 
-def schedules(chain: Chain, start: int, stop: int) -> Iterator[Schedule]:
-    """Yields every schedule of the stages start..stop. A Drop of all of them would only add a forward run, so there is none."""
+def solutions(chain: Chain, start: int, stop: int) -> Iterator[Solution]:
+    """Yields every solution of the stages start..stop. A Drop of all of them would only add a forward run, so there is none."""
     if start == stop:
         yield ()
         return
     for j in range(start + 1, stop + 1):
-        firsts: list[Keep | Drop] = [Keep(start, j, o) for o in range(len(chain.span(start, j).options))]
+        firsts: list[Keep | Drop] = [Keep(start, j, o) for o in range(len(chain.segment(start, j).candidates))]
         if j < stop:
-            firsts += [Drop(start, j, again) for again in schedules(chain, start, j)]
-        for rest in schedules(chain, j, stop):
+            firsts += [Drop(start, j, again) for again in solutions(chain, start, j)]
+        for rest in solutions(chain, j, stop):
             for first in firsts:
                 yield (first, *rest)

@@ -1,26 +1,26 @@
-"""The cheapest schedule of a small chain as an integer linear programme, solved by HiGHS: exact, and nothing in common with the recursion.
+"""The cheapest solution of a small chain as an integer linear programme, solved by HiGHS: exact, and nothing in common with the recursion.
 
-A schedule is a set of runs that nest: the forward pass, 0..length, and one run of s..t for each Drop of s..t. No two runs of a schedule are
+A solution is a set of runs that nest: the forward pass, 0..length, and one run of s..t for each Drop of s..t. No two runs of a solution are
 of the same stages, for a Drop of a whole run would only add a forward run. So with binary variables
 
     keep[p, q, a, b, o]   the run of p..q has Keep(a, b, o)
     drop[p, q, a, b]      the run of p..q has Drop(a, b), b < q: then there is a run of a..b
 
-a schedule of any depth is a unit of flow from p to q through the items of each run that there is. The bytes held before stage a in the run of
+a solution of any depth is a unit of flow from p to q through the items of each run that there is. The bytes held before stage a in the run of
 p..q are those of the items that end at or before a, in this run and in every run that contains p..q:
 
     held[p, q, a] = sum of kept over the items (p', q', a', b') with p' <= p, q <= q', b' <= a
 
-because the runs that contain p..q and are in the schedule are the ones around it. Where the run of p..q is not in the schedule, held is what is
-held at that place in the innermost run that is, so the budget may bound it everywhere and nothing needs a large constant:
+because the runs that contain p..q and are in the solution are the ones around it. Where the run of p..q is not in the solution, held is what is
+held at that place in the innermost run that is, so the limit may bound it everywhere and nothing needs a large constant:
 
-    held[p, q, a] + sum over the items of p..q that start at a of the bytes that the item needs   <=   budget
+    held[p, q, a] + sum over the items of p..q that start at a of the bytes that the item needs   <=   limit
 
 The formulation is ours; the idea of an exact integer programme for rematerialisation is Checkmate's (Jain et al. 2020, arXiv:1910.02653), whose
-matrices over operations have no options and no spans.
+matrices over operations have no candidates and no segments.
 
-Guarantee: the optimum of the model of `jaxckpt.planner.chain`, to HiGHS's tolerances: about a millionth of the budget in bytes, and 1e-6 of the
-time. There are O(length^4) variables for each option: up to some ten seconds for ten stages, half a minute for twelve or fourteen; hence
+Guarantee: the optimum of the model of `jaxckpt.planner.chain`, to HiGHS's tolerances: about a millionth of the limit in bytes, and 1e-6 of the
+time. There are O(length^4) variables for each candidate: up to some ten seconds for ten stages, half a minute for twelve or fourteen; hence
 `STAGES`.
 """
 
@@ -32,19 +32,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.planner.chain import Chain, Drop, Keep, Schedule, cost
+from jaxckpt.planner.chain import Chain, Drop, Keep, Solution, cost
 from jaxckpt.planner.solvers.base import Infeasible, Solver
 from jaxckpt.planner.solvers.sqrt import leanest, single
 
 STAGES = 16
 _TRIES = 4
 
-Run = tuple[int, int]
+Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A binary variable: in the run `run`, stages start..stop are kept with option `option`, or dropped if that is None.
+    """A binary variable: in the run `run`, stages start..stop are kept with candidate `candidate`, or dropped if that is None.
 
     Attributes:
       time: seconds of recomputation that it adds.
@@ -52,54 +52,54 @@ class _Item:
       need: bytes that it needs besides those held before it.
     """
 
-    run: Run
+    run: Interval
     start: int
     stop: int
-    option: int | None
+    candidate: int | None
     time: float
     kept: int
     need: int
 
 
 class Milp(Solver):
-    """The cheapest schedule, by HiGHS."""
+    """The cheapest solution, by HiGHS."""
 
     name = "milp"
 
-    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
-        """Returns the cheapest schedule that peaks at no more than `budget` bytes; there is none where it says so.
+    def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:
+        """Returns the cheapest solution that peaks at no more than `limit` bytes; there is none where it says so.
 
         Raises:
           ArgumentError: the chain has more than `STAGES` stages.
         """
         _check(chain)
         if not chain.length:
-            return () if budget >= 0 else Infeasible(0, ())
-        items = [item for item in _items(chain) if item.need <= budget]
+            return () if limit >= 0 else Infeasible(0, ())
+        items = [item for item in _items(chain) if item.need <= limit]
         tight = 1.0
         for _ in range(_TRIES):
-            chosen = _solve(chain.length, items, budget, tight)
+            chosen = _solve(chain.length, items, limit, tight)
             if chosen is None:
                 break
-            schedule = _schedule((0, chain.length), chosen)
+            solution = _solution((0, chain.length), chosen)
             # HiGHS may exceed a bound by its tolerance: then ask for that much less
-            if cost(chain, schedule).peak <= budget:
-                return schedule
+            if cost(chain, solution).peak <= limit:
+                return solution
             tight -= 2e-6
         least = self.least(chain)
         return Infeasible(cost(chain, least).peak, least)
 
-    def least(self, chain: Chain) -> Schedule:
-        """Returns the schedule that peaks lowest: another programme, which minimises the bytes at the peak; raises as `schedule`."""
+    def least(self, chain: Chain) -> Solution:
+        """Returns the solution that peaks lowest: another programme, which minimises the bytes at the peak; raises as `solve`."""
         _check(chain)
         known = self._known
         if known is not None and known[0] is chain and known[1] is not None:
             return known[1]
-        least: Schedule = single(chain, leanest)
+        least: Solution = single(chain, leanest)
         enough = cost(chain, least).peak
         chosen = _solve(chain.length, [item for item in _items(chain) if item.need <= enough], enough, None)
         if chosen is not None:
-            least = _schedule((0, chain.length), chosen)
+            least = _solution((0, chain.length), chosen)
         self._known = chain, least
         return least
 
@@ -116,22 +116,24 @@ def _check(chain: Chain) -> None:
 
 def _items(chain: Chain) -> Iterator[_Item]:
     length = chain.length
-    written = [chain.span(at, length).gradient if at < length else 0 for at in range(length + 1)]
+    written = [chain.segment(at, length).gradient if at < length else 0 for at in range(length + 1)]
     for p, q in _intervals(0, length):
         for a, b in _intervals(p, q):
-            span, output = chain.span(a, b), chain.output(a, b, q)
-            run = max(span.forward_work, output) + written[q]
-            for number, option in enumerate(span.options):
-                need = max(run, output + option.kept + written[q], option.kept + option.work + written[b], written[a])
-                yield _Item((p, q), a, b, number, option.time, output + option.kept, need)
+            segment, output = chain.segment(a, b), chain.output(a, b, q)
+            run = max(segment.forward_work, output) + written[q]
+            for number, candidate in enumerate(segment.candidates):
+                need = max(
+                    run, output + candidate.kept + written[q], candidate.kept + candidate.work + written[b], written[a]
+                )
+                yield _Item((p, q), a, b, number, candidate.time, output + candidate.kept, need)
             if b < q:  # at the end of a run its own items in its place need no more bytes, and a forward run less
-                yield _Item((p, q), a, b, None, span.forward_time, output, max(run, written[a]))
+                yield _Item((p, q), a, b, None, segment.forward_time, output, max(run, written[a]))
 
 
-def _solve(length: int, items: list[_Item], budget: int, tight: float | None) -> list[_Item] | None:
-    """Returns the items of the cheapest schedule in which no place takes more than `tight` of the budget, or None.
+def _solve(length: int, items: list[_Item], limit: int, tight: float | None) -> list[_Item] | None:
+    """Returns the items of the cheapest solution in which no place takes more than `tight` of the limit, or None.
 
-    With None for `tight` it is the schedule whose places take least, within the budget.
+    With None for `tight` it is the solution whose places take least, within the limit.
     """
     from scipy import optimize, sparse
 
@@ -139,14 +141,14 @@ def _solve(length: int, items: list[_Item], budget: int, tight: float | None) ->
     held = {place: len(items) + i for i, place in enumerate(places)}
     top = len(items) + len(places)  # the variable that is the bytes at the peak, where they are what is minimised
     rows = _Rows()
-    unit = max(budget, 1)
+    unit = max(limit, 1)
     by_start: dict[tuple[int, int, int], list[int]] = {}
     by_stop: dict[tuple[int, int, int], list[int]] = {}
-    dropped: dict[Run, list[int]] = {}
+    dropped: dict[Interval, list[int]] = {}
     for i, item in enumerate(items):
         by_start.setdefault((*item.run, item.start), []).append(i)
         by_stop.setdefault((*item.run, item.stop), []).append(i)
-        if item.option is None:
+        if item.candidate is None:
             dropped.setdefault((item.start, item.stop), []).append(i)
     ended: dict[tuple[int, int, int], list[int]] = {}
     for p, q, a in places:
@@ -206,17 +208,17 @@ class _Rows:
         self.high.append(high)
 
 
-def _schedule(run: Run, chosen: list[_Item]) -> Schedule:
-    """Returns the schedule of a run out of the items of all runs."""
+def _solution(run: Interval, chosen: list[_Item]) -> Solution:
+    """Returns the solution of a run out of the items of all runs."""
     return tuple(
-        Drop(item.start, item.stop, _schedule((item.start, item.stop), chosen))
-        if item.option is None
-        else Keep(item.start, item.stop, item.option)
+        Drop(item.start, item.stop, _solution((item.start, item.stop), chosen))
+        if item.candidate is None
+        else Keep(item.start, item.stop, item.candidate)
         for item in sorted((item for item in chosen if item.run == run), key=lambda item: item.start)
     )
 
 
-def _intervals(start: int, stop: int) -> Iterator[Run]:
+def _intervals(start: int, stop: int) -> Iterator[Interval]:
     """Yields every (a, b) with start <= a < b <= stop."""
     for a in range(start, stop):
         for b in range(a + 1, stop + 1):

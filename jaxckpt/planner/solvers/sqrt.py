@@ -1,6 +1,6 @@
-"""Segments of equal length, each run again in the backward pass, but for the last: Chen et al. 2016 (arXiv:1604.06174), fitted to the budget.
+"""Segments of equal length, each run again in the backward pass, but for the last: Chen et al. 2016 (arXiv:1604.06174), fitted to the limit.
 
-For every segment length, about sqrt(length) or not, two schedules are held against the model: one that keeps in a segment what saves the most
+For every segment length, about sqrt(length) or not, two solutions are held against the model: one that keeps in a segment what saves the most
 time, as Chen does, and one that keeps the fewest bytes. A rule to compare with; no guarantee. It may find nothing where there is something.
 """
 
@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jaxckpt.planner.chain import Chain, Drop, Keep, Option, Schedule
+from jaxckpt.planner.chain import Candidate, Chain, Drop, Keep, Solution
 from jaxckpt.planner.solvers.base import Infeasible, Solver, cheapest
 
-Choice = Callable[[Option], tuple[float, float]]
+Preference = Callable[[Candidate], tuple[float, float]]
 
 
 class Sqrt(Solver):
-    """The cheapest schedule of equal segments."""
+    """The cheapest solution of equal segments."""
 
     name = "sqrt"
 
-    def schedule(self, chain: Chain, budget: int) -> Schedule | Infeasible:
-        """Returns the cheapest schedule of segments that peaks at no more than `budget` bytes, if one does."""
-        return cheapest(chain, segmented(chain), budget)
+    def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:
+        """Returns the cheapest solution of segments that peaks at no more than `limit` bytes, if one does."""
+        return cheapest(chain, segmented(chain), limit)
 
 
-def segmented(chain: Chain) -> Iterator[Schedule]:
-    """Yields schedules of every segment length, from one (each stage with an option, nothing dropped) to the whole chain."""
-    for choice in (fastest, leanest):
-        keeps = single(chain, choice)
+def segmented(chain: Chain) -> Iterator[Solution]:
+    """Yields solutions of every segment length, from one (each stage with a candidate, nothing dropped) to the whole chain."""
+    for preference in (fastest, leanest):
+        keeps = single(chain, preference)
         yield keeps
         for size in range(2, chain.length):
             last = (chain.length - 1) // size * size
@@ -37,20 +37,20 @@ def segmented(chain: Chain) -> Iterator[Schedule]:
             )
 
 
-def single(chain: Chain, choice: Choice) -> tuple[Keep, ...]:
-    """Returns each stage with the option that `choice` puts first."""
+def single(chain: Chain, preference: Preference) -> tuple[Keep, ...]:
+    """Returns each stage with the candidate that `preference` puts first."""
     return tuple(
-        Keep(stage, stage + 1, min(range(len(options)), key=lambda o: choice(options[o])))
+        Keep(stage, stage + 1, min(range(len(candidates)), key=lambda o: preference(candidates[o])))
         for stage in range(chain.length)
-        for options in [chain.span(stage, stage + 1).options]
+        for candidates in [chain.segment(stage, stage + 1).candidates]
     )
 
 
-def fastest(option: Option) -> tuple[float, float]:
-    """Puts the option first that recomputes the least."""
-    return option.time, option.kept
+def fastest(candidate: Candidate) -> tuple[float, float]:
+    """Puts the candidate first that recomputes the least."""
+    return candidate.time, candidate.kept
 
 
-def leanest(option: Option) -> tuple[float, float]:
-    """Puts the option first that keeps the fewest bytes."""
-    return option.kept, option.time
+def leanest(candidate: Candidate) -> tuple[float, float]:
+    """Puts the candidate first that keeps the fewest bytes."""
+    return candidate.kept, candidate.time

@@ -1,4 +1,4 @@
-"""Chains to hold solvers against: random small ones, whose every schedule can be tried, and deep ones, as the planner meets them."""
+"""Chains to hold solvers against: random small ones, whose every solution can be tried, and deep ones, as the planner meets them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxckpt.planner.chain import Carried, Chain, Option, Span
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Segment
 
 MiB = 1 << 20
 
 
-def random_chain(seed, length, options=3, wide=2):
-    """Small numbers; values that skip stages or are used more than once; spans of up to `wide` stages."""
+def random_chain(seed, length, candidates=3, wide=2):
+    """Small numbers; values that skip stages or are used more than once; segments of up to `wide` stages."""
     rng = np.random.default_rng(seed)
     time, output, gradient = rng.uniform(1, 9, length), rng.integers(1, 20, length), rng.integers(0, 12, length)
-    spans = {}
+    segments = {}
     for start, stop in itertools.combinations(range(length + 1), 2):
         inside = slice(start, stop)
         forward = float(time[inside].sum())
         chosen = ()
         if stop - start <= wide:
-            kept = np.sort(rng.integers(0, 25 * (stop - start), options))
-            share = np.sort(rng.uniform(0, 1, options))[::-1]
-            chosen = tuple(
-                Option(int(k), float(forward * s), int(rng.integers(5, 40)), i)
-                for i, (k, s) in enumerate(zip(kept, share))
-            )
-        spans[start, stop] = Span(
+            kept = np.sort(rng.integers(0, 25 * (stop - start), candidates))
+            share = np.sort(rng.uniform(0, 1, candidates))[::-1]
+            chosen = tuple(Candidate(int(k), float(forward * s), int(rng.integers(5, 40))) for k, s in zip(kept, share))
+        segments[start, stop] = Segment(
             forward, int(output[stop - 1] + rng.integers(0, 15)), int(gradient[inside].sum()), chosen
         )
     carried = [Carried(int(output[i]), i, (i + 1,)) for i in range(length - 1)]
@@ -36,7 +33,7 @@ def random_chain(seed, length, options=3, wide=2):
         uses = tuple(int(u) for u in range(made + 1, length) if rng.random() < 0.3)
         if uses:
             carried.append(Carried(int(rng.integers(1, 9)), made, uses))
-    return Chain(length, spans, tuple(carried))
+    return Chain(length, segments, tuple(carried))
 
 
 @st.composite
@@ -51,30 +48,30 @@ def chains(draw, longest=5):
             "work": draw(sizes),
             "gradient": draw(sizes),
             "output": draw(small),
-            "options": draw(st.lists(st.tuples(sizes, st.integers(0, 8), small), min_size=1, max_size=3)),
+            "candidates": draw(st.lists(st.tuples(sizes, st.integers(0, 8), small), min_size=1, max_size=3)),
         }
         for _ in range(min(period, length))
     ]
     stages = [stages[i % period] for i in range(length)]
     joint = draw(st.lists(st.tuples(sizes, st.integers(0, 16), small), max_size=2))
-    spans = {}
+    segments = {}
     for start, stop in itertools.combinations(range(length + 1), 2):
         inside = stages[start:stop]
-        options = {1: inside[0]["options"], 2: joint}.get(stop - start, [])
-        spans[start, stop] = Span(
+        candidates = {1: inside[0]["candidates"], 2: joint}.get(stop - start, [])
+        segments[start, stop] = Segment(
             sum(each["time"] for each in inside),
             inside[-1]["work"],
             sum(each["gradient"] for each in inside),
-            tuple(Option(kept, time / 8, work, i) for i, (kept, time, work) in enumerate(options)),
+            tuple(Candidate(kept, time / 8, work) for kept, time, work in candidates),
         )
     carried = [Carried(stages[i]["output"], i, (i + 1,)) for i in range(length - 1)]
     for made in range(length - 2):
         uses = draw(st.lists(st.integers(made + 1, length - 1), max_size=3, unique=True))
         carried += [Carried(draw(small), made, tuple(sorted(uses)))] if uses else []
-    return Chain(length, spans, tuple(carried))
+    return Chain(length, segments, tuple(carried))
 
 
-def deep_chain(length, *, period, options=20, wide=4, seed=0):
+def deep_chain(length, *, period, candidates=20, wide=4, seed=0):
     """A chain of `length` stages of tens of MiB, every `period` of them alike (all different where `period` is `length`), between an
     embedding and a head; every stage uses a value that the first one makes."""
     rng = np.random.default_rng(seed)
@@ -84,20 +81,20 @@ def deep_chain(length, *, period, options=20, wide=4, seed=0):
     gradient = rng.integers(5 * MiB, 30 * MiB, period + 2)
     output = 12 * MiB
     known = {}
-    spans = {}
+    segments = {}
     for start, stop in itertools.combinations(range(length + 1), 2):
         inside = tuple(kinds[start:stop])
         forward = sum(float(time[kind]) for kind in inside)
         if stop - start <= wide and inside not in known:
             full = sum(int(inner[kind]) for kind in inside) + output * (stop - start - 1)
-            share = np.sort(rng.uniform(0, 1, options))
+            share = np.sort(rng.uniform(0, 1, candidates))
             share[0], share[-1] = 0, 1
             known[inside] = tuple(
-                Option(int(full * s), forward * float((1 - s) ** 1.7), int(full * (1 - s) * 0.8) + 10 * MiB, i)
-                for i, s in enumerate(share)
+                Candidate(int(full * s), forward * float((1 - s) ** 1.7), int(full * (1 - s) * 0.8) + 10 * MiB)
+                for s in share
             )
-        spans[start, stop] = Span(
+        segments[start, stop] = Segment(
             forward, 2 * output, sum(int(gradient[kind]) for kind in inside), known.get(inside, ())
         )
     carried = [Carried(output, i, (i + 1,)) for i in range(length - 1)]
-    return Chain(length, spans, (*carried, Carried(4 * MiB, 0, tuple(range(1, length - 1)))))
+    return Chain(length, segments, (*carried, Carried(4 * MiB, 0, tuple(range(1, length - 1)))))

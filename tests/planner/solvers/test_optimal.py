@@ -5,24 +5,24 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxckpt.planner.chain import Carried, Chain, Option, Span, cost, covers
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Segment, cost, covers
 from jaxckpt.planner.solvers import Infeasible
-from jaxckpt.planner.solvers.exhaustive import Exhaustive, schedules
+from jaxckpt.planner.solvers.exhaustive import Exhaustive, solutions
 from jaxckpt.planner.solvers.optimal import Optimal, Table
 from tests.planner.solvers.chains import random_chain
 
 
 def budgets(chain, count=6):
-    peaks = sorted({cost(chain, schedule).peak for schedule in schedules(chain, 0, chain.length)})
+    peaks = sorted({cost(chain, solution).peak for solution in solutions(chain, 0, chain.length)})
     return [peaks[i] for i in sorted(set(np.linspace(0, len(peaks) - 1, count).astype(int)))]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_optimum_of_random_chains(seed):
-    chain = random_chain(seed, length=1 + seed % 4, options=1 + seed % 3, wide=1 + seed % 2)
+    chain = random_chain(seed, length=1 + seed % 4, candidates=1 + seed % 3, wide=1 + seed % 2)
     table = Table(chain)
     for budget in budgets(chain):
-        best, found = Exhaustive().schedule(chain, budget), table.schedule(budget)
+        best, found = Exhaustive().solve(chain, budget), table.solution(budget)
         assert isinstance(best, Infeasible) == (found is None), budget
         if found is None:
             continue
@@ -35,10 +35,10 @@ def test_the_optimum_of_random_chains(seed):
 def test_feasible_at_the_least_budget_and_not_at_one_byte_less(seed):
     chain = random_chain(seed, length=1 + seed % 4)
     optimal = Optimal()
-    least = optimal.schedule(chain, -1).least_bytes
-    assert least == min(cost(chain, schedule).peak for schedule in schedules(chain, 0, chain.length))
-    assert cost(chain, optimal.schedule(chain, least)).peak == least == cost(chain, optimal.least(chain)).peak
-    assert optimal.schedule(chain, least - 1) == Infeasible(least, optimal.least(chain))
+    least = optimal.solve(chain, -1).least_bytes
+    assert least == min(cost(chain, solution).peak for solution in solutions(chain, 0, chain.length))
+    assert cost(chain, optimal.solve(chain, least)).peak == least == cost(chain, optimal.least(chain)).peak
+    assert optimal.solve(chain, least - 1) == Infeasible(least, optimal.least(chain))
 
 
 def test_time_falls_as_the_budget_grows():
@@ -47,8 +47,8 @@ def test_time_falls_as_the_budget_grows():
     assert len(frontier) > 5
     for (less, slow), (more, fast) in itertools.pairwise(frontier):
         assert less < more and slow > fast
-        assert cost(table.chain, table.schedule(less)).time == pytest.approx(slow)
-        assert cost(table.chain, table.schedule(more - 1)).time <= slow * (1 + 1e-9)
+        assert cost(table.chain, table.solution(less)).time == pytest.approx(slow)
+        assert cost(table.chain, table.solution(more - 1)).time <= slow * (1 + 1e-9)
 
 
 def test_few_steps_stay_feasible_and_near():
@@ -56,22 +56,22 @@ def test_few_steps_stay_feasible_and_near():
     exact, coarse = Table(chain), Table(chain, steps=24)
     assert exact.least == coarse.least
     for budget, seconds in exact.frontier():
-        schedule = coarse.schedule(budget)
-        assert cost(chain, schedule).peak <= budget
-        assert cost(chain, schedule).time <= seconds * 1.25 + 1
+        solution = coarse.solution(budget)
+        assert cost(chain, solution).peak <= budget
+        assert cost(chain, solution).time <= seconds * 1.25 + 1
 
 
 def test_a_uniform_chain_brackets_revolve():
     """l equal steps of one byte a state: revolve's t(l, s) counts neither the first state nor the one at work; here the latter counts."""
 
     def uniform(length):
-        spans = {}
+        segments = {}
         for start, stop in itertools.combinations(range(length + 1), 2):
-            options = (Option(0, 0.0, 0),) if stop == start + 1 else ()
-            spans[start, stop] = Span(float(stop - start), 0, 0, options)
-        return Chain(length, spans, tuple(Carried(1, i, (i + 1,)) for i in range(length - 1)))
+            candidates = (Candidate(0, 0.0, 0),) if stop == start + 1 else ()
+            segments[start, stop] = Segment(float(stop - start), 0, 0, candidates)
+        return Chain(length, segments, tuple(Carried(1, i, (i + 1,)) for i in range(length - 1)))
 
     for length, states, extra in [(10, 3, 15), (56, 3, 210)]:
         table = Table(uniform(length))
-        times = [cost(table.chain, table.schedule(budget)).time for budget in (states - 1, states)]
+        times = [cost(table.chain, table.solution(budget)).time for budget in (states - 1, states)]
         assert times[0] >= extra >= times[1]

@@ -8,7 +8,7 @@ import pytest
 import jaxckpt
 from jaxckpt import ArgumentError, InfeasibleBudgetError
 from jaxckpt.planner.chain import Keep, cost
-from jaxckpt.planner.search import analyse
+from jaxckpt.planner.search import problem_of
 from jaxckpt.planner.solvers import Infeasible, Solver, solver
 
 WS, X = [jnp.ones((32, 32))] * 12, jnp.ones((4096, 32))
@@ -21,9 +21,10 @@ def loss(ws, x):
 
 
 def leanest(chain):
-    options = [chain.span(stage, stage + 1).options for stage in range(chain.length)]
+    candidates = [chain.segment(stage, stage + 1).candidates for stage in range(chain.length)]
     return tuple(
-        Keep(stage, stage + 1, min(range(len(each)), key=lambda o: each[o].kept)) for stage, each in enumerate(options)
+        Keep(stage, stage + 1, min(range(len(each)), key=lambda o: each[o].kept))
+        for stage, each in enumerate(candidates)
     )
 
 
@@ -35,16 +36,16 @@ class Lean(Solver):
     def __init__(self):
         self.asked = []
 
-    def schedule(self, chain, budget):
-        self.asked.append(budget)
+    def solve(self, chain, limit):
+        self.asked.append(limit)
         found = leanest(chain)
         peak = cost(chain, found).peak
-        return found if peak <= budget else Infeasible(peak, found)
+        return found if peak <= limit else Infeasible(peak, found)
 
 
 @pytest.fixture(scope="module")
 def problem():
-    return analyse(loss, WS, X, target="cpu")
+    return problem_of(loss, WS, X, target="cpu")
 
 
 def test_an_instance_plans(problem):
@@ -89,7 +90,7 @@ def test_one_that_knows_no_least_is_infeasible_without_one(problem):
     class Silent(Solver):
         name = "silent"
 
-        def schedule(self, chain, budget):
+        def solve(self, chain, limit):
             return Infeasible()
 
     with pytest.raises(InfeasibleBudgetError, match="got .* bytes\\). Use that") as caught:
@@ -103,9 +104,9 @@ def test_one_that_knows_no_least_is_infeasible_without_one(problem):
         lambda chain: leanest(chain)[1:],
         lambda chain: leanest(chain)[::-1],
         lambda chain: tuple(
-            Keep(k.start, k.stop, max(range(n), key=lambda o: chain.span(k.start, k.stop).options[o].kept))
+            Keep(k.start, k.stop, max(range(n), key=lambda o: chain.segment(k.start, k.stop).candidates[o].kept))
             for k in leanest(chain)
-            for n in [len(chain.span(k.start, k.stop).options)]
+            for n in [len(chain.segment(k.start, k.stop).candidates)]
         ),
     ],
     ids=["leaves a stage out", "out of order", "over the budget"],
@@ -114,13 +115,13 @@ def test_an_answer_that_is_none_is_an_error(problem, answer):
     class Wrong(Lean):
         name = "wrong"
 
-        def schedule(self, chain, budget):
-            found = super().schedule(chain, budget)
+        def solve(self, chain, limit):
+            found = super().solve(chain, limit)
             return found if isinstance(found, Infeasible) else answer(chain)
 
     least_bytes = least(problem, Lean(), False)
     with pytest.raises(
-        ArgumentError, match="solver must be one whose schedules cover every stage once.* wrong returned"
+        ArgumentError, match="solver must be one whose solutions cover every stage once.* wrong returned"
     ):
         problem.plan(least_bytes, solver=Wrong(), verify=False)
 
@@ -130,14 +131,14 @@ def test_an_instance_keeps_what_budgets_share(problem, monkeypatch):
     chain = problem.model.chain
     table = optimal.table(chain)
     assert optimal.table(chain) is table
-    other = analyse(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WS[0], X, target="cpu").model.chain
-    assert optimal.schedule(other, 2**40) == optimal.table(other).schedule(2**40)
+    other = problem_of(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WS[0], X, target="cpu").model.chain
+    assert optimal.solve(other, 2**40) == optimal.table(other).solution(2**40)
     assert optimal.table(chain) is not table, "the last chain's alone is kept"
     assert problem.table is problem.table
 
 
 def test_threads_may_ask_one_instance_of_several_chains(problem):
-    other = analyse(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WS[0], X, target="cpu").model.chain
+    other = problem_of(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WS[0], X, target="cpu").model.chain
     chains, shared, found = [problem.model.chain, other], solver("sqrt"), []
     expected = [solver("sqrt").least(chain) for chain in chains]
     ask = lambda i: found.extend((i, shared.least(chains[i])) for _ in range(20))
@@ -146,4 +147,4 @@ def test_threads_may_ask_one_instance_of_several_chains(problem):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 80 and all(schedule == expected[i] for i, schedule in found)
+    assert len(found) == 80 and all(solution == expected[i] for i, solution in found)

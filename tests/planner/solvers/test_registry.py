@@ -3,7 +3,7 @@
 import pytest
 
 from jaxckpt import _errors
-from jaxckpt.planner.chain import Chain, Span
+from jaxckpt.planner.chain import Chain, Segment
 from jaxckpt.planner.solvers import SOLVERS, solver
 from jaxckpt.planner.solvers.milp import STAGES, Milp
 from jaxckpt.planner.solvers.optimal import Optimal, Table
@@ -24,7 +24,7 @@ def test_an_unknown_name_is_told_the_nearest(name, hint):
     assert hint in str(error.value)
 
 
-@pytest.mark.parametrize("given", [3, None, Milp, lambda chain, budget: ()])
+@pytest.mark.parametrize("given", [3, None, Milp, lambda chain, limit: ()])
 def test_what_is_no_solver_is_told_what_one_is(given):
     with pytest.raises(
         _errors.ArgumentError, match=r"an instance of a subclass of jaxckpt.planner.solvers.Solver; got"
@@ -37,13 +37,13 @@ def test_an_instance_is_taken_as_it_is():
     assert solver(milp) is milp
 
 
-@pytest.mark.parametrize("ask", [lambda chain: Milp().schedule(chain, 10**6), lambda chain: Milp().least(chain)])
+@pytest.mark.parametrize("ask", [lambda chain: Milp().solve(chain, 10**6), lambda chain: Milp().least(chain)])
 def test_the_integer_programme_refuses_long_chains(ask):
     with pytest.raises(_errors.ArgumentError, match=rf"at most {STAGES} stages.*got {STAGES + 1}.*Use 'chain'"):
         ask(random_chain(0, STAGES + 1))
 
 
-def test_a_stage_without_options_is_named():
-    chain = Chain(1, {(0, 1): Span(1.0, 1, 1, ())})
-    with pytest.raises(_errors.ArgumentError, match="chain must be .* option; got 'none for stage 0'"):
+def test_a_stage_without_candidates_is_named():
+    chain = Chain(1, {(0, 1): Segment(1.0, 1, 1, ())})
+    with pytest.raises(_errors.ArgumentError, match="chain must be .* candidate; got 'none for stage 0'"):
         Table(chain)

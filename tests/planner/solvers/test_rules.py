@@ -2,24 +2,24 @@
 
 import pytest
 
-from jaxckpt.planner.chain import Carried, Chain, Drop, Keep, Option, Span, cost, covers, items
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, cost, covers, items
 from jaxckpt.planner.solvers import Infeasible
 from jaxckpt.planner.solvers.greedy import Greedy
 from jaxckpt.planner.solvers.optimal import Table
 from jaxckpt.planner.solvers.sqrt import Sqrt
 from tests.planner.solvers.chains import deep_chain
 
-greedy, sqrt = Greedy().schedule, Sqrt().schedule
+greedy, sqrt = Greedy().solve, Sqrt().solve
 
 
 def uniform(length):
-    option = Option(0, 0.0, 1)
-    spans = {
-        (start, stop): Span(float(stop - start), 0, 0, (option,) if stop == start + 1 else ())
+    candidate = Candidate(0, 0.0, 1)
+    segments = {
+        (start, stop): Segment(float(stop - start), 0, 0, (candidate,) if stop == start + 1 else ())
         for start in range(length)
         for stop in range(start + 1, length + 1)
     }
-    return Chain(length, spans, tuple(Carried(1, i, (i + 1,)) for i in range(length - 1)))
+    return Chain(length, segments, tuple(Carried(1, i, (i + 1,)) for i in range(length - 1)))
 
 
 @pytest.mark.parametrize("length", [9, 16, 30, 100])
@@ -41,9 +41,9 @@ def test_sqrt_drops_nothing_where_everything_fits():
 
 
 def test_greedy_spends_bytes_where_they_save_most():
-    cheap, dear = (Option(0, 4.0, 0), Option(2, 0.0, 0)), (Option(0, 4.0, 0), Option(8, 0.0, 0))
-    spans = {(0, 1): Span(9.0, 0, 0, dear), (1, 2): Span(9.0, 0, 0, cheap), (0, 2): Span(18.0, 0, 0, ())}
-    chain = Chain(2, spans)
+    cheap, dear = (Candidate(0, 4.0, 0), Candidate(2, 0.0, 0)), (Candidate(0, 4.0, 0), Candidate(8, 0.0, 0))
+    segments = {(0, 1): Segment(9.0, 0, 0, dear), (1, 2): Segment(9.0, 0, 0, cheap), (0, 2): Segment(18.0, 0, 0, ())}
+    chain = Chain(2, segments)
     assert greedy(chain, 1) == (Keep(0, 1, 0), Keep(1, 2, 0))
     assert greedy(chain, 9) == (Keep(0, 1, 0), Keep(1, 2, 1))
     assert greedy(chain, 10) == (Keep(0, 1, 1), Keep(1, 2, 1))
@@ -76,5 +76,5 @@ def test_rules_keep_to_every_budget_of_a_deep_chain_and_are_no_better_than_the_o
         fits += 1
         assert covers(chain, found) and cost(chain, found).peak <= budget
         # the table itself is exact to the steps that it leaves out
-        assert cost(chain, found).time >= cost(chain, table.schedule(budget)).time * 0.97 - 1e-3
+        assert cost(chain, found).time >= cost(chain, table.solution(budget)).time * 0.97 - 1e-3
     assert fits >= 4

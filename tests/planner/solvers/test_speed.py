@@ -13,9 +13,9 @@ def fastest(chain, limit):
     while not taken or (taken[-1] >= limit and len(taken) < 3):
         begin = time.process_time()
         table = Table(chain)
-        schedule = table.schedule(table.frontier()[len(table.frontier()) // 3][0])
+        solution = table.solution(table.frontier()[len(table.frontier()) // 3][0])
         taken.append(time.process_time() - begin)
-        assert covers(chain, schedule)
+        assert covers(chain, solution)
     assert taken[-1] < limit, taken
     return table
 
@@ -28,14 +28,14 @@ def test_fifty_stages_all_different_take_under_six_seconds():
 def test_a_hundred_stages_of_equal_layers_take_under_six_seconds():
     table = fastest(deep_chain(100, period=2), limit=6)
     for budget, time_ in table.frontier()[::100]:
-        found = table.schedule(budget)
+        found = table.solution(budget)
         assert cost(table.chain, found).peak <= budget
         assert cost(table.chain, found).time <= time_ * (1 + 1e-9)
 
 
 def test_the_stretches_to_solve_grow_as_the_depth_not_as_its_square():
     solved = [
-        len({id(each) for each in Table(deep_chain(length, period=2, options=3), steps=50).table.values()})
+        len({id(each) for each in Table(deep_chain(length, period=2, candidates=3), steps=50).table.values()})
         for length in (26, 50, 98)
     ]
     assert solved[2] - solved[1] == 2 * (solved[1] - solved[0])

@@ -1,4 +1,4 @@
-"""Within a stretch: what its backward pass needs, and the choices of what to keep of it, each with its bytes, seconds and working memory.
+"""Within a stretch: what its backward pass needs, and the candidates of what to keep of it, each with its bytes, seconds and working memory.
 
 What the backward pass needs is JAX's own answer: the stretch is differentiated once, with a name at every value, and what the backward half
 reads of the forward half is needed. So every rule of JAX's, every function with a derivative of its own (its residuals too), every
@@ -7,14 +7,14 @@ branch and inner loop is what it will be. Values that only the derivative comput
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxckpt import _compat
-from jaxckpt.actions import SAVE, Action, given
+from jaxckpt.actions import Action, given
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Op, Value, graph_of
 from jaxckpt.core.inline import inline
@@ -22,41 +22,27 @@ from jaxckpt.core.liveness import passed_on, stretch_peak
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import mincut
+from jaxckpt.planner.chain import Candidate
+from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time, keeping, scaled, timer, total
-from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.timing import run_seconds
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One choice.
+class Candidates:
+    """A stretch: the candidates of what it keeps, the least bytes first, and what it takes to run it.
 
     Attributes:
-      actions: what is kept, besides what goes in (index of a value -> how); None where nothing is said and plain differentiation keeps its own.
-      bytes: of them, those that later stretches use not counted.
-      time: of recomputation.
-      work: bytes that recomputation and backward pass need at once, what is kept and goes in not counted, gradients counted.
-    """
-
-    actions: Mapping[int, Action] | None
-    bytes: int
-    time: Time
-    work: int
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """A stretch: its choices, the least bytes first, and what it takes to run it.
-
-    Attributes:
+      candidates: `how` is the actions of the values that are kept, by their indices. What later stretches use is among
+        these where the backward pass needs it, but its bytes do not count.
       forward, backward: time of one run, recomputation not counted.
       forward_work: bytes that a forward run needs at once, results counted, what goes in not.
       residual_bytes: what plain differentiation keeps of it, besides what goes in.
       left_bytes: what is left of that where the compiler may fuse the forward with the backward pass, outputs not counted.
-      plain_work: as `Kept.work`, where nothing runs again.
+      plain_work: as `Candidate.work`, where nothing runs again.
     """
 
-    choices: tuple[Kept, ...]
+    candidates: tuple[Candidate, ...]
     forward: Time
     backward: Time
     forward_work: int
@@ -65,53 +51,50 @@ class Analysis:
     plain_work: int
 
 
-def analyse(
+def candidates_of(
     named: Named,
     start: int,
     stop: int,
     outputs: Sequence[int],
     active: Collection[int],
-    target: Target,
-    carried_outputs: Collection[int] = (),
-    shards: Shards = WHOLE,
-    timed: bool = False,
-    actions: Sequence[Action] = (SAVE,),
-) -> Analysis:
-    """Returns the choices that there are for the operations start..stop of a body.
+    context: Context,
+    carried: Collection[int] = (),
+) -> Candidates:
+    """Returns the candidates that there are for the operations start..stop of a body.
 
     Args:
       named: the body.
       outputs: values that something after the stretch uses.
       active: values that the derivative passes through.
-      carried_outputs: those of the outputs that are kept anyway.
-      shards: how arrays lie over the target's devices; all bytes are those on one.
-      timed: whether the stretch is run on the local device, and the roofline's times scaled to what that took.
-      actions: the ways to keep a value.
+      context: what the stretch is planned for.
+      carried: those of the outputs that are kept anyway.
     """
+    target, shards = context.target, context.shards
     joint = _Joint(named, start, stop, outputs, active)
     graph = shards.applied(joint.graph)
     time = timer(graph, target, shards.devices)
-    if timed and (expected := total(map(time, joint.forward)).seconds):
+    if context.timed and (expected := total(map(time, joint.forward)).seconds):
         time = scaled(time, run_seconds(named.stretch(start, stop, outputs)[0]) / expected)
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
-    ways = {index: list(_ways(graph.values[index], actions, target)) for index in joint.origin}
-    anyway = {index for index, original in joint.origin.items() if original in carried_outputs}
+    ways = {index: list(_ways(graph.values[index], context.actions, target)) for index in joint.origin}
+    anyway = {index for index, original in joint.origin.items() if original in carried}
     found = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
-    choices = []
-    for choice in found:
-        again = [joint.forward[place] for place in choice.again]
-        own = [index for index in choice.kept if index not in anyway]
+    candidates = []
+    for cut in found:
+        again = [joint.forward[place] for place in cut.again]
+        own = [index for index in cut.kept if index not in anyway]
         # What is kept may be written over when it is used for the last time.
         peak = stretch_peak(graph, [*again, *joint.backward], joint.results, [*joint.arriving, *own], target.platform)
         # What goes out is kept in any case, but the region has to be told if it needs it.
-        kept = dict(sorted((joint.origin[index], action) for index, action in choice.kept.items()))
-        stored = total(_keeping(graph.values[index], choice.kept[index], target) for index in own)
-        choices.append(Kept(kept, choice.bytes, total(map(time, again)) + stored, max(peak - choice.bytes, 0)))
+        kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
+        stored = total(_keeping(graph.values[index], cut.kept[index], target) for index in own)
+        spent = total(map(time, again)) + stored
+        candidates.append(Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept))
     residual_bytes = sum(graph.values[index].bytes for index in joint.needed if index in joint.made)
     left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
     plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
-    return Analysis(
-        tuple(choices),
+    return Candidates(
+        tuple(candidates),
         total(map(time, joint.forward)),
         total(map(time, joint.backward)),
         stretch_peak(graph, joint.forward, joint.outcome, (), target.platform),
@@ -121,10 +104,10 @@ def analyse(
     )
 
 
-def _ways(value: Value, actions: Sequence[Action], target: Target) -> Iterator[mincut.Way]:
+def _ways(value: Value, actions: Sequence[Action], target: Target) -> Iterator[mincut.Storage]:
     """Yields the ways to keep a value; one that no action admits is saved as it is."""
     for action in dict.fromkeys(given(action, value) for action in actions):
-        yield mincut.Way(action, action.device_bytes(value), _keeping(value, action, target).effort)
+        yield mincut.Storage(action, action.device_bytes(value), _keeping(value, action, target).effort)
 
 
 def _keeping(value: Value, action: Action, target: Target) -> Time:
@@ -172,7 +155,8 @@ class _Joint:
         self.forward: list[Op] = []
         self.backward: list[Op] = []
         for op in graph.ops:
-            if late.intersection(op.inputs):
+            # A rule of the user's may compute something in its backward half that no cotangent goes into: flash attention its scores.
+            if late.intersection(op.inputs) or op.scope.startswith("transpose("):
                 late.update(op.outputs)
                 self.backward.append(op)
             else:

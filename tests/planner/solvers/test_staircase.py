@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from jaxckpt.planner.solvers.steps import Steps, envelope, joined, thin
+from jaxckpt.planner.solvers.staircase import Staircase, envelope, joined, thin
 
 
 def random_steps(rng, count):
     bytes_ = np.sort(rng.choice(10 * count, count, replace=False))
-    return Steps(bytes_, np.sort(rng.uniform(0, 1, count))[::-1])
+    return Staircase(bytes_, np.sort(rng.uniform(0, 1, count))[::-1])
 
 
 @pytest.mark.parametrize("count", [1, 30, 9000])  # with 9,000 points the first sieve works too
@@ -49,6 +49,6 @@ def test_thinning_keeps_both_ends_and_never_promises_more(limit):
 def test_thinning_leaves_out_what_hardly_matters():
     bytes_ = np.arange(100)
     seconds = np.where(bytes_ < 50, 10.0, 5.0) - bytes_ * 1e-6
-    found = thin(Steps(bytes_, seconds), 4)
+    found = thin(Staircase(bytes_, seconds), 4)
     assert 50 in found.bytes
     assert np.abs(found.at(bytes_) - seconds).max() < 1e-4

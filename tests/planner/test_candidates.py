@@ -10,9 +10,11 @@ from jaxckpt import Target
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import count_flops, trace
 from jaxckpt.core.plan import Loop, Plan, Region
-from jaxckpt.planner.options import analyse
-from jaxckpt.planner.scans import analyse_scan
+from jaxckpt.planner.candidates import candidates_of
+from jaxckpt.planner.context import Context
+from jaxckpt.planner.scans import loop_candidates_of
 from jaxckpt.planner.stages import active_values
+from jaxckpt.schedules import Mixed, Nested
 
 CPU = Target("cpu")
 
@@ -55,7 +57,7 @@ def whole(fun, args):
     count = len(jax.tree.leaves(args[0]))
     active = active_values(graph, range(count) if graph.values[0].kind == "argument" else _first(graph, count))
     outputs = [index for index in graph.body.outputs if index is not None]
-    return graph, analyse(Named(graph, graph.body), 0, len(graph.ops), outputs, active, CPU)
+    return graph, candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(CPU))
 
 
 def _first(graph, count):
@@ -63,36 +65,36 @@ def _first(graph, count):
 
 
 @pytest.mark.parametrize(("name", "fun", "args"), [pytest.param(*each, id=each[0]) for each in programs()])
-def test_every_choice_keeps_the_bytes_that_it_says(name, fun, args):
+def test_every_candidate_keeps_the_bytes_that_it_says(name, fun, args):
     graph, found = whole(fun, args)
-    assert len(found.choices) > 1
-    for choice in found.choices[:: max(1, len(found.choices) // 4)]:
-        plan = Plan((Region(0, len(graph.ops), choice.actions),), graph.fingerprint)
+    assert len(found.candidates) > 1
+    for candidate in found.candidates[:: max(1, len(found.candidates) // 4)]:
+        plan = Plan((Region(0, len(graph.ops), candidate.how),), graph.fingerprint)
         kept = jaxckpt.residuals(plan.apply(fun), *args).kept_bytes
         # JAX keeps on top what it computes at once from arguments alone (shapes' constants, indices, keys).
-        assert choice.bytes <= kept <= choice.bytes * 1.02 + 4096
+        assert candidate.kept <= kept <= candidate.kept * 1.02 + 4096
 
 
-def test_more_bytes_are_fewer_seconds_and_the_dearest_choice_runs_no_matmul_again():
+def test_more_bytes_are_fewer_seconds_and_the_dearest_candidate_runs_no_matmul_again():
     args = ([jnp.ones((32, 32))] * 3, jnp.ones((64, 32)))
     graph, found = whole(mlp, args)
-    assert [c.bytes for c in found.choices] == sorted({c.bytes for c in found.choices})
-    assert [c.time.effort for c in found.choices] == sorted({c.time.effort for c in found.choices}, reverse=True)
+    assert [c.kept for c in found.candidates] == sorted({c.kept for c in found.candidates})
+    assert [c.time for c in found.candidates] == sorted({c.time for c in found.candidates}, reverse=True)
     matmul = 2 * 64 * 32 * 32
     plain = count_flops(jax.grad(mlp), *args)
 
-    def again(choice):
-        plan = Plan((Region(0, len(graph.ops), choice.actions),), graph.fingerprint)
+    def again(candidate):
+        plan = Plan((Region(0, len(graph.ops), candidate.how),), graph.fingerprint)
         return count_flops(jax.grad(plan.apply(mlp)), *args) - plain
 
-    assert again(found.choices[-1]) < matmul
-    assert again(found.choices[0]) >= 3 * matmul
+    assert again(found.candidates[-1]) < matmul
+    assert again(found.candidates[0]) >= 3 * matmul
 
 
 def test_values_that_only_the_derivative_computes_cannot_be_kept():
     graph, found = whole(flash, (jnp.ones((32, 32)), jnp.ones((64, 32))))
     cosines = {op.outputs[0] for op in graph.walk() if op.primitive == "cos"}
-    assert not any(cosines & set(choice.actions) for choice in found.choices)
+    assert not any(cosines & set(candidate.how) for candidate in found.candidates)
 
 
 def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():
@@ -105,7 +107,9 @@ def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():
 
     def least(differentiated):
         active = active_values(graph, differentiated)
-        return analyse(Named(graph, graph.body), 0, len(graph.ops), outputs, active, CPU).choices[0].work
+        return (
+            candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(CPU)).candidates[0].work
+        )
 
     assert least([weights, data]) > least([weights])
 
@@ -124,20 +128,18 @@ def scanned():
     graph = trace(layers, *SCAN_ARGS)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     weights = next(value.index for value in graph.values if value.kind == "argument")
-    from jaxckpt.planner.shards import Shards
-
-    found = analyse_scan(graph, graph.ops[place], active_values(graph, [weights]), CPU, Shards())
+    found = loop_candidates_of(graph, graph.ops[place], active_values(graph, [weights]), Context(CPU))
     return graph, place, found
 
 
 def test_every_way_to_run_a_scan_keeps_the_bytes_that_it_says():
     graph, place, found = scanned()
-    assert any(choice.runs and choice.runs[0].segments for choice in found.choices)
-    assert any(choice.runs and len(choice.runs) == 2 for choice in found.choices)
+    assert any(isinstance(choice.schedule, Nested) and choice.schedule.inner for choice in found.candidates)
+    assert any(isinstance(choice.schedule, Mixed) for choice in found.candidates)
     weights = SCAN_ARGS[0].nbytes  # other views of an argument may be counted as residuals, which costs no memory
     carry = SCAN_ARGS[1].nbytes
-    for choice in found.choices:
-        loops = () if choice.runs is None else (Loop(place, choice.runs),)
+    for choice in found.candidates:
+        loops = () if choice.schedule is None else (Loop(place, choice.schedule),)
         plan = Plan((), graph.fingerprint, loops=loops)
         kept = jaxckpt.residuals(lambda *args, plan=plan: plan.apply(layers)(*args), *SCAN_ARGS).kept_bytes
         assert choice.bytes <= kept <= choice.bytes + 2 * weights + 2 * carry
@@ -148,9 +150,9 @@ def test_the_fastest_way_runs_no_matmul_again_and_the_leanest_runs_them_all():
     matmul, plain = 2 * 64 * 32 * 32, count_flops(jax.grad(layers), *SCAN_ARGS)
 
     def again(choice):
-        loops = () if choice.runs is None else (Loop(place, choice.runs),)
+        loops = () if choice.schedule is None else (Loop(place, choice.schedule),)
         return count_flops(jax.grad(Plan((), graph.fingerprint, loops=loops).apply(layers)), *SCAN_ARGS) - plain
 
-    ordered = sorted(found.choices, key=lambda c: c.time.effort)
+    ordered = sorted(found.candidates, key=lambda c: c.time.effort)
     assert again(ordered[0]) < matmul
-    assert again(min(found.choices, key=lambda c: c.bytes)) >= 24 * matmul
+    assert again(min(found.candidates, key=lambda c: c.bytes)) >= 24 * matmul

@@ -10,7 +10,7 @@ _BINS = 1024
 _ROW = 1 << 48  # bytes: more than any chain has; 2**14 rows of it fit into an int64
 
 
-class Steps(NamedTuple):
+class Staircase(NamedTuple):
     """A falling step function.
 
     Attributes:
@@ -26,23 +26,25 @@ class Steps(NamedTuple):
         """The least bytes that it has a value for."""
         return int(self.bytes[0])
 
-    def at(self, budget: np.ndarray | int) -> np.ndarray:
-        """Returns the seconds at each budget, none of which is below `least`."""
-        return self.seconds[np.searchsorted(self.bytes, budget, side="right") - 1]
+    def at(self, limit: np.ndarray | int) -> np.ndarray:
+        """Returns the seconds at each limit, none of which is below `least`."""
+        return self.seconds[np.searchsorted(self.bytes, limit, side="right") - 1]
 
-    def below(self, end: int) -> Steps:
+    def below(self, end: int) -> Staircase:
         """Returns the steps that begin below `end` bytes."""
         if self.bytes[-1] < end:
             return self
         count = int(self.bytes.searchsorted(end))
-        return Steps(self.bytes[:count], self.seconds[:count])
+        return Staircase(self.bytes[:count], self.seconds[:count])
 
 
-DONE = Steps(np.zeros(1, np.int64), np.zeros(1))
+DONE = Staircase(np.zeros(1, np.int64), np.zeros(1))
 """What no stages at all need."""
 
 
-def joined(first: list[Steps], second: list[Steps], extra: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def joined(
+    first: list[Staircase], second: list[Staircase], extra: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns where first[i] + second[i] has steps, and its value there: row numbers, bytes, and seconds with extra[i] added.
 
     One search serves all rows: they lie one after another on one axis.
@@ -65,7 +67,7 @@ def joined(first: list[Steps], second: list[Steps], extra: np.ndarray) -> tuple[
     return tuple(np.concatenate(each) for each in zip(*found))  # type: ignore[return-value]
 
 
-def envelope(bytes_: np.ndarray, seconds: np.ndarray) -> Steps:
+def envelope(bytes_: np.ndarray, seconds: np.ndarray) -> Staircase:
     """Returns the least step function through some of the points and above none of them."""
     if len(bytes_) > 4 * _BINS:  # leave out at once what a point of an earlier bin is no worse than: less to sort
         low, best = int(bytes_.min()), seconds.min()
@@ -82,10 +84,10 @@ def envelope(bytes_: np.ndarray, seconds: np.ndarray) -> Steps:
     falls[1:] = seconds[1:] < np.minimum.accumulate(seconds)[:-1] * (1 - 1e-12)
     bytes_, seconds = bytes_[falls], seconds[falls]
     last = np.append(bytes_[1:] != bytes_[:-1], True)
-    return Steps(bytes_[last], seconds[last])
+    return Staircase(bytes_[last], seconds[last])
 
 
-def thin(steps: Steps, limit: int) -> Steps:
+def thin(steps: Staircase, limit: int) -> Staircase:
     """Returns at most `limit` (two or more) of the steps, the first and the last among them, near the original and never below it.
 
     Leaving a step out costs the area between the curves; the cheapest go first, never two neighbours at a time, and the areas are taken anew.
@@ -101,4 +103,4 @@ def thin(steps: Steps, limit: int) -> Steps:
         keep = np.ones(len(bytes_), bool)
         keep[1 + candidates[: min(excess, max(1, len(candidates) // 2))]] = False
         bytes_, seconds = bytes_[keep], seconds[keep]
-    return Steps(bytes_, seconds)
+    return Staircase(bytes_, seconds)

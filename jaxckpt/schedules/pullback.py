@@ -21,24 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
 from jaxckpt.core.inline import inline
+from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
-from jaxckpt.transforms.schedules import RunCosts
-from jaxckpt.transforms.step import Step, Values, depends, nbytes, needed, pick, piece, split
-
-# Computed again rather than kept: operations that cost a few times what reading and writing their operands does. What is not in here and
-# holds no such program of its own is kept.
-_CHEAP = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil clamp
-    clz complex concatenate conj convert_element_type copy copy_p cos cosh cumsum cumprod cummax cummin cumlogsumexp device_put digamma div
-    dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 empty floor full gather ge gt imag integer_pow iota
-    is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not one_minus_square optimization_barrier or pad
-    population_count pow pvary random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
-    reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_xor rem reshape rev round rsqrt
-    select_and_gather_add select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh slice split sqrt
-    square squeeze stop_gradient sub tan tanh threefry2x32 transpose xor zeta argmax argmin scatter scatter-add scatter_add mul_add
-""".split()  # noqa: SIM905 (a list of a hundred lines is no better to read)
-CHEAP = frozenset(_CHEAP)
+from jaxckpt.core.scans import ScanBody, Values, nbytes
+from jaxckpt.schedules.body import as_function, depends, needed, pick, split
+from jaxckpt.schedules.optimum import TurnCosts
 
 # Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
 # else that a step touches. Measured on a CPU with 2 MiB a core; below it a matmul for every step is as fast as one for several.
@@ -51,13 +40,6 @@ ITERATION = 300_000  # of the loops within: one step's
 KEPT = 64  # a byte that a run keeps: written, read, and what is elementwise made of it computed once more
 ADDED = 16  # a byte of a large cotangent that a step's product is added to
 
-# Operations that only say how an array lies in memory.
-_LAYOUT = {"copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose"}
-# Operations of one operand, f(sum of x) = sum of f(x), that leave a single cotangent: a sum over steps goes through them.
-_LINEAR = {*_LAYOUT, "broadcast_in_dim", "convert_element_type", "neg", "psum", "psum_invariant", "reduce_sum"}
-# Operations linear in each operand alone, whose derivative needs no operand: a kept value may be carried on through them.
-_SUMS = {"add", "add_any", "convert_element_type", "copy", "copy_p", "neg", "reshape", "squeeze", "sub", "transpose"}
-
 
 # --------------------------------------------------------------------------------------------------------------- what to keep
 
@@ -68,14 +50,15 @@ def _inner_programs(eqn: Any) -> list[Any]:
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether an equation is in the table `CHEAP`, or calls what is."""
+    """Whether an equation is not dear (`Primitive.dear`), or calls what is not; a loop or a branch always is."""
     name = _compat.primitive_name(eqn)
-    if name in ("custom_jvp_call", "jit", "pjit", "closed_call"):
+    facts = primitives.of(name)
+    if facts.holds is Holds.CALL or name == "custom_jvp_call":
         return all(is_cheap(e) for jaxpr in _inner_programs(eqn) for e in jaxpr.eqns)
-    return name in CHEAP
+    return not facts.dear
 
 
-def dear_values(step: Step) -> list[Any] | None:
+def dear_values(step: ScanBody) -> list[Any] | None:
     """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
 
     It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
@@ -99,7 +82,7 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
     chosen = dict.fromkeys(kept)
     for eqn in eqns:  # in order, so a value is carried on as far as it goes
         operands = [v for v in eqn.invars if isinstance(v, _compat.Var) and v in chosen]
-        if not operands or eqn.primitive.name not in _SUMS or len(eqn.outvars) != 1:
+        if not operands or not primitives.of(eqn.primitive.name).linear or len(eqn.outvars) != 1:
             continue
         only_here = all(uses[v] == [eqn] and v not in finals for v in operands)
         if only_here and nbytes(eqn.outvars[0].aval) <= sum(nbytes(v.aval) for v in operands):
@@ -112,7 +95,7 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
 _KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
 
 
-def _with_names(step: Step, kept: Sequence[Any]) -> Any:
+def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
     """Returns the step's jaxpr with names at the values of `kept`."""
     places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
@@ -201,13 +184,13 @@ class Backward:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
         return sum(map(nbytes, [*self.stacks, *self.gathered]))
 
-    def costs(self, step: Step) -> RunCosts:
+    def costs(self, step: ScanBody) -> TurnCosts:
         """Returns what runs of the step are weighed by."""
         unit = step.flops + ITERATION
-        return RunCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
+        return TurnCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
 
 
-def backward(step: Step, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
+def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
     """Returns the backward pass of a step.
 
     Args:
@@ -246,7 +229,7 @@ class _Inputs:
     counts: tuple[int, ...]
 
     @staticmethod
-    def of(step: Step, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
+    def of(step: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
         inputs = [var.aval for var in step.jaxpr.invars]
         cts = [pick(step.carry_avals, wanted.carry), pick(step.y_avals, wanted.ys)]
         cts = [[aval.to_ct_aval() for aval in part] for part in cts]
@@ -275,7 +258,7 @@ class _Splitter:
     """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
 
     def __init__(
-        self, step: Step, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
+        self, step: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
     ) -> None:
         jaxpr = _compat.open_jaxpr(traced)
         self.step, self.wanted, self.kept, self.defer = step, wanted, kept, defer
@@ -367,7 +350,7 @@ class _Splitter:
             if name == "dot_general" and len(moving) == 2:
                 return _Term(const, var, leaf, eqn, tuple(eqn.invars))
             through = (
-                name in _LINEAR
+                (primitives.of(name).linear and len(eqn.invars) == 1)
                 or name in ("dot_general", "mul")
                 or (name == "div" and moving and moving[0] is eqn.invars[0])
             )
@@ -382,8 +365,8 @@ class _Splitter:
         """Returns what has to be stacked for a term: of each factor the value under its layout, unless the step was given it or kept it."""
         roots = []
         for factor in term.factors:
-            while factor in self.made and self.made[factor].primitive.name in _LAYOUT:
-                factor = self.made[factor].invars[0]
+            while (eqn := self.made.get(factor)) is not None and _is_layout(eqn):
+                factor = eqn.invars[0]
             if factor in self.made or factor in self.cotangents:
                 roots.append(factor)
         return roots
@@ -415,7 +398,7 @@ class _Splitter:
         carries, jaxpr = self.step.carries, self.step.jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
-        run = piece(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
+        run = as_function(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
 
         def keep(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
             out = run(*consts, *carry, *x)
@@ -432,7 +415,7 @@ class _Splitter:
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
         inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
         # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
-        run = piece(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
+        run = as_function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
         counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
 
         def pull(
@@ -460,7 +443,7 @@ class _Splitter:
         For it becomes the sum so far, which nothing else may take for the summand.
         """
         eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
-        if eqn is None or eqn.primitive.name not in ("scatter-add", "scatter_add"):
+        if eqn is None or eqn.primitive.name != "scatter-add":
             return False
         target = self.made.get(eqn.invars[0])
         if target is None or target.primitive.name != "broadcast_in_dim":
@@ -474,8 +457,8 @@ class _Splitter:
     ) -> Callable[[Values, Values, Values, Values], Values]:
         per_row = [*rows, *roots, *self.x]
         factors = list(dict.fromkeys(factor for term in terms for factor in term.factors))
-        expand = piece(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
-        tails = [piece(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
+        expand = as_function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
+        tails = [as_function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
 
         def settle(consts: Values, stacks: Values, x: Values, totals: Values) -> Values:
             consts = [*self.extra, *consts]
@@ -492,6 +475,11 @@ class _Splitter:
             return totals
 
         return settle
+
+
+def _is_layout(eqn: Any) -> bool:
+    """Whether an equation only says how its operand lies in memory."""
+    return primitives.of(eqn.primitive.name).result >= Result.REORDERED and len(eqn.invars) == 1
 
 
 def _contract(dot: Any, left: Any, right: Any) -> Any:

@@ -1,0 +1,276 @@
+"""What JAX's primitives are: one table, a row for those that are alike, a column for each thing that jaxckpt has to know of them.
+
+A name stands in one row. What is not in the table is unknown, and is taken to be what the defaults of `Primitive` say: an
+operation of one FLOP for each element of its results that wants its operands in memory and leaves its results there, that is worth
+keeping, and of which nothing else is known.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from jaxckpt.core import flops as rules
+from jaxckpt.core.flops import Avals, FlopsRule
+
+
+class Kernel(enum.Enum):
+    """Where XLA computes an operation."""
+
+    AT_USES = enum.auto()
+    """In every kernel that uses its result, on every platform, since it only moves data."""
+    FUSED = enum.auto()
+    """In the kernels that use its result; where a platform stores what is used more than once, in one of its own."""
+    ROOT = enum.auto()
+    """In a kernel of its own, with what its operands are computed from: these need not be in memory, its results are."""
+    OWN = enum.auto()
+    """In a kernel of its own; operands and results are in memory."""
+
+
+class Result(enum.IntEnum):
+    """How much of its operand an operation's result is; each is what the ones before it are, too."""
+
+    OTHER = enum.auto()
+    REORDERED = enum.auto()
+    """The operand's elements, which may lie in memory in another order."""
+    RESHAPED = enum.auto()
+    """The operand's memory, under another shape."""
+    SAME = enum.auto()
+    """The operand."""
+
+
+class Holds(enum.Enum):
+    """What the programs in an operation's parameters are."""
+
+    PROGRAMS = enum.auto()
+    """Programs of which nothing else is known."""
+    SCALARS = enum.auto()
+    """Functions of scalars, such as a reduction's: they are no programs of their own, and nobody looks into them."""
+    CALL = enum.auto()
+    """One that runs once, with the operands."""
+    CHECKPOINT = enum.auto()
+    """The same, under a checkpoint."""
+    STATE = enum.auto()
+    """The same, with references to the operands."""
+    RULE = enum.auto()
+    """A function with a derivative of the user's."""
+    LOOP = enum.auto()
+    BRANCHES = enum.auto()
+    MAPPED = enum.auto()
+    """What runs on every device of a mesh."""
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """What is known of a primitive. The defaults are what an unknown one is taken to be.
+
+    Attributes:
+      flops: the rule for the FLOPs of one execution; operations that hold programs are added up from these instead.
+      kernel: where XLA computes it.
+      dear: whether it costs what it computes rather than what it moves. Its results are worth keeping; others can be computed again for
+        a few times what it takes to read and write them.
+      result: how much of its operand the result is.
+      linear: whether it is linear in all of its operands together, so that its derivative needs none of them; False also where nobody asked.
+      sends: of a collective, what each device sends, in units of the larger of what goes in and what comes out.
+      writes_over: whether it can write over an operand of the same size. What is fused can in any case.
+      asks_result: whether its derivative may read its result: it is differentiated to find out. False where it is known not to.
+      holds: what the programs in its parameters are.
+      opaque: whether no action can be given to the values of these.
+    """
+
+    flops: FlopsRule = rules.each_output
+    kernel: Kernel = Kernel.OWN
+    dear: bool = True
+    result: Result = Result.OTHER
+    linear: bool = False
+    sends: float = 0.0
+    writes_over: bool = False
+    asks_result: bool = True
+    holds: Holds = Holds.PROGRAMS
+    opaque: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is computed where its result is used."""
+        return self.kernel in (Kernel.AT_USES, Kernel.FUSED)
+
+    @property
+    def collective(self) -> bool:
+        """Whether devices send one another something."""
+        return self.sends > 0
+
+    @property
+    def passes_operands(self) -> bool:
+        """Whether the inputs of its program are its operands."""
+        return self.holds in (Holds.CALL, Holds.CHECKPOINT, Holds.STATE)
+
+    @property
+    def takes_regions(self) -> bool:
+        """Whether regions and planned loops may lie in its programs."""
+        return self.holds in (Holds.LOOP, Holds.BRANCHES, Holds.CHECKPOINT) and not self.opaque
+
+
+UNKNOWN = Primitive()
+"""What a primitive that is not in the table is taken to be."""
+
+_MOVED = Primitive(rules.free, Kernel.AT_USES, dear=False, asks_result=False)
+_FREE = replace(_MOVED, kernel=Kernel.FUSED)
+_FUSED = Primitive(kernel=Kernel.FUSED, dear=False)
+_SIMPLE = replace(_FUSED, asks_result=False)
+_REDUCED = Primitive(rules.each_input, Kernel.ROOT, dear=False, holds=Holds.SCALARS)
+# Not dear, although on a CPU a cumulative sum takes 12 to 60 times as long as an elementwise operation, and a maximum over windows of 3 x 3
+# takes 10 to 25 times (float32, 256 x 512 and 2048 x 2048; a matmul with a square matrix takes 1.4 and 6 times as long as the sum). What they
+# make is as large as what they read: a scan that keeps it has room for fewer steps, and runs the matmuls of the others again. And a
+# mixture of experts cut at its cumulative sums has plans that take up to 1.2% of a step longer on an H100 than one cut at its matmuls alone.
+_CUMULATIVE = Primitive(rules.each_input, dear=False)
+_WINDOW = replace(_REDUCED, flops=rules.window)
+# Series of some hundred operations for each element: 350 times as long as a tanh, on the same CPU.
+_SERIES = replace(_FUSED, dear=True)
+_SCATTER = Primitive(rules.scatter, dear=False, writes_over=True, holds=Holds.SCALARS)
+_COLLECTIVE = Primitive(sends=1.0)
+# A ring reduces by scattering and gathering (R. Thakur et al., "Optimization of collective communication operations in MPICH", 2005).
+_REDUCED_BY_ALL = replace(_COLLECTIVE, sends=2.0)
+_CALL = Primitive(holds=Holds.CALL, asks_result=False)
+_CHECKPOINT = replace(_CALL, holds=Holds.CHECKPOINT)
+_RULE = Primitive(holds=Holds.RULE, opaque=True)
+_LOOP = Primitive(holds=Holds.LOOP, asks_result=False, writes_over=True)
+
+_ROWS: tuple[tuple[str, Primitive], ...] = (
+    # Only moved: no FLOPs.
+    ("copy name stop_gradient", replace(_MOVED, result=Result.SAME, linear=True)),
+    ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True)),
+    ("transpose", replace(_MOVED, result=Result.REORDERED, linear=True)),
+    ("broadcast_in_dim convert_element_type slice", replace(_MOVED, linear=True)),
+    ("bitcast_convert_type empty empty2 from_edtype iota split stack tie tile to_edtype unstack", _MOVED),
+    ("rev", replace(_FREE, linear=True)),
+    ("concatenate pad dynamic_slice real imag reduce_precision sharding_constraint", _FREE),
+    ("pvary preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),
+    ("random_seed random_wrap random_unwrap random_clone", _FREE),
+    ("optimization_barrier", Primitive(rules.free, dear=False, result=Result.SAME, asks_result=False)),
+    ("device_put layout_constraint", Primitive(rules.free, dear=False, asks_result=False)),
+    ("create_token after_all", Primitive(rules.free, dear=False)),
+    ("gather", Primitive(rules.free, Kernel.ROOT, dear=False, asks_result=False)),
+    ("dynamic_update_slice", Primitive(rules.free, dear=False, writes_over=True, asks_result=False)),
+    # Elementwise, and computed where they are used.
+    ("add add_any sub neg", replace(_SIMPLE, linear=True)),
+    ("mul square sin cos log log1p abs sign floor ceil round complex conj clamp select_n", _SIMPLE),
+    ("eq ne lt le gt ge and or xor not is_finite", _SIMPLE),
+    ("integer_pow", replace(_SIMPLE, flops=rules.integer_pow)),
+    ("div rem max min pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _FUSED),
+    ("tan asin acos atan atan2 sinh cosh asinh acosh atanh", _FUSED),
+    ("erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e", _FUSED),
+    ("eq_to lt_to le_to nextafter mulhi clz population_count", _FUSED),
+    ("shift_left shift_right_arithmetic shift_right_logical", _FUSED),
+    ("threefry2x32 random_bits random_fold_in", replace(_SIMPLE, flops=rules.threefry)),
+    ("random_split", replace(_FUSED, flops=rules.threefry)),
+    ("polygamma zeta", _SERIES),
+    # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta, which so are unknown to this table.
+    # Reductions.
+    ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False)),
+    ("reduce reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _REDUCED),
+    ("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _WINDOW),
+    ("cumsum", replace(_CUMULATIVE, linear=True, asks_result=False)),
+    ("cumprod cummax cummin cumlogsumexp", _CUMULATIVE),
+    # What costs what it computes.
+    ("dot_general", Primitive(rules.dot_general, asks_result=False)),
+    ("ragged_dot_general", Primitive(rules.ragged_dot)),
+    ("scaled_matmul_wrapper", Primitive(rules.scaled_matmul)),
+    ("conv_general_dilated", Primitive(rules.conv, asks_result=False)),
+    ("sort", Primitive(rules.sort, holds=Holds.SCALARS)),
+    ("top_k", Primitive(rules.top_k)),
+    ("fft", Primitive(rules.fft)),
+    ("cholesky", Primitive(rules.cubic(1 / 3))),
+    ("lu", Primitive(rules.cubic(2 / 3))),
+    ("geqrf householder_product", Primitive(rules.cubic(4 / 3))),
+    ("qr", Primitive(rules.cubic(2))),
+    ("eigh", Primitive(rules.cubic(9))),
+    ("svd", Primitive(rules.cubic(20))),
+    ("eig", Primitive(rules.cubic(25))),
+    ("triangular_solve", Primitive(rules.triangular_solve)),
+    (
+        "select_and_gather_add select_and_scatter select_and_scatter_add",
+        Primitive(rules.window_scatter, holds=Holds.SCALARS),
+    ),
+    ("scatter scatter-add", replace(_SCATTER, asks_result=False)),
+    ("scatter-mul scatter-min scatter-max scatter-sub", _SCATTER),
+    # Collectives.
+    ("psum psum_invariant", replace(_REDUCED_BY_ALL, linear=True)),
+    ("pmax pmin", _REDUCED_BY_ALL),
+    ("all_gather all_gather_invariant all_gather_reduced reduce_scatter", _COLLECTIVE),
+    ("all_to_all ragged_all_to_all ppermute", _COLLECTIVE),
+    ("pbroadcast", replace(_COLLECTIVE, flops=rules.free)),
+    # What holds programs.
+    ("jit pjit closed_call core_call eval_jaxpr", _CALL),
+    ("checkpoint remat remat2", _CHECKPOINT),
+    ("run_state", Primitive(holds=Holds.STATE)),
+    ("custom_jvp_call custom_vjp_call", _RULE),
+    ("scan", _LOOP),
+    ("while", replace(_LOOP, opaque=True)),
+    ("cond", Primitive(holds=Holds.BRANCHES, asks_result=False)),
+    ("shard_map", Primitive(holds=Holds.MAPPED, asks_result=False)),
+    ("pallas_call", Primitive(opaque=True)),
+    ("custom_lin custom_linear_solve", Primitive(holds=Holds.SCALARS, opaque=True)),
+)
+
+TABLE: Mapping[str, Primitive] = {name: row for names, row in _ROWS for name in names.split()}
+
+
+def of(primitive: str) -> Primitive:
+    """Returns what is known of a primitive, by its name."""
+    return TABLE.get(primitive, UNKNOWN)
+
+
+def holding(*kinds: Holds) -> frozenset[str]:
+    """Returns the names of the primitives that hold programs of these kinds."""
+    return frozenset(name for name, row in TABLE.items() if row.holds in kinds)
+
+
+def flops(primitive: str, inputs: Avals, outputs: Avals, params: Mapping[str, Any]) -> int:
+    """Returns the FLOPs of one execution of an operation that holds no programs.
+
+    Args:
+      primitive: the name of JAX's primitive.
+      inputs, outputs: abstract values of the operands and results.
+      params: the equation's parameters.
+    """
+    return of(primitive).flops(inputs, outputs, params)
+
+
+def is_same(primitive: str, params: Mapping[str, Any], dtype: Any) -> bool:
+    """Whether an operation's results are its operands, and nothing is computed or moved in the compiled program.
+
+    So it is with barriers and copies, and with the rounding of a value to its own type that `jax.checkpoint` puts on what it keeps: XLA takes
+    both away.
+
+    Args:
+      primitive, params: the operation's.
+      dtype: that of its first result.
+    """
+    if primitive == "reduce_precision":
+        info = jnp.finfo(dtype)
+        return (params["exponent_bits"], params["mantissa_bits"]) == (info.nexp, info.nmant)
+    return of(primitive).result is Result.SAME
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def altogether(primitive: str, params: Mapping[str, Any], each: Sequence[_Number]) -> _Number:
+    """Returns what an operation takes that holds programs: of branches that of the dearest, of a while loop that of one iteration.
+
+    Args:
+      primitive, params: the operation's.
+      each: what one run of each of its programs takes.
+    """
+    if of(primitive).holds is Holds.BRANCHES:
+        return max(each)
+    if primitive == "pallas_call":
+        times = math.prod(extent for extent in params["grid_mapping"].grid if isinstance(extent, int))
+    else:
+        times = params["length"] if primitive == "scan" else 1
+    return times * sum(each)

@@ -1,0 +1,28 @@
+"""What candidates are found for: a target, how arrays lie on it, and what may become of a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxckpt.actions import SAVE, Action
+from jaxckpt.memory.targets import Target
+from jaxckpt.planner.shards import WHOLE, Shards
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is the same for all stretches of a program.
+
+    Attributes:
+      target: what the program will run on.
+      shards: how arrays lie over the target's devices; all bytes are those on one.
+      timed: whether each stretch is run on the local device, and the roofline's times are scaled to what that took.
+      actions: the ways to keep a value.
+      once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
+    """
+
+    target: Target
+    shards: Shards = WHOLE
+    timed: bool = False
+    actions: tuple[Action, ...] = (SAVE,)
+    once: bool = True

@@ -1,0 +1,55 @@
+"""The documents: lines of prose that fit, links that lead somewhere."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+LONGEST = 120
+
+
+def prose(text: str) -> list[str]:
+    """Returns the lines outside of tables and code blocks."""
+    lines, code = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            code = not code
+        elif not code and not line.startswith(("|", "    ")):
+            lines.append(line)
+    return lines
+
+
+def too_long(text: str) -> list[str]:
+    """Returns the lines of prose that are too long and can be broken."""
+    return [line for line in prose(text) if len(line) > LONGEST and " " in line.strip()]
+
+
+def anchors(text: str) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    headings = [line.lstrip("#").strip() for line in prose(text) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_within_120_columns(page):
+    assert too_long(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_a_file_and_a_heading(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        if path.startswith("https://"):
+            continue
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_only_tables_code_and_single_words_may_be_longer():
+    words, word = "word " * 30, "w" * 130
+    assert too_long(f"{words}\n\n- {words}") == [words, f"- {words}"]
+    assert too_long(f"| {words} |\n```\n{words}\n```\n\n    {words}\n\n{word}") == []
