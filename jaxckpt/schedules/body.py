@@ -147,7 +147,7 @@ def is_inexact(aval: Any) -> bool:
 
 
 def perturbed(
-    step: ScanBody, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
+    body: ScanBody, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
     """Returns which carries and which ys have tangents, over all steps together: those that lax.scan gives tangents to.
 
@@ -156,10 +156,10 @@ def perturbed(
     """
     carry = list(carry)
     while True:
-        out = _moved(step.jaxpr, [*consts, *carry, *xs])
+        out = _moved(body.jaxpr, [*consts, *carry, *xs])
         new = [a or b for a, b in zip(carry, out)]
         if new == carry:
-            return carry, out[step.carries :]
+            return carry, out[body.carries :]
         carry = new
 
 

@@ -58,17 +58,17 @@ def is_cheap(eqn: Any) -> bool:
     return not facts.dear
 
 
-def dear_values(step: ScanBody) -> list[Any] | None:
+def dear_values(body: ScanBody) -> list[Any] | None:
     """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
 
     It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
     of its own, jax.custom_jvp, brings that along.)
     """
-    dear = [eqn for eqn in step.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
+    dear = [eqn for eqn in body.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
     if any(_inner_programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
-    return _carried_on(step.jaxpr.eqns, kept, step.jaxpr.outvars)
+    return _carried_on(body.jaxpr.eqns, kept, body.jaxpr.outvars)
 
 
 def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) -> list[Any]:
@@ -95,11 +95,11 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
 _KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
 
 
-def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
+def _with_names(body: ScanBody, kept: Sequence[Any]) -> Any:
     """Returns the step's jaxpr with names at the values of `kept`."""
     places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
-    for eqn in step.jaxpr.eqns:
+    for eqn in body.jaxpr.eqns:
         outvars = [_compat.fresh_var(var.aval) if var in places else var for var in eqn.outvars]
         eqns.append(eqn.replace(outvars=outvars))
         eqns += (
@@ -107,7 +107,7 @@ def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
             for computed, var in zip(outvars, eqn.outvars)
             if var in places
         )
-    return _compat.with_equations(step.jaxpr, eqns, step.jaxpr.outvars)
+    return _compat.with_equations(body.jaxpr, eqns, body.jaxpr.outvars)
 
 
 def _given(traced: Any, given: Sequence[Any]) -> Any:
@@ -184,24 +184,24 @@ class Backward:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
         return sum(map(nbytes, [*self.stacks, *self.gathered]))
 
-    def costs(self, step: ScanBody) -> TurnCosts:
+    def costs(self, body: ScanBody) -> TurnCosts:
         """Returns what runs of the step are weighed by."""
-        unit = step.flops + ITERATION
+        unit = body.flops + ITERATION
         return TurnCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
 
 
-def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
+def backward(body: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
     """Returns the backward pass of a step.
 
     Args:
-      step: the step.
+      body: of the scan.
       wanted: which cotangents to compute.
       kept: variables of the step whose values are kept; empty for none.
       defer: whether cotangents of constants may wait for the end of a run.
     """
     kept = list(kept or ())
-    named = _with_names(step, kept)
-    groups = _Inputs.of(step, wanted, kept)
+    named = _with_names(body, kept)
+    groups = _Inputs.of(body, wanted, kept)
 
     def pulled(*flat: Any) -> Values:
         consts, carry, x, _, ct_carry, ct_ys = groups.split(flat)
@@ -212,13 +212,13 @@ def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defe
             fill = lambda values, flags: [next(rest) if flag else value for value, flag in zip(values, flags)]
             operands = [*fill(consts, wanted.consts), *fill(carry, wanted.carry), *fill(x, wanted.xs)]
             out = _compat.eval_jaxpr(named, [], *operands)
-            return [*pick(out[: step.carries], wanted.carry), *pick(out[step.carries :], wanted.ys)]
+            return [*pick(out[: body.carries], wanted.carry), *pick(out[body.carries :], wanted.ys)]
 
         return list(jax.vjp(run, *primals)[1]([*ct_carry, *ct_ys]))
 
     traced = inline(jax.make_jaxpr(pulled)(*groups.avals))
     traced = _given(traced, groups.split(_compat.open_jaxpr(traced).invars)[3])
-    return _Splitter(step, wanted, kept, groups, traced, defer=defer).split()
+    return _Splitter(body, wanted, kept, groups, traced, defer=defer).split()
 
 
 @dataclass(frozen=True)
@@ -229,14 +229,14 @@ class _Inputs:
     counts: tuple[int, ...]
 
     @staticmethod
-    def of(step: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
-        inputs = [var.aval for var in step.jaxpr.invars]
-        cts = [pick(step.carry_avals, wanted.carry), pick(step.y_avals, wanted.ys)]
+    def of(body: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
+        inputs = [var.aval for var in body.jaxpr.invars]
+        cts = [pick(body.carry_avals, wanted.carry), pick(body.y_avals, wanted.ys)]
         cts = [[aval.to_ct_aval() for aval in part] for part in cts]
         parts = [[var.aval for var in kept], *cts]
         return _Inputs(
             [*inputs, *(aval for part in parts for aval in part)],
-            (step.consts, step.carries, step.xs, *map(len, parts)),
+            (body.consts, body.carries, body.xs, *map(len, parts)),
         )
 
     def split(self, flat: Sequence[Any]) -> list[Values]:
@@ -258,10 +258,10 @@ class _Splitter:
     """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
 
     def __init__(
-        self, step: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
+        self, body: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
     ) -> None:
         jaxpr = _compat.open_jaxpr(traced)
-        self.step, self.wanted, self.kept, self.defer = step, wanted, kept, defer
+        self.body, self.wanted, self.kept, self.defer = body, wanted, kept, defer
         self.eqns, self.debug_info = jaxpr.eqns, jaxpr.debug_info
         self.inputs = [*jaxpr.constvars, *jaxpr.invars]
         self.extra = _compat.jaxpr_consts(traced)  # arrays that differentiation made, the same at every step
@@ -395,7 +395,7 @@ class _Splitter:
     # --------------------------------------------------------------------------------------------------------- functions
 
     def _keep(self, kept: list[Any]) -> Callable[..., tuple[Values, Values]] | None:
-        carries, jaxpr = self.step.carries, self.step.jaxpr
+        carries, jaxpr = self.body.carries, self.body.jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
         run = as_function(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
