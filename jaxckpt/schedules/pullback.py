@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
 from jaxckpt.core.scans import ScanBody, Values, nbytes
-from jaxckpt.schedules.body import as_function, depends, needed, pick, split
+from jaxckpt.schedules.body import pick, split
 from jaxckpt.schedules.optimum import TurnCosts
 
 # Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
@@ -44,17 +44,12 @@ ADDED = 16  # a byte of a large cotangent that a step's product is added to
 # --------------------------------------------------------------------------------------------------------------- what to keep
 
 
-def _inner_programs(eqn: Any) -> list[Any]:
-    """Returns the programs that an equation holds."""
-    return [_compat.open_jaxpr(program) for program in _compat.inner_jaxprs(eqn)]
-
-
 def is_cheap(eqn: Any) -> bool:
     """Whether an equation is not dear (`Primitive.dear`), or calls what is not; a loop or a branch always is."""
     name = _compat.primitive_name(eqn)
     facts = primitives.of(name)
     if facts.holds is Holds.CALL or name == "custom_jvp_call":
-        return all(is_cheap(e) for jaxpr in _inner_programs(eqn) for e in jaxpr.eqns)
+        return all(is_cheap(e) for program in surgery.programs(eqn) for e in _compat.open_jaxpr(program).eqns)
     return not facts.dear
 
 
@@ -65,7 +60,7 @@ def dear_values(body: ScanBody) -> list[Any] | None:
     of its own, jax.custom_jvp, brings that along.)
     """
     dear = [eqn for eqn in body.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
-    if any(_inner_programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
+    if any(surgery.programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
     return _carried_on(body.jaxpr.eqns, kept, body.jaxpr.outvars)
@@ -115,19 +110,12 @@ def _given(traced: Any, given: Sequence[Any]) -> Any:
 
     What computes them is then needed no more, also where a derivative reads the result of its own operation.
     """
-    closed = redirect(traced)
-    jaxpr = _compat.open_jaxpr(closed)
-    renamed: dict[Any, Any] = {}
-    read = lambda atom: atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
-    eqns = []
-    for eqn in jaxpr.eqns:
+
+    def kept(eqn: Any, operands: Sequence[Any]) -> Any:
         name = _compat.equation_name(eqn) or ""
-        if name.startswith(_KEPT):
-            renamed[eqn.outvars[0]] = given[int(name.removeprefix(_KEPT))]
-        else:
-            eqns.append(eqn.replace(invars=list(map(read, eqn.invars))))
-    rebuilt = _compat.with_equations(jaxpr, eqns, list(map(read, jaxpr.outvars)))
-    return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
+        return given[int(name.removeprefix(_KEPT))] if name.startswith(_KEPT) else None
+
+    return surgery.without(redirect(traced), kept)
 
 
 # ------------------------------------------------------------------------------------------------------------ the backward step
@@ -205,16 +193,14 @@ def backward(body: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defe
 
     def pulled(*flat: Any) -> Values:
         consts, carry, x, _, ct_carry, ct_ys = groups.split(flat)
-        primals = [*pick(consts, wanted.consts), *pick(carry, wanted.carry), *pick(x, wanted.xs)]
 
-        def run(*moving: Any) -> Values:
-            rest = iter(moving)
-            fill = lambda values, flags: [next(rest) if flag else value for value, flag in zip(values, flags)]
-            operands = [*fill(consts, wanted.consts), *fill(carry, wanted.carry), *fill(x, wanted.xs)]
+        def run(*operands: Any) -> Values:
             out = _compat.eval_jaxpr(named, [], *operands)
             return [*pick(out[: body.carries], wanted.carry), *pick(out[body.carries :], wanted.ys)]
 
-        return list(jax.vjp(run, *primals)[1]([*ct_carry, *ct_ys]))
+        moving = [*wanted.consts, *wanted.carry, *wanted.xs]
+        of_moving, primals = surgery.with_holes(run, [*consts, *carry, *x], moving)
+        return list(jax.vjp(of_moving, *primals)[1]([*ct_carry, *ct_ys]))
 
     traced = inline(jax.make_jaxpr(pulled)(*groups.avals))
     traced = _given(traced, groups.split(_compat.open_jaxpr(traced).invars)[3])
@@ -269,8 +255,8 @@ class _Splitter:
         self.consts = [*jaxpr.constvars, *consts]
         self.cts = [*ct_carry, *ct_ys]
         self.made = {var: eqn for eqn in self.eqns for var in eqn.outvars}
-        self.moving = depends(self.eqns, [*self.carry, *self.x, *self.kept_in, *self.cts])
-        self.cotangents = depends(self.eqns, self.cts)
+        self.moving = surgery.depends(self.eqns, [*self.carry, *self.x, *self.kept_in, *self.cts])
+        self.cotangents = surgery.depends(self.eqns, self.cts)
         count = sum(wanted.consts), sum(wanted.carry)
         self.ct_consts = jaxpr.outvars[: count[0]]
         self.ct_carry = jaxpr.outvars[count[0] : sum(count)]
@@ -374,13 +360,13 @@ class _Splitter:
     def _read(self, outputs: Iterable[Any]) -> set[Any]:
         """Returns the variables that one step of the loop reads for `outputs`, and those of `outputs` themselves."""
         outputs = [var for var in outputs if isinstance(var, _compat.Var)]
-        run = needed(self.eqns, self.inputs, outputs, effects=not self.defer)
+        run = surgery.needed(self.eqns, self.inputs, outputs, effects=not self.defer)
         return {v for eqn in run for v in eqn.invars if isinstance(v, _compat.Var)} | set(outputs)
 
     def _runs_again(self, outputs: list[Any], *, kept: bool) -> bool:
         forward = [
             eqn
-            for eqn in needed(self.eqns, self.inputs, [var for var in outputs if isinstance(var, _compat.Var)])
+            for eqn in surgery.needed(self.eqns, self.inputs, [var for var in outputs if isinstance(var, _compat.Var)])
             if self.cotangents.isdisjoint(eqn.outvars) and not self.moving.isdisjoint(eqn.outvars)
         ]
         return any(not is_cheap(eqn) for eqn in forward) or (bool(forward) and not kept)
@@ -388,7 +374,7 @@ class _Splitter:
     def _read_by(self, terms: list[_Term], roots: list[Any]) -> set[Any]:
         """Returns the variables that are read for the factors of what waits, but for those that are stacked for it."""
         factors = [factor for term in terms for factor in term.factors]
-        run = needed(self.eqns, [*self.inputs, *roots], factors)
+        run = surgery.needed(self.eqns, [*self.inputs, *roots], factors)
         read = {v for eqn in run for v in eqn.invars if isinstance(v, _compat.Var)}
         return (read | set(factors)) - set(roots)
 
@@ -398,7 +384,9 @@ class _Splitter:
         carries, jaxpr = self.body.carries, self.body.jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
-        run = as_function(jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True)
+        run = surgery.function(
+            jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True
+        )
 
         def keep(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
             out = run(*consts, *carry, *x)
@@ -415,7 +403,7 @@ class _Splitter:
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
         inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
         # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
-        run = as_function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
+        run = surgery.function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
         counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
 
         def pull(
@@ -434,7 +422,7 @@ class _Splitter:
 
     def _reads(self, outputs: Sequence[Any]) -> Counter[int]:
         """Returns how often each variable (its id) is read on the way to `outputs`, or is one of them."""
-        run = needed(self.eqns, self.inputs, outputs, effects=not self.defer)
+        run = surgery.needed(self.eqns, self.inputs, outputs, effects=not self.defer)
         return Counter(map(id, [*outputs, *(var for eqn in run for var in eqn.invars)]))
 
     def _is_scattered(self, var: Any, reads: Counter[int]) -> bool:
@@ -457,8 +445,8 @@ class _Splitter:
     ) -> Callable[[Values, Values, Values, Values], Values]:
         per_row = [*rows, *roots, *self.x]
         factors = list(dict.fromkeys(factor for term in terms for factor in term.factors))
-        expand = as_function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
-        tails = [as_function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
+        expand = surgery.function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
+        tails = [surgery.function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
 
         def settle(consts: Values, stacks: Values, x: Values, totals: Values) -> Values:
             consts = [*self.extra, *consts]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jaxckpt.transforms.schedules import Nested, resolve
 
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Nested, resolve
 from tests.helpers import kept_bytes
 from tests.transforms.test_scan import PROGRAMS, Program
 from tests.transforms.test_scan_random import SCHEDULES, Random
