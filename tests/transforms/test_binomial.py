@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxckpt.transforms.schedules import Slots, extra_steps
 
 import jaxckpt
-from jaxckpt.transforms import schedules
+from jaxckpt import schedules
+from jaxckpt.schedules import Slots, extra_steps
 from jaxckpt.transforms.scan import scan
 from tests.helpers import assert_trees_close
 from tests.transforms.test_scan import Counter

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jaxckpt.transforms.schedules import Nested, resolve
 
+from jaxckpt.schedules import Nested, schedule_of
 from jaxckpt.transforms.scan import scan
 from tests.helpers import kept_bytes
 from tests.transforms.test_scan import PROGRAMS, Program
@@ -33,7 +33,7 @@ def most(options: dict[str, Any], length: int, carry: int, rows: int, plain: int
       plain: bytes that `lax.scan` keeps.
     """
     each = -(-plain // max(length, 1))  # of an iteration that is not checkpointed
-    nest = resolve(length, options["schedule"])
+    nest = schedule_of(length, options["schedule"])
     if not isinstance(nest, Nested):
         runs = -(-length // options.get("unroll", 1))
         return min(nest.count, max(runs, 1)) * carry + rows + carry
