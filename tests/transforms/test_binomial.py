@@ -12,8 +12,7 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from jaxckpt import schedules
-from jaxckpt.schedules import Slots, extra_steps
+from jaxckpt.schedules import Slots, extra_steps, optimum
 from jaxckpt.transforms.scan import scan
 from tests.helpers import assert_trees_close
 from tests.transforms.test_scan import Counter
@@ -26,7 +25,7 @@ FAST = {"xla_backend_optimization_level": "0"}
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one step only, as the optimum is known for; longer ones take fewer steps, and some bytes."""
-    monkeypatch.setattr(schedules, "LONGEST_RUN", 1)
+    monkeypatch.setattr(optimum, "LONGEST_RUN", 1)
 
 
 def loss(counter: Counter, schedule: Any, length: int, h: Any) -> Any:
