@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives, reads
+from jaxckpt.core import primitives, reads, surgery
 from jaxckpt.core.primitives import Holds
 
 _CLOSED = (Holds.LOOP, Holds.BRANCHES)
@@ -104,7 +104,7 @@ class _Inliner:
         changed, renamed = self._equations(jaxpr.eqns, {}, eqns, constvars, consts, None, calls)
         result = original
         if changed:
-            outvars = [_read(renamed, var) for var in jaxpr.outvars]
+            outvars = [surgery.renamed(renamed, var) for var in jaxpr.outvars]
             rebuilt = _compat.build_jaxpr(constvars, jaxpr.invars, outvars, eqns, jaxpr.debug_info)
             result = _compat.like(original, rebuilt, consts or ())
         self.done[id(original)] = (original, result)  # holds the original, so that its id stays its own
@@ -129,21 +129,21 @@ class _Inliner:
             if inner is not None and (consts is not None or not _compat.open_jaxpr(inner).constvars):
                 changed = True
                 body = _compat.open_jaxpr(inner)
-                mapping = {var: _read(renamed, operand) for var, operand in zip(body.invars, eqn.invars)}
+                mapping = {var: surgery.renamed(renamed, operand) for var, operand in zip(body.invars, eqn.invars)}
                 for var, const in zip(body.constvars, _compat.jaxpr_consts(inner)):
                     mapping[var] = _compat.fresh_var(var.aval)
                     constvars.append(mapping[var])
                     consts.append(const)  # type: ignore[union-attr]
-                invars, start = [_read(renamed, var) for var in eqn.invars], len(eqns)
+                invars, start = [surgery.renamed(renamed, var) for var in eqn.invars], len(eqns)
                 self._equations(body.eqns, mapping, eqns, constvars, consts, eqn, calls)
-                results = [_read(mapping, result) for result in body.outvars]
+                results = [surgery.renamed(mapping, result) for result in body.outvars]
                 renamed.update(zip(eqn.outvars, results))
                 if calls is not None:
                     calls.add(eqn.replace(invars=invars, outvars=_made(results, eqns[start:])), eqns[start:])
                 continue
             new, here = self._descend(eqn)
             changed |= here
-            invars = [_read(renamed, var) for var in new.invars]
+            invars = [surgery.renamed(renamed, var) for var in new.invars]
             if call is not None:
                 outvars = [
                     var if isinstance(var, _compat.DropVar) else _compat.fresh_var(var.aval) for var in new.outvars
@@ -179,10 +179,6 @@ class _Inliner:
             if new is not param:
                 changes[name] = new
         return (_compat.replace_params(eqn, **changes), True) if changes else (eqn, False)
-
-
-def _read(renamed: dict[Any, Any], atom: Any) -> Any:
-    return atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
 
 
 def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:

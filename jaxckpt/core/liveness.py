@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import Body, Graph, Op, trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
@@ -174,14 +174,8 @@ def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], pl
 
 
 def _needed(events: list[_Event], results: Iterable[_Slot]) -> list[_Event]:
-    """Returns the events that the results depend on, in order: XLA drops the others."""
-    wanted = {id(slot) for slot in results}
-    kept = []
-    for event in reversed(events):
-        if any(id(slot) in wanted for slot in event.outputs):
-            kept.append(event)
-            wanted.update(id(slot) for slot in event.inputs)
-    return kept[::-1]
+    """Returns the events that the results depend on: XLA drops the others."""
+    return surgery.live(events, results, lambda event: event.outputs, lambda event: event.inputs)
 
 
 def _store_shared(events: list[_Event]) -> None:

@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
 from jaxckpt.core.inline import Calls, inline
+from jaxckpt.core.primitives import Holds
 
 TITLE = "jaxckpt_rule"
 """What begins the name of the function that stands in a rule's place; after it come the rule's own name and where its residuals are."""
 
 PRIMITIVE = "custom_vjp_call"
 
-_OPENED = ("scan", "cond", "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map")
+_ENTERED = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPPED)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class _Opener:
         name = _compat.primitive_name(eqn)
         if name == PRIMITIVE:
             new = _open(eqn) or eqn
-        elif name in _OPENED:
+        elif primitives.of(name).holds in _ENTERED and name != "while":  # which has no reverse mode
             changes = {}
             for key, param in _compat.equation_params(eqn).items():
                 if _compat.is_jaxpr(param):

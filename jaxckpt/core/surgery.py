@@ -1,9 +1,9 @@
-"""What is done to jaxprs: the programs inside of an equation, what equations use, stretches of them cut out as programs of their own."""
+"""Surgery on jaxprs, each kind once: the programs inside of an equation, slices, stretches cut out, equations taken out, operands held fixed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
@@ -51,6 +51,119 @@ def stretch(eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any], 
 def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
     """Returns an open jaxpr with other equations, whose effects are its own then."""
     return _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.debug_info)
+
+
+Item = TypeVar("Item")
+
+
+def live(
+    items: Sequence[Item],
+    results: Iterable[Any],
+    made: Callable[[Item], Collection[Any]],
+    read: Callable[[Item], Iterable[Any]],
+    always: Callable[[Item], bool] = lambda item: False,
+) -> list[Item]:
+    """Returns the items that it takes to make the results, in order: the others are dead code.
+
+    Args:
+      items: equations, operations and the like, in an order in which they can run.
+      results: what has to be there at the end.
+      made, read: what an item makes and what it reads; nothing is made by two of them.
+      always: whether an item is taken although nothing uses what it makes.
+    """
+    wanted = set(results)
+    found = []
+    for item in reversed(items):
+        if not wanted.isdisjoint(made(item)) or always(item):
+            found.append(item)
+            wanted.update(read(item))
+    return found[::-1]
+
+
+def needed(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], *, effects: bool = False) -> list[Any]:
+    """Returns, in order, the equations that it takes to get from `inputs` to `outputs`, and those with side effects if asked."""
+    given = set(inputs)
+    made = {var for eqn in eqns for var in eqn.outvars}
+    missing = lambda atoms: [var for var in atoms if isinstance(var, _compat.Var) and var not in given]
+    found = live(
+        eqns,
+        missing(outputs),
+        lambda eqn: eqn.outvars,
+        lambda eqn: missing(eqn.invars),
+        lambda eqn: effects and bool(eqn.effects),
+    )
+    lacking = {var for eqn in found for var in missing(eqn.invars)} - made
+    assert not lacking, lacking
+    return found
+
+
+def function(
+    eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
+) -> Callable[..., list[Any]]:
+    """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.
+
+    Args:
+      effects: whether equations with side effects are run although nothing uses their results.
+    """
+    run = needed(eqns, inputs, outputs, effects=effects)
+    # DropVars are no inputs that build_jaxpr could bind; an unused position gets a variable of its own.
+    names = [_compat.fresh_var(var.aval) if isinstance(var, _compat.DropVar) else var for var in inputs]
+    jaxpr = _compat.build_jaxpr([], names, outputs, run, debug_info)
+    return lambda *values: _compat.eval_jaxpr(jaxpr, [], *values)
+
+
+def depends(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
+    """Returns the variables that depend on `sources`, themselves included."""
+    found = set(sources)
+    for eqn in eqns:
+        if not found.isdisjoint(var for var in eqn.invars if isinstance(var, _compat.Var)):
+            found.update(eqn.outvars)
+    return found
+
+
+def renamed(names: Mapping[Any, Any], atom: Any) -> Any:
+    """Returns what an atom is read as, where variables have other names: variable -> atom."""
+    return atom if isinstance(atom, _compat.Literal) else names.get(atom, atom)
+
+
+def without(closed: Any, instead: Callable[[Any, Sequence[Any]], Any]) -> Any:
+    """Returns the program without some of its equations.
+
+    Args:
+      closed: the program.
+      instead: takes an equation and its operands, as they are read now. It returns the atom that is read instead of the equation's first
+        result, which then goes; None for an equation that stays.
+    """
+    jaxpr = _compat.open_jaxpr(closed)
+    names: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        operands = [renamed(names, atom) for atom in eqn.invars]
+        atom = instead(eqn, operands)
+        if atom is None:
+            eqns.append(eqn.replace(invars=operands))
+        else:
+            names[eqn.outvars[0]] = atom
+    rebuilt = _compat.with_equations(jaxpr, eqns, [renamed(names, atom) for atom in jaxpr.outvars])
+    return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
+
+
+def with_holes(
+    fun: Callable[..., Any], operands: Sequence[Any], moving: Sequence[bool]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns the function of some operands alone, the others held fixed, and these operands: to be differentiated in them.
+
+    Args:
+      fun: takes all operands.
+      operands: what it is given.
+      moving: a flag for each: whether the function returned takes it.
+    """
+
+    def of(*some: Any) -> Any:
+        rest = iter(some)
+        return fun(*(next(rest) if flag else operand for operand, flag in zip(operands, moving, strict=True)))
+
+    return of, [operand for operand, flag in zip(operands, moving) if flag]
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:

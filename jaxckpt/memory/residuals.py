@@ -16,7 +16,7 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError
-from jaxckpt.core import primitives
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.lift import is_operand
 from jaxckpt.core.units import format_bytes
@@ -101,22 +101,19 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
             hint = "Close over values that are not arrays: residuals(lambda x: fun(x, 'mode'), x)."
             raise ArgumentError(_path(path), "an array, a shape or a number", leaf, hint)
     leaves, tree = jax.tree.flatten(args)
-    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
-    if not inexact:
+    inexact = [is_inexact(leaf) for leaf in leaves]
+    if not any(inexact):
         raise NotDifferentiableError(
             "args must have a leaf of an inexact dtype (float or complex) to be differentiated; there is none."
         )
     paths = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
 
     def kept(*leaves: Any) -> list[Any]:
-        def varying(*some: Any) -> list[Any]:
-            full = list(leaves)
-            for i, leaf in zip(inexact, some):
-                full[i] = leaf
-            out = jax.tree.leaves(fun(*jax.tree.unflatten(tree, full)))
-            return [leaf for leaf in out if is_inexact(leaf)]
+        def run(*leaves: Any) -> list[Any]:
+            return [leaf for leaf in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))) if is_inexact(leaf)]
 
-        out, pullback = jax.vjp(varying, *(leaves[i] for i in inexact))
+        varying, given = surgery.with_holes(run, leaves, inexact)
+        out, pullback = jax.vjp(varying, *given)
         if not out:
             raise NotDifferentiableError(
                 "fun must return a leaf of an inexact dtype to be differentiated; it returns none."

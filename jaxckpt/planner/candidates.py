@@ -15,6 +15,7 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt.actions import Action, given
+from jaxckpt.core import surgery
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Op, Value, graph_of
 from jaxckpt.core.inline import inline
@@ -129,19 +130,17 @@ class _Joint:
     def __init__(self, named: Named, start: int, stop: int, outputs: Sequence[int], active: Collection[int]) -> None:
         jaxpr, inputs = named.stretch(start, stop, outputs)
         values = named.graph.values
-        moving = [i for i, index in enumerate(inputs) if index in active and is_inexact(values[index])]
+        moving = [index in active and is_inexact(values[index]) for index in inputs]
         through = [i for i, index in enumerate(outputs) if index in active and is_inexact(values[index])]
         out_avals = [var.aval for var in jaxpr.outvars]
 
         def both(ins: list[Any], cotangents: list[Any]) -> Any:
-            def run(*some: Any) -> tuple[list[Any], list[Any]]:
-                full = list(ins)
-                for i, value in zip(moving, some):
-                    full[i] = value
-                out = _compat.eval_jaxpr(jaxpr, [], *full)
+            def run(*operands: Any) -> tuple[list[Any], list[Any]]:
+                out = _compat.eval_jaxpr(jaxpr, [], *operands)
                 return [out[i] for i in through], out
 
-            _, pullback, out = jax.vjp(run, *(ins[i] for i in moving), has_aux=True)
+            of_moving, given = surgery.with_holes(run, ins, moving)
+            _, pullback, out = jax.vjp(of_moving, *given, has_aux=True)
             return out, pullback(cotangents)
 
         with _compat.working_checkpoints():
@@ -176,31 +175,21 @@ def _without_names(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
 
     A value and its name are one: what reads the value, its own operation's derivative too, reads it behind the name in what is emitted.
     """
-    jaxpr = _compat.open_jaxpr(closed)
-    renamed: dict[Any, Any] = {}
-    read = lambda atom: atom if isinstance(atom, _compat.Literal) else renamed.get(atom, atom)
-    eqns = []
     seen: set[int] = set()
-    for eqn in jaxpr.eqns:
-        invars = list(map(read, eqn.invars))
+
+    def value(eqn: Any, operands: Sequence[Any]) -> Any:
         original = named.value(eqn)
         if original is None:
-            eqns.append(eqn.replace(invars=invars))
-            continue
-        renamed[eqn.outvars[0]] = invars[0]
-        if original not in seen and not isinstance(invars[0], _compat.Literal):
+            return None
+        if original not in seen and not isinstance(operands[0], _compat.Literal):
             seen.add(original)
-            origins.setdefault(invars[0], original)
-    rebuilt = _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, list(map(read, jaxpr.outvars)), eqns, jaxpr.debug_info)
-    return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
+            origins.setdefault(operands[0], original)
+        return operands[0]
+
+    return surgery.without(closed, value)
 
 
 def _wanted(ops: list[Op], results: Sequence[int]) -> tuple[list[Op], list[int]]:
     """Returns the operations that the results depend on, in order, and all that they use, the results too."""
-    wanted = set(results)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if wanted.intersection(op.outputs):
-            kept.append(op)
-            wanted.update(op.inputs)
-    return kept[::-1], [*results, *(index for op in kept for index in op.inputs)]
+    live = surgery.live(ops, results, lambda op: op.outputs, lambda op: op.inputs)
+    return live, [*results, *(index for op in reversed(live) for index in op.inputs)]
