@@ -3,12 +3,14 @@
     python -m benchmarks.estimates                 # H100 and CPU, 8, 32 and 100 layers; some minutes, nothing is run
     python -m benchmarks.estimates --layers 8 --targets cpu --no-save
 
-The chain is benchmarks/models/chain.py: dense layers and tanh, `jaxckpt.checkpoint` around each run of `segment` layers, all of them, the last
-too. Its batch is so large that a layer's activation is a thousand times its parameters, so that the peak is made of activations.
+The chain is benchmarks/models/chain.py: dense layers and tanh, with `jaxckpt.checkpoint` around each segment of
+`segment` layers, also the last. The batch is so large that a layer's activation is a thousand times its parameters. So
+the peak consists of activations.
 
-Activation bytes of a compiled program: at the peak, arguments are no activations. Gradients are none either, but XLA may put activations
-into the buffers of gradients that are not written yet. So activations are between peak - arguments - outputs and peak - arguments, and the
-error given is the larger one of the two. What a library takes as scratch (cuBLAS on an H100: 32 MiB) is counted as activations.
+Arguments and gradients are not activations. But XLA may put activations into the buffers of gradients that are not
+written yet. So the activation bytes of a compiled program are between peak - arguments - outputs and peak - arguments,
+and the given error is the larger of the two. Scratch memory of libraries (cuBLAS on an H100: 32 MiB) is counted as
+activations.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ ACTIVATION_BYTES = 4 * WIDTH * BATCH
 
 @dataclass(frozen=True)
 class Case:
-    """One chain, without and with checkpoints; bytes of activations, estimated and compiled (least and most)."""
+    """One chain, without and with checkpoints: bytes of activations, estimated and compiled (least and most)."""
 
     target: str
     layers: int
@@ -103,7 +105,8 @@ def report(cases: list[Case]) -> str:
     lines = [
         "# `estimate_memory_savings` against compiled activations",
         "",
-        f"A chain of dense layers with tanh, {format_bytes(ACTIVATION_BYTES)} of activation each; bytes are those of activations at the peak. "
+        f"A chain of dense layers with tanh, {format_bytes(ACTIVATION_BYTES)} of activation each; bytes are those "
+        f"of activations at the peak. "
         "The error is the worse one of the chain without checkpoints and the one with them.",
         "",
         markdown(header, rows),
@@ -115,7 +118,8 @@ def report(cases: list[Case]) -> str:
             (case for case in cases if case.target == target and case.layers == longest), key=lambda case: case.saved
         )
         lines.append(
-            f"Best on {longest} layers, {target}: segments of {best.segment} save {best.saved:.1%} of activation memory, compiled."
+            f"Best on {longest} layers, {target}: segments of {best.segment} save {best.saved:.1%} of activation "
+            f"memory, compiled."
         )
     return "\n".join(lines)
 

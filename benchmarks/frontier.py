@@ -1,14 +1,15 @@
 """Is a plan better than checkpoints placed by hand? Every model, at 25 to 90% of the peak without checkpoints.
 
-    python -m benchmarks.frontier                                    # hours: compiles some 200 steps for an H100 and a TPU v5e
+    python -m benchmarks.frontier                                    # hours: about 200 steps for an H100 and a TPU v5e
     python -m benchmarks.frontier --models gpt2 --targets cuda:h100  # one of them
-    python -m benchmarks.frontier --replan                           # keeps the peaks compiled by hand, counts and plans anew
+    python -m benchmarks.frontier --replan                           # plans again; keeps the peaks by hand
 
-By hand, all with bare `jax.checkpoint`: around each block with each of JAX's policies that need no names, around every 2, 3, 4, 6 and sqrt(L) of
-the L blocks, around the first quarter, half, three quarters and all but one of the blocks. Of a scan the segments are scans within a scan.
+Checkpoints by hand use `jax.checkpoint`: around each block with each of JAX's policies that need no names, around every
+2, 3, 4, 6 and sqrt(L) of the L blocks, around the first quarter, half, three quarters and all but one of the blocks.
+For a scan, the segments are scans in a scan.
 
-Each row is saved when it is there, in results/frontier-MODEL-TARGET.json; what is there already is not compiled again. The tables and the
-picture beside it are made anew of all rows, and results/frontier.md of all models and targets.
+Each row is saved at once in results/frontier-MODEL-TARGET.json; rows that exist are not compiled again. The tables and
+the picture are made from all rows, and results/frontier.md from all models and targets.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "tpu:v5e:2x2": ("gpt2", "resnet50", "unet"),
 }
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")
-"""JAX's own that need neither names nor host memory."""
+"""JAX's policies that need neither names nor host memory."""
 SEGMENTS: tuple[int | str, ...] = (2, 3, 4, 6, "sqrt")
 MUCH = 0.1
-"""A plan is much better if it recomputes so much less than the best by hand."""
+"""A plan is much better if it recomputes less than the best by hand by this share."""
 
-# ------------------------------------------------------------------------------------------------------------------ by hand
+# -------------------------------------------------------------------------------------------------------------- by hand
 
 
 @dataclass(frozen=True)
 class ByHand:
-    """Checkpoints as one places them without a planner.
+    """Checkpoints placed by hand.
 
     Attributes:
-      name: how the tables call it.
-      policy: name of a policy of JAX's; None keeps the inputs of a segment.
+      name: the name in tables.
+      policy: name of one of JAX's policies; None keeps the inputs of a segment.
       segment_size: blocks in a segment.
-      first: so many of the runs of blocks are checkpointed; None for all.
+      first: only the first `first` segments are checkpointed; None for all.
     """
 
     name: str
@@ -75,9 +76,9 @@ class ByHand:
 
 
 def by_hand(factory: Callable[..., Any]) -> list[ByHand]:
-    """Returns the ways that a model's blocks can be checkpointed in by hand; `factory` as of `jaxckpt.factories`."""
+    """Returns the ways to checkpoint a model's blocks by hand; `factory` is as in `jaxckpt.factories`."""
     runs = count_runs(factory)
-    # A scan's body is there once, so that its first iterations cannot be told from the others.
+    # A scan has one body, so its first iterations cannot have other checkpoints than the rest.
     shares = sorted({round(runs * share / 4) for share in (1, 2, 3)} | {runs - 1}) if runs > 1 else []
     return [
         *(ByHand(f"each block, {name}", name) for name in POLICIES),
@@ -98,7 +99,7 @@ def build(factory: Callable[..., Any], how: ByHand) -> tuple[Callable[..., Any],
 
 
 def count_runs(factory: Callable[..., Any]) -> int:
-    """Returns how many runs of blocks a model has; 1 for a scan."""
+    """Returns the number of segments of a model; 1 for a scan."""
     runs = _Runs()
     loss, args = make(factory, checkpoint=lambda run: runs.split(run, run, 0))
     jax.eval_shape(runs.counted(loss), *args)
@@ -106,7 +107,7 @@ def count_runs(factory: Callable[..., Any]) -> int:
 
 
 class _Runs:
-    """Counts the runs of blocks while a loss is traced."""
+    """Counts the segments while a loss is traced."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -130,7 +131,7 @@ class _Runs:
         return run
 
 
-# ------------------------------------------------------------------------------------------------------------------ running
+# -------------------------------------------------------------------------------------------------------------- running
 
 
 def run(
@@ -154,7 +155,7 @@ def run(
       budgets: of the planner, as `jaxckpt.plan` takes them.
       rows: {"unplanned": row, "by hand": {name: row}, "planned": {budget: row}} of an earlier run, or {}.
       plan: whether to plan too.
-      recount: whether FLOPs and seconds of the rows by hand are counted anew; their compiled peaks stay.
+      recount: whether FLOPs and seconds of the rows by hand are counted again; their compiled peaks stay.
       save: called with all rows after each new one.
       say: called with a line on each new one.
     """
@@ -202,11 +203,11 @@ def _line(row: dict[str, Any]) -> str:
     return f"{peak}, {row['flops']:.4g} FLOPs, {row['seconds'] * 1e3:.4g} ms by the target's rates"
 
 
-# ---------------------------------------------------------------------------------------------------------------- reporting
+# ------------------------------------------------------------------------------------------------------------ reporting
 
 
 def frontier_of(target: str, rows: dict[str, Any]) -> Frontier:
-    """Returns rows as a frontier, to be drawn and told."""
+    """Returns rows as a frontier, for pictures and tables."""
     ways = [Way(**row) for row in rows["by hand"].values()]
     points = [_point(row) for _, row in sorted(rows["planned"].items(), key=lambda item: item[1]["budget_bytes"])]
     return Frontier(target, Way(**rows["unplanned"]), tuple(points), tuple(ways))
@@ -233,9 +234,9 @@ class Verdict:
     Attributes:
       within: whether the compiled peak is within the budget.
       error: of the prediction, over the compiled peak.
-      best: by hand, no larger than the plan; None where nothing is so small.
-      gains: by measure ("flops", "seconds") what the plan recomputes less than the best by hand of that measure, over what that recomputes;
-        None where there is no best.
+      best: the best by hand with a peak no larger than the plan's; None if there is none.
+      gains: by measure ("flops", "seconds"), how much less the plan recomputes than the best by hand of that measure,
+        as a share of the latter; None if there is no best.
       gains_in_budget: the same against the best by hand within the budget, which may be larger than the plan.
     """
 
@@ -321,8 +322,10 @@ def report(model: str, target: str, rows: dict[str, Any]) -> str:
             "",
             markdown(header, planned),
             "",
-            "recomputed: FLOPs beyond those of the step without checkpoints; time: the same in seconds by the target's rates. best by hand: the "
-            "entry below with the fewest FLOPs whose compiled peak is no larger than the plan's; less: how much less the plan recomputes.",
+            "recomputed: FLOPs beyond those of the step without checkpoints; time: the same in seconds by the "
+            "target's rates. best by hand: the "
+            "entry below with the fewest FLOPs whose compiled peak is no larger than the plan's; less: how much "
+            "less the plan recomputes.",
             *(["", *why] if why else []),
             "",
             "## By hand",
@@ -357,7 +360,7 @@ def _counts(found: Sequence[Verdict]) -> list[str]:
     errors = [abs(each.error) for each in found]
 
     def at_least(gains: Sequence[float | None], gain: float) -> str:
-        # Where nothing by hand is so small, there is nothing that recomputes less.
+        # If nothing by hand is so small, nothing by hand recomputes less.
         return f"{sum(each is None or each >= gain for each in gains)} of {len(found)}"
 
     same = {by: [each.gains[by] for each in found] for by in ("flops", "seconds")}
@@ -376,7 +379,7 @@ def _counts(found: Sequence[Verdict]) -> list[str]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
 def stem(model: str, target: str) -> str:
@@ -412,8 +415,10 @@ def write_summary() -> str:
             "",
             summary(frontiers),
             "",
-            "Budgets are shares of the peak without checkpoints. A plan is held against the entries by hand whose compiled peak is no larger "
-            "than its own; where there is none, it counts as better. The last columns are against those within the budget. Each model's "
+            "Budgets are shares of the peak without checkpoints. A plan is held against the entries by hand whose "
+            "compiled peak is no larger "
+            "than its own; where there is none, it counts as better. The last columns are against those within the "
+            "budget. Each model's "
             "tables and picture are in frontier-MODEL-TARGET.md and .svg.",
         ]
     )

@@ -1,12 +1,13 @@
-"""Does a plan hold when it runs? GPT-2 and ResNet-50 on this machine's own device: the allocator's peak and the step's time.
+"""Does a plan hold when it runs? GPT-2 and ResNet-50 on this machine's device: the allocator's peak and the step's
+time.
 
     JAX_PLATFORMS=cuda python -m benchmarks.gpu    # on a GPU, the models at full size
-    python -m benchmarks.gpu                       # on the CPU, small ones: there the peak is the process's resident memory
+    python -m benchmarks.gpu                       # on the CPU, small models; the peak is the process's resident memory
     python -m benchmarks.gpu --models gpt2 --budgets 50% --no-save
 
-Each step runs in a process of its own, since an allocator's peak cannot be taken back. The peak of a GPU is that of `Device.memory_stats()`;
-JAX allocates as it goes (XLA_PYTHON_CLIENT_PREALLOCATE=false), so that the peak is the program's. The predicted ratio of times is by the
-target's rates.
+Each step runs in a separate process, because an allocator's peak cannot be reset. The peak of a GPU is that of
+`Device.memory_stats()`. JAX allocates on demand (XLA_PYTHON_CLIENT_PREALLOCATE=false), so that the peak is that of the
+program. The predicted ratio of times is by the target's rates.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SMALL: dict[str, Callable[..., Any]] = {
     "gpt2": functools.partial(gpt.small, layers=4, batch=32, width=256),
     "resnet50": functools.partial(resnet.small, batch=64),
 }
-"""As many bytes as one can tell from what a process has besides, and steps of a second or so on two cores."""
+"""Small models: enough bytes to be seen in a process's memory, and steps of about a second on two cores."""
 BUDGETS = ("40%", "60%", "80%")
 STEPS = 10
 
@@ -61,8 +62,8 @@ def run_here(model: str, plan: jaxckpt.Plan | None, steps: int) -> dict[str, Any
       steps: how many runs are timed.
 
     Returns:
-      "peak_bytes" (of the allocator; on the CPU what the process takes more than before it had the arguments), "seconds" (the median of
-      the steps), "loss" and "device".
+      "peak_bytes" (of the allocator; on the CPU what the process takes more than before it had the arguments),
+      "seconds" (the median of the steps), "loss" and "device".
     """
     loss, args = factory(model)(real=True)
     fun = loss if plan is None else plan.apply(loss)
@@ -84,14 +85,14 @@ def run_here(model: str, plan: jaxckpt.Plan | None, steps: int) -> dict[str, Any
 
 
 def _start_of_peak() -> int:
-    """Returns the bytes that the process has resident now, and has the system forget that there ever were more (Linux)."""
+    """Returns the resident bytes of the process, and resets its peak (Linux)."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _peak_resident()
 
 
 def _peak_resident() -> int:
-    """Returns the most bytes that the process has had resident. Linux: what getrusage says has the parent's in it."""
+    """Returns the peak of the process's resident bytes. (On Linux, the figure of getrusage includes the parent's.)"""
     status = pathlib.Path("/proc/self/status")
     if status.is_file():
         mark = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -100,7 +101,7 @@ def _peak_resident() -> int:
 
 
 def run_apart(model: str, plan: jaxckpt.Plan | None, steps: int) -> dict[str, Any]:
-    """Runs a model's step in a process of its own; arguments and result as of `run_here`."""
+    """Runs a model's step in a separate process; arguments and result are those of `run_here`."""
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder:
         command = [sys.executable, "-m", "benchmarks.gpu", "--worker", model, "--steps", str(steps)]
         if plan is not None:
@@ -138,7 +139,8 @@ def measure_model(model: str, budgets: Sequence[str], steps: int, say: Callable[
         row["ratio"] = row["seconds"] / (rows[0] if rows else row)["seconds"]
         rows.append(row)
         say(
-            f"{model}, {budget or 'as it is'}: {format_bytes(row['peak_bytes'])} of {format_bytes(compiled)}, {format_seconds(row['seconds'])}"
+            f"{model}, {budget or 'as it is'}: {format_bytes(row['peak_bytes'])} of {format_bytes(compiled)}, "
+            f"{format_seconds(row['seconds'])}"
         )
     return rows
 
@@ -175,7 +177,7 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Before the backend starts: what this process compiles to see the peak takes no memory that the runs need.
+    # Before the backend starts: the compilations of this process must not take memory that the runs need.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     start_backend()
     if options.worker:
@@ -195,7 +197,8 @@ def main() -> None:
             "",
             table(rows),
             "",
-            f"Peak as it ran: of the allocator. Time: median of {options.steps} steps; predicted: by the target's rates.{small}",
+            f"Peak as it ran: of the allocator. Time: median of {options.steps} steps; predicted: by the target's "
+            f"rates.{small}",
         ]
     )
     print(text)

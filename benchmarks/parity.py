@@ -1,10 +1,11 @@
-"""Is a preset of ours what `jax.checkpoint` makes of JAX's own policy? Every model, every preset with a counterpart: peak and matmuls.
+"""Is a preset equal to `jax.checkpoint` with JAX's policy? Peak and matmuls of each model and each preset with a
+counterpart.
 
     python -m benchmarks.parity                # H100 target; writes benchmarks/results/parity.md and parity.json
     python -m benchmarks.parity gpt2 moe       # some models only
 
-Peaks are compiled, matmuls (and convolutions) are counted in the traced value and gradient, loops multiplied out. Where both lower to the same
-text, they are one program and it is compiled once.
+Peaks are compiled. Matmuls and convolutions are counted in the traced value and gradient, with all iterations of loops.
+If both lower to the same text, they are one program, which is compiled once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COUNTERPARTS: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-"""Presets and the policies of JAX's own that they are held against. `hybrid` has none."""
+"""Presets, and the policies of JAX that they are compared with. `hybrid` has none."""
 
 MODELS = {
     "gpt2": "benchmarks.models.gpt:gpt2",
@@ -45,7 +46,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One model under one preset, ours beside JAX's: peaks in bytes, matmuls and convolutions in a step."""
+    """One model under one preset, with jaxckpt and with JAX: peaks in bytes, matmuls and convolutions in a step."""
 
     model: str
     preset: str
@@ -57,7 +58,7 @@ class Row:
 
 
 def ours(preset: str | None) -> Callable[..., Any]:
-    """Returns the transform that puts our checkpoint around a function."""
+    """Returns the transform that puts jaxckpt's checkpoint around a function."""
     return functools.partial(jaxckpt.checkpoint, policy=preset)
 
 
@@ -86,7 +87,7 @@ def matmuls(fun: Callable[..., Any], args: tuple[Any, ...]) -> int:
 
 @functools.cache
 def compare_with_jax(spec: str, sizes: tuple[tuple[str, Any], ...], *, preset: str, target: str) -> Row:
-    """Compiles a model's step under a preset of ours and under its counterpart, and counts their matmuls."""
+    """Compiles a model's step under a preset and under its counterpart, and counts their matmuls."""
     sizes = dict(sizes)
     mine, theirs = ours(preset), jaxs(COUNTERPARTS[preset])
     same = lowered(spec, sizes, mine) == lowered(spec, sizes, theirs)

@@ -1,10 +1,11 @@
 """How long does planning take, and what does a plan do to the compiler's time?
 
-    python -m benchmarks.planning                   # some five minutes; writes results/planning.md, .json and .png
+    python -m benchmarks.planning                   # about five minutes; writes results/planning.md, .json and .png
     python -m benchmarks.planning --layers 12 --no-compile --no-save
 
-GPTs of 12 to 96 unrolled blocks for an H100: seconds of tracing and analysis, and of solving for every budget, in a fresh process each;
-and for the sizes in COMPILED the compiler's seconds for the step planned for half of its peak over those for the step as it is.
+GPTs of 12 to 96 unrolled blocks for an H100: seconds of tracing and analysis, and of solving for every budget, each in
+a new process. For the sizes in COMPILED also the compiler's seconds for the step planned for half of its peak, divided
+by those for the step without a plan.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TARGET = "cuda:h100"
 
 
 def measure_one(layers: int, compiled: bool) -> dict[str, Any]:
-    """Returns the figures of one size: seconds, and what they were spent on."""
+    """Returns the figures of one size: seconds for each task."""
     fun, args = gpt.gpt2(layers=layers)
     start = time.perf_counter()
     problem = problem_of(fun, *args, target=TARGET)
@@ -50,7 +51,7 @@ def measure_one(layers: int, compiled: bool) -> dict[str, Any]:
 
 
 def in_fresh_process(layers: int, compiled: bool) -> dict[str, Any]:
-    """Returns `measure_one` of a process that has traced nothing before."""
+    """Returns the result of `measure_one` in a new process."""
     command = [
         sys.executable,
         "-m",
@@ -85,7 +86,7 @@ def figure(rows: list[dict[str, Any]]) -> bytes:
 
 
 def main() -> None:
-    """Runs what the arguments say."""
+    """Runs the measurements that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--no-compile", action="store_true")

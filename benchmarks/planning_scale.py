@@ -1,11 +1,12 @@
 """How do planning's time and memory grow with the program?
 
-    python -m benchmarks.planning_scale             # an hour on two cores; writes results/planning_scale.md, .json and .png
+    python -m benchmarks.planning_scale             # an hour on two cores; writes results/planning_scale.*
     python -m benchmarks.planning_scale --operations 500 1000 2000 --leaves 300 1000 --no-save
 
-`jaxckpt.plan(..., verify=False)` of chains of 500 to 50,000 operations and of 300 to 20,000 leaves, each in a fresh process: seconds of
-processor time, beside those that JAX takes to trace the same step, and the most memory that the process had. The exponents are those of fitted
-powers of the number of operations or leaves; 1 is in proportion. Memory that the process had before it planned is left out there.
+`jaxckpt.plan(..., verify=False)` of chains of 500 to 50,000 operations and of 300 to 20,000 leaves, each in a new
+process: seconds of processor time, those that JAX takes to trace the same step, and the peak of the process's memory.
+The exponents are those of fitted powers of the number of operations or leaves; 1 means proportional. They do not count
+memory that the process had before it planned.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """Returns what a figure depends on besides the program: processor, cores, versions, and the command that was run."""
+    """Returns what a figure depends on besides the program: processor, cores, versions, and the command that was
+    run.
+    """
     return {
         "command": f"python -m {_module()} {shlex.join(sys.argv[1:])}".rstrip(),
         "processor": processor(),
@@ -52,7 +54,8 @@ def save(name: str, markdown: str, data: Any) -> None:
     RESULTS.mkdir(exist_ok=True)
     about = environment()
     footer = (
-        f"`{about['command']}` on {about['processor']}, {about['cores']} cores, backend {about['backend']}; jax {about['jax']}, "
+        f"`{about['command']}` on {about['processor']}, {about['cores']} cores, backend {about['backend']}; jax "
+        f"{about['jax']}, "
         f"Python {about['python']}, jaxckpt {about['jaxckpt']}."
     )
     write_whole(RESULTS / f"{name}.md", f"{markdown.rstrip()}\n\n{footer}\n")

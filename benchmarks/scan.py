@@ -1,17 +1,19 @@
 """What does a scan's gradient cost in time and in memory, schedule by schedule?
 
-    pip install equinox matplotlib                   # equinox is compared against, and needed by nothing else
-    python -m benchmarks.scan                        # about an hour on a quiet machine; writes results/scan.md, .json and .png
+    pip install equinox matplotlib                   # equinox is only needed for the comparison
+    python -m benchmarks.scan                        # about an hour on a quiet machine; writes results/scan.*
     python -m benchmarks.scan --lengths 1024 --steps lstm --rounds 3 --no-save
 
 What an earlier run has saved is not measured again, unless `--anew` is given.
 
-Three steps: an MLP block, an LSTM, and one whose work is tiny. For each, in one process and interleaved round by round: `lax.scan`, `lax.scan`
-of `jax.checkpoint`, scans nested by hand, equinox's checkpointed scan, and `jaxckpt.scan` with `Slots(n)`. Time is that of the value and all
-gradients; bytes are the compiled temporaries; steps are counted as they run, in a program of their own.
+Three steps: an MLP block, an LSTM, and one whose work is tiny. For each, in one process and interleaved round by round:
+`lax.scan`, `lax.scan` of `jax.checkpoint`, scans nested by hand, equinox's checkpointed scan, and `jaxckpt.scan` with
+`Slots(n)`. Time is that of the value and all gradients; bytes are the compiled temporaries; steps are counted as they
+run, in a program of their own.
 
-The question is what a given memory buys. So for each level that equinox or a nest reaches, the table has the `Slots(n)` that takes no more
-temporaries than that and, among those, the fewest steps; the ratio is the median over rounds of the two times in the same round.
+The question is what a given memory buys. So for each level that equinox or a nest reaches, the table has the `Slots(n)`
+that takes no more temporaries than that and, among those, the fewest steps; the ratio is the median over rounds of the
+two times in the same round.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from jax import lax
 
 from benchmarks import reporting
 from jaxckpt.core.units import format_bytes
+from jaxckpt.schedules import Slots
 from jaxckpt.show.table import markdown
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 
 STEPS = ("mlp", "lstm", "tiny")
 LENGTHS = (100, 1024, 10007)
@@ -64,7 +66,9 @@ class Problem:
 
 
 def problem(name: str, length: int, batch: int | None = None) -> Problem:
-    """Returns one of the three problems; random numbers, the same each time. A batch of one row takes the same steps, only faster."""
+    """Returns one of the three problems; random numbers, the same each time. A batch of one row takes the same steps,
+    only faster.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 8))
     draw = lambda *shape, scale=0.05: jax.random.normal(next(keys), shape) * scale
     batch, width = batch or (64 if name == "mlp" else 32), 128
@@ -93,11 +97,13 @@ def _tiny(weights: Any, h: Any, x: Any) -> Any:
     return h + 0.01 * jnp.sin(weights["rate"] * h)
 
 
-# ------------------------------------------------------------------------------------------------------------- contestants
+# ---------------------------------------------------------------------------------------------------------- contestants
 
 
 def by_hand(segments: tuple[int, ...]) -> Run:
-    """Returns a scan nested by hand: so many segments, of so many segments, ..., each under jax.checkpoint; left-over steps come last."""
+    """Returns a scan nested by hand: so many segments, of so many segments, ..., each under jax.checkpoint; left-over
+    steps come last.
+    """
 
     def run(f: Callable, init: Any, xs: Any, length: int) -> Any:
         def nest(carry: Any, rows: Any, count: int, levels: tuple[int, ...]) -> Any:
@@ -149,7 +155,7 @@ def slotted(count: int) -> Run:
     return lambda f, init, xs, length: scan(f, init, xs, length, schedule=Slots(count))
 
 
-# ------------------------------------------------------------------------------------------------------------- measurement
+# ---------------------------------------------------------------------------------------------------------- measurement
 
 
 @dataclass
@@ -230,7 +236,9 @@ def measure(name: str, length: int, rounds: int) -> tuple[list[Entry], list[Entr
 
 
 def fitting(rival: Entry, ours: list[Entry]) -> Entry | None:
-    """Returns the slots that take no more temporaries than a rival and, among those, the fewest steps and then the fewest bytes."""
+    """Returns the slots that take no more temporaries than a rival and, among those, the fewest steps and then the
+    fewest bytes.
+    """
     return min(
         (e for e in ours if e.temp_bytes <= rival.temp_bytes), key=lambda e: (e.steps, e.temp_bytes), default=None
     )
@@ -259,7 +267,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------------ report
+# --------------------------------------------------------------------------------------------------------------- report
 
 
 def ratio(rival: Entry, ours: Entry) -> float:

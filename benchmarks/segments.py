@@ -1,11 +1,11 @@
 """How long should a segment be? And: why does my memory not fall?
 
-    python -m benchmarks.segments              # some minutes: compiles for an H100, then runs smaller models on this machine's backend
+    python -m benchmarks.segments              # a few minutes; runs smaller models on this machine
     python -m benchmarks.segments --no-save    # prints only
 
-For the chain of 100 dense layers and GPT-2 (12 blocks): segments of 0 (no checkpoints), 1, 2, 5, 10 and sqrt(blocks). Memory is compiled for an
-H100 at full size; nothing of that runs. Time is the ratio of medians of interleaved steps of a smaller model of as many blocks. The last
-table is a model whose parameters are large beside its activations.
+For the chain of 100 dense layers and GPT-2 (12 blocks): segments of 0 (no checkpoints), 1, 2, 5, 10 and sqrt(blocks).
+Memory is compiled for an H100 at full size; nothing of that runs. Time is the ratio of medians of interleaved steps of
+a smaller model of as many blocks. The last table is a model whose parameters are large beside its activations.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def table(memory: Comparison, timed: Comparison | None, closed_form: Callable[[i
 def chain_peak(layers: int, activation_bytes: int, memory: Comparison) -> Callable[[int | str], int]:
     """Returns segment -> expected peak: arguments, gradients, the closed form's activations.
 
-    An activation is larger than a layer's gradient, so it cannot live in the gradient's buffer while that is not written.
+    An activation is larger than a layer's gradient, so it cannot live in the gradient's buffer while that is not
+    written.
     """
     given = memory.baseline.report.argument_bytes + memory.baseline.report.output_bytes
 
@@ -132,7 +133,8 @@ def main() -> None:
             "",
             table(deep, deep_timed),
             "",
-            "Time is of smaller models with as many blocks: the chain with 1,024 rows of 256, the GPT with 8 sequences of 128 tokens "
+            "Time is of smaller models with as many blocks: the chain with 1,024 rows of 256, the GPT with 8 "
+            "sequences of 128 tokens "
             "and a width of 128.",
             "",
             "## Why does my memory not fall?",

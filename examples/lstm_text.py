@@ -1,11 +1,11 @@
 """Train an LSTM on text, 4,096 characters a sequence, in the memory of a few dozen of its states.
 
-    python examples/lstm_text.py                      # without and with jaxckpt, each in a process of its own; some minutes on two cores
-    python examples/lstm_text.py --schedule sqrt      # one of them, in this process
+    python examples/lstm_text.py                  # without and with jaxckpt, each in its own process; a few minutes
+    python examples/lstm_text.py --schedule sqrt  # one of them, in this process
 
-The text is that of Python's standard library, which is already here. Backpropagation goes through all 4,096 steps. `lax.scan` keeps what every
-step computed; `jaxckpt.scan` keeps some of the carries and runs steps again. Same losses, same parameters; the process's own peak of resident
-memory is what differs.
+The text is that of Python's standard library, which every machine has. Backpropagation goes through all 4,096
+iterations. `lax.scan` keeps what every iteration computed. `jaxckpt.scan` keeps some of the carries and runs iterations
+again. Losses and parameters are the same; the peak of the process's resident memory is different.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def init_params(width: int) -> dict[str, jax.Array]:
 
 
 def loss_of(params: dict[str, jax.Array], batch: jax.Array, schedule: Any) -> jax.Array:
-    """Returns nats a character, of a batch of shape (steps + 1, sequences)."""
+    """Returns the loss, in nats a character, of a batch of shape (steps + 1, sequences)."""
 
     def step(carry: Any, pair: Any) -> Any:
         (hidden, cell, total), (now, following) = carry, pair
@@ -91,9 +91,9 @@ def train(schedule: Any, *, updates: int, steps: int, sequences: int, width: int
 
 
 def resident_mib() -> float:
-    """Returns the most resident memory that this process has had."""
+    """Returns the peak of this process's resident memory, in MiB."""
     status = pathlib.Path("/proc/self/status")
-    if status.exists():  # on Linux, where getrusage counts that of the process that started this one, too
+    if status.exists():  # on Linux, getrusage also counts the memory of the parent process
         return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1024**2 if sys.platform == "darwin" else 1024)
@@ -101,7 +101,7 @@ def resident_mib() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=SCHEDULES, help="only this one, in this process")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="run only this schedule, in this process")
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4096, help="characters in a sequence")
     parser.add_argument("--sequences", type=int, default=16)
@@ -112,7 +112,7 @@ def main() -> None:
         for schedule in SCHEDULES:
             subprocess.run([sys.executable, __file__, "--schedule", schedule, *sizes], check=True)
         return
-    jax.block_until_ready(jnp.ones(8) @ jnp.ones(8))  # what JAX itself takes
+    jax.block_until_ready(jnp.ones(8) @ jnp.ones(8))  # so that JAX's own memory is in the figure below
     before, start = resident_mib(), time.perf_counter()
     losses = train(
         SCHEDULES[options.schedule],
@@ -123,7 +123,8 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
     print(
-        f"{options.schedule:6s} loss {losses[0]:.4f} -> {losses[-1]:.4f} nats a character, {seconds:.0f} s with compiling, "
+        f"{options.schedule:6s} loss {losses[0]:.4f} -> {losses[-1]:.4f} nats a character, {seconds:.0f} s with "
+        f"compiling, "
         f"peak resident memory {resident_mib():.0f} MiB, {resident_mib() - before:.0f} MiB of it for training",
         flush=True,
     )

@@ -4,7 +4,7 @@ from jaxckpt import _quiet as _quiet  # imports jax, before anything else does
 
 # isort: split
 from jaxckpt import _compat as _compat
-from jaxckpt import policies
+from jaxckpt import policies, schedules
 from jaxckpt._errors import (
     ArgumentError,
     DoesNotFitError,
@@ -38,11 +38,10 @@ from jaxckpt.planner.auto import autocheckpoint
 from jaxckpt.planner.frontier import Frontier, frontier
 from jaxckpt.planner.search import plan
 from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
+from jaxckpt.schedules import Slots
 from jaxckpt.show import looks as _looks  # noqa: F401 (has reports print as tables, and draw themselves)
-from jaxckpt.transforms import schedules
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 from jaxckpt.transforms.sequential import checkpoint_sequential
 
 _compat.start_within(_quiet.quiet)

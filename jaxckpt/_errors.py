@@ -1,26 +1,26 @@
 """The exceptions of jaxckpt, as a tree.
 
     JaxckptError
-    ├── ArgumentError (ValueError)          an argument broke a rule: names the argument, the rule, what came, what to do
+    ├── ArgumentError (ValueError)          an argument broke a rule: the argument, the rule, what came, what to do
     ├── UnmatchedTagError (LookupError)     a tag glob of a strict policy matches nothing
-    ├── StructureError (TypeError)          a layer of a sequence returned another structure than the next one takes
+    ├── StructureError (TypeError)          a layer returned a structure that the next layer does not take
     ├── NotDifferentiableError (TypeError)  there is nothing to differentiate
-    ├── ForwardModeError (TypeError)        a scan that has one reverse mode alone is differentiated forward, or twice in reverse
+    ├── ForwardModeError (TypeError)        a scan with only one reverse mode is differentiated in another way
     ├── EffectsError (TypeError)            a checkpointed function has side effects that a recomputation would repeat
     ├── TargetError
     │   ├── UnknownTargetError (ValueError)     no such target; the nearest names are given
     │   ├── MissingTargetError (ImportError)    the target's compiler is not installed; the extra to install is given
-    │   ├── DoesNotFitError (MemoryError)       the target's compiler gives up, for the program does not fit the device
-    │   └── UnreadableDumpError (ValueError)    what the target's compiler wrote of its buffers is not of a known layout
+    │   ├── DoesNotFitError (MemoryError)       the program does not fit the target's device
+    │   └── UnreadableDumpError (ValueError)    the compiler's dump of its buffers cannot be read
     ├── MissingPackageError (ImportError)   an optional package is not installed; the extra to install is given
-    ├── UnsupportedJaxError (ImportError)   the installed JAX (or Flax) lacks, or has changed, something private that jaxckpt needs
+    ├── UnsupportedJaxError (ImportError)   a private part of JAX or Flax is missing or has changed
     ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
-    ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that does is given
-    ├── VerificationError (AssertionError)  two functions that should agree do not
-    └── FactoryError (ValueError)           the command line was given something that is not a model factory
+    ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that fits is given
+    ├── VerificationError (AssertionError)  two functions that should agree differ
+    └── FactoryError (ValueError)           the argument of the command line is not a model factory
 
-Every one of them is also the built-in exception in brackets, so that code that catches that keeps working. All of them can be
-pickled and copied.
+Each of them is also the built-in exception in brackets, so code that catches the built-in exception keeps working. All
+of them can be pickled and copied.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from typing import Any
 
 
 class JaxckptError(Exception):
-    """The root of all errors that jaxckpt raises of its own.
+    """The root of all errors that jaxckpt defines.
 
-    An error's figures are its attributes, so that a program need not read its text. A copy has the same attributes; so has an error that was
-    pickled, but that an attribute which cannot be pickled, such as a function that an argument was, is its `repr` there.
+    The figures of an error are attributes, so that a program does not have to read its text. A copy has the same
+    attributes. A pickled error has them too; an attribute that cannot be pickled, such as a function, is replaced by
+    its `repr`.
     """
 
     def __copy__(self) -> JaxckptError:
         return _again(type(self), self.args, vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JaxckptError:
-        return self.__copy__()  # what the attributes hold is what came, and stays it
+        return self.__copy__()  # the values of the attributes are not copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (type(self), self.args, {name: _picklable(value) for name, value in vars(self).items()})
 
 
 def _again(kind: type[JaxckptError], args: tuple[Any, ...], attributes: dict[str, Any]) -> JaxckptError:
-    """Returns an error with these attributes; its own `__init__`, which would write the text anew, is not called."""
-    error = BaseException.__new__(
-        kind, *args
-    )  # a MemoryError has a __new__ of its own, which its subclasses here cannot use
-    super(JaxckptError, error).__init__(*args)  # the built-in exception's: an ImportError has its text from there
+    """Returns an error with these attributes, without calling its `__init__`, which would make the text again."""
+    error = BaseException.__new__(kind, *args)  # MemoryError has its own __new__, which its subclasses here cannot use
+    super(JaxckptError, error).__init__(*args)  # of the built-in exception: ImportError sets its text there
     vars(error).update(attributes)
     if "__notes__" in attributes:
         error.__notes__ = list(attributes["__notes__"])
@@ -63,7 +62,7 @@ def _again(kind: type[JaxckptError], args: tuple[Any, ...], attributes: dict[str
 def _picklable(value: Any) -> Any:
     try:
         pickle.dumps(value)
-    except Exception:  # whatever a foreign class raises
+    except Exception:  # a class of the user may raise anything
         return repr(value)
     return value
 
@@ -73,9 +72,9 @@ class ArgumentError(JaxckptError, ValueError):
 
     Args:
       argument: the argument's name.
-      rule: what it must be, as a phrase that follows "must be".
+      rule: what it must be, as a phrase after "must be".
       got: what came; shown with `repr`.
-      hint: what to do about it, a sentence.
+      hint: a sentence that says what to do.
     """
 
     def __init__(self, argument: str, rule: str, got: Any, hint: str = "") -> None:
@@ -88,7 +87,7 @@ class UnmatchedTagError(JaxckptError, LookupError):
 
 
 class StructureError(JaxckptError, TypeError):
-    """A layer of a sequence returned a structure that the next one does not take."""
+    """A layer of a sequence returned a structure that the next layer does not take."""
 
 
 class NotDifferentiableError(JaxckptError, TypeError):
@@ -96,7 +95,7 @@ class NotDifferentiableError(JaxckptError, TypeError):
 
 
 class ForwardModeError(JaxckptError, TypeError):
-    """A function that can be differentiated in reverse alone, and once, is differentiated in another way."""
+    """A function that has only one reverse mode is differentiated forward, or twice in reverse."""
 
 
 class EffectsError(JaxckptError, TypeError):
@@ -108,30 +107,32 @@ class TargetError(JaxckptError):
 
 
 class UnknownTargetError(TargetError, ValueError):
-    """No target bears that name."""
+    """There is no target with that name."""
 
 
 class MissingTargetError(TargetError, ImportError):
-    """The target is known, but what compiles for it is not installed."""
+    """The target is known, but its compiler is not installed."""
 
 
 class DoesNotFitError(TargetError, MemoryError):
-    """The target's compiler gives up, for the program does not fit the device.
+    """The target's compiler stopped because the program does not fit the device.
 
     Args:
       target: the target's name.
-      needed_bytes: what the compiler says that it needs; None where it does not say.
-      memory_bytes: what the device has.
-      message: the compiler's own words.
+      needed_bytes: bytes that the program needs, from the compiler's message; None if the message does not say.
+      memory_bytes: bytes of memory that the device has.
+      message: the compiler's message.
     """
 
     def __init__(self, target: str, needed_bytes: int | None, memory_bytes: int, message: str) -> None:
         self.target, self.needed_bytes, self.memory_bytes = target, needed_bytes, memory_bytes
-        super().__init__(f"the program does not fit {target}: {message}")
+        super().__init__(f"The program does not fit {target}: {message}")
 
 
 class UnreadableDumpError(TargetError, ValueError):
-    """What the target's compiler wrote of its buffers is cut short, of an unknown layout, or contradicts the compiler's own figures."""
+    """The compiler's dump of its buffers is incomplete, has an unknown layout, or contradicts the compiler's
+    figures.
+    """
 
 
 class MissingPackageError(JaxckptError, ImportError):
@@ -139,15 +140,15 @@ class MissingPackageError(JaxckptError, ImportError):
 
 
 class UnsupportedJaxError(JaxckptError, ImportError):
-    """The installed JAX (or Flax) lacks something private that jaxckpt needs, or has it in another form.
+    """A private part of JAX or Flax that jaxckpt needs is missing in the installed version, or has another form.
 
     Args:
-      symbol: what is needed, such as "jax._src.core.DropVar".
-      why: what jaxckpt needs it for, as a phrase that follows "to".
-      found: what is there instead, as a phrase that follows "it".
+      symbol: the part, such as "jax._src.core.DropVar".
+      why: its purpose in jaxckpt, as a phrase after "to".
+      found: what the installed version has instead, as a phrase after "it".
       package: name of the package.
-      installed: its installed version.
-      known: its versions that jaxckpt is known to work with.
+      installed: the installed version.
+      known: versions that jaxckpt is known to work with.
     """
 
     def __init__(
@@ -169,11 +170,11 @@ class InfeasibleBudgetError(JaxckptError, ValueError):
     """No plan, or no schedule of a scan, fits the budget.
 
     Args:
-      text: what is said.
-      least_bytes: the least budget that was found, or is predicted, to fit. Where the budget is less than the arguments alone, those: then
-        more than that is needed, and how much more is not known yet. None where it is not known.
+      text: the message.
+      least_bytes: the least budget that was found, or is predicted, to fit. If the budget is less than the arguments,
+        this is the size of the arguments; the least budget is larger, and not known yet. None if nothing is known.
       budget_bytes: the budget.
-      stretch: which operations need most at once, as the text has them; None where it names none.
+      stretch: the operations that need most memory at once, as in the text; None if the text names none.
     """
 
     def __init__(
@@ -193,11 +194,11 @@ class VerificationError(JaxckptError, AssertionError):
 
 
 class FactoryError(JaxckptError, ValueError):
-    """What the command line was pointed at is not a model factory."""
+    """The argument of the command line is not a model factory."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence that names the known names nearest to `name`, or lists all when none is near.
+    """Returns a sentence with the known names nearest to `name`, or with all known names if none is near.
 
     >>> did_you_mean("dot", ["dots", "nothing"])
     "Did you mean 'dots'?"

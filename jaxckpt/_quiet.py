@@ -1,12 +1,13 @@
-"""Keeps the start of JAX's native libraries quiet on a machine without an accelerator.
+"""Keeps messages of JAX's native libraries off standard error while they start, on a machine without an accelerator.
 
-With the compilers for GPU and TPU installed and neither in the machine, those libraries and JAX tell standard error, several times over,
-that there is no driver: when jax 0.10 is imported, when a backend is initialised, when a topology is made. That is no news to somebody who
-compiles for a device that is not there. Native code writes to the file descriptor, past `sys.stderr`, so that is what is diverted. This
-module is imported before jax where jaxckpt is and keeps that import quiet; the package then has JAX's backends start within `quiet`, whoever
+If the compilers for GPUs and TPUs are installed, and the machine has neither device, these libraries and JAX write
+several times to standard error that there is no driver: when jax 0.10 is imported, when a backend is initialised, and
+when a topology is made. A user who compiles for hardware that is not in the machine already knows this. Native code
+writes to the file descriptor and not to `sys.stderr`, so the file descriptor is diverted. If jaxckpt is imported before
+jax, this module keeps the import of jax quiet. After that, the package starts JAX's backends within `quiet`, whoever
 asks for them.
 
-Where an accelerator is visible nothing is diverted: there, such a message is the reason why it does not work.
+If an accelerator is visible, nothing is diverted: then such a message says why the accelerator does not work.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ logger = logging.getLogger("jaxckpt")
 _TPUS = ("/dev/accel0", "/dev/vfio/0")
 _DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", *_TPUS, "/dev/kfd")
 
-# XLA reads this when a plugin is loaded and leaves out what is less than fatal, also later, when it compiles: without it a program that is
-# larger than the device brings lines of scheduler warnings. JAX sets it to "1" when it is imported; a user who sets "0" wants to see all.
+# XLA reads this when it loads a plugin. With "3", it logs only fatal errors, also later when it compiles; otherwise, a
+# program that is larger than the device logs many scheduler warnings. JAX sets it to "1" when it is imported. A user
+# who sets "0" wants all messages.
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
@@ -42,7 +44,7 @@ def tpu_visible() -> bool:
 
 
 class _Diversion(logging.Filter):
-    """What stderr is diverted to while anybody in this process is inside `quiet`; there is one instance."""
+    """Diverts stderr while any thread of this process is inside `quiet`. There is one instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class _Diversion(logging.Filter):
                 self.captured = tempfile.TemporaryFile()  # noqa: SIM115 (closed in leave)
                 self.saved = os.dup(2)
                 os.dup2(self.captured.fileno(), 2)
-            except OSError:  # no standard error, or nowhere to write: then it cannot be diverted
+            except OSError:  # there is no standard error, or no place to write: nothing can be diverted
                 self.saved = None
 
     def leave(self) -> None:
@@ -74,7 +76,7 @@ class _Diversion(logging.Filter):
             if self.users:
                 return
             _JAX_LOGGER.removeFilter(self)
-            # JAX may have set its default meanwhile, with setdefault, which found ours.
+            # JAX may have set its default in the meantime; it uses setdefault, which kept our value.
             os.environ[_LOG_LEVEL] = self.level or "1"
             text = ""
             if self.saved is not None:
@@ -91,13 +93,14 @@ class _Diversion(logging.Filter):
             logger.debug("the native libraries wrote:\n%s", text)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # JAX logs a plugin's failure as an error. Its text goes where the rest goes; in a notebook sys.stderr is not the descriptor 2.
+        # JAX logs the failure of a plugin as an error. It is diverted too: in a notebook, sys.stderr is not descriptor
+        # 2.
         logger.debug("JAX logged: %s", record.getMessage(), exc_info=record.exc_info)
         return False
 
     @staticmethod
     def _flush() -> None:
-        with contextlib.suppress(Exception):  # there may be none, or a closed one
+        with contextlib.suppress(Exception):  # there may be no sys.stderr, or it may be closed
             sys.stderr.flush()
 
 
@@ -109,8 +112,9 @@ _diversion = _Diversion()
 def quiet() -> Iterator[None]:
     """Diverts standard error to the logger "jaxckpt", at level DEBUG, while a native library starts.
 
-    For fractions of a second: what other threads write to standard error meanwhile goes to the logger too. Exceptions pass as they are.
-    Does nothing where an accelerator is visible. Threads may be inside at the same time.
+    This takes a fraction of a second. In this time, what other threads write to standard error also goes to the logger.
+    Exceptions are not changed. If an accelerator is visible, nothing is diverted. Several threads may be inside at the
+    same time.
     """
     if accelerator_visible():
         yield
@@ -122,5 +126,5 @@ def quiet() -> Iterator[None]:
         _diversion.leave()
 
 
-with quiet():  # jax 0.10 loads NVIDIA's libraries as it is imported
+with quiet():  # jax 0.10 loads NVIDIA's libraries when it is imported
     import jax as jax

@@ -1,7 +1,7 @@
 """The command `jaxckpt`: plan, compare, measure, residuals, targets.
 
-Exit codes: 0 all right; 1 an error of jaxckpt's, said in one line on standard error; 2 wrong usage. Reports go to standard output, everything
-else to standard error. Commands are a table: see COMMANDS.
+Exit codes: 0 for success; 1 for an error of jaxckpt, printed in one line on standard error; 2 for wrong usage. Reports
+go to standard output, and everything else to standard error. The table COMMANDS has the commands.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from jaxckpt.show import html, plans, plot, table
 FACTORY = """\
 FACTORY is FILE.py:NAME or package.module:NAME, a function that returns
 (fun, args): a loss and the tuple of its arguments (arrays or
-jax.ShapeDtypeStruct), the first of which is differentiated. It may take
-`checkpoint`, the transform that it puts around each run of `segment_size` of
-its blocks.
+jax.ShapeDtypeStruct). The first argument is differentiated. The function may
+take `checkpoint`, a transform that it puts around each segment of
+`segment_size` blocks.
 """
-"""What every command but `targets` is pointed at; here and below lines fit into 80 columns."""
+"""The argument of all commands but `targets`. Lines here and below fit in 80 columns."""
 
 EXAMPLES: Mapping[str, str] = {
     "plan": """\
@@ -70,14 +70,14 @@ EXAMPLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its line in the help, its options, what it does."""
+    """One command: its help text, its options, and the function that runs it."""
 
     help: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], None]
 
 
-# ----------------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -86,23 +86,24 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         parser,
         "--budget",
         metavar="BYTES",
-        help="what the step's compiled peak may be: 4GiB, 60% (of the peak without a plan), or device (what is free on it now)",
+        help="the most that the compiled peak may be: 4GiB, 60% (of the peak without a plan), or device (what is "
+        "free on it now)",
     )
     _target_option(parser)
-    _add(parser, "--solver", default="chain", metavar="NAME", help="what looks for the plan (chain)")
+    _add(parser, "--solver", default="chain", metavar="NAME", help="the solver that finds the plan (default: chain)")
     _add(
         parser,
         "--costs",
         default="roofline",
         metavar="KIND",
-        help="where seconds come from: roofline, or measured on this machine",
+        help="the source of seconds: roofline (the default), or measured, on this machine",
     )
-    _add(parser, "--no-verify", action="store_true", help="compile nothing: the peak is predicted")
+    _add(parser, "--no-verify", action="store_true", help="compile nothing; the peak is only predicted")
     _add(
         parser,
         "--frontier",
         action="store_true",
-        help=f"also plan for {', '.join(BUDGETS)}, and compile the checkpoints that one would place by hand",
+        help=f"also plan for {', '.join(BUDGETS)}, and compile checkpoints placed by hand",
     )
     _add(
         parser,
@@ -110,9 +111,11 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also run the step with and without the plan, on this machine, on the factory's real data",
     )
-    _add(parser, "--output", metavar="PLAN.json", help="write the plan, for jaxckpt.Plan.load(...).apply(loss)")
+    _add(
+        parser, "--output", metavar="PLAN.json", help="write the plan to a file, for jaxckpt.Plan.load(...).apply(loss)"
+    )
     _file_options(
-        parser, "peak against recomputation, the plan on it", "figures, regions, picture, timeline, largest buffers"
+        parser, "peak against recomputation, with the plan", "figures, regions, picture, timeline, largest buffers"
     )
 
 
@@ -121,13 +124,13 @@ def _plan(options: argparse.Namespace) -> None:
     if options.budget is None and not options.frontier:
         raise ArgumentError("--budget", "given, such as 4GiB or 60%", None, "Or ask for --frontier.")
     if options.budget is None and options.output is not None:
-        raise ArgumentError("--output", "given with --budget", options.output, "A frontier is of many plans.")
+        raise ArgumentError("--output", "given with --budget", options.output, "A frontier has many plans.")
     if options.budget is not None:
         check_budget(options.budget)
     factory = factories.load(options.factory)
     target = target_of(options.target)
     if options.time and not target.local:
-        raise ArgumentError("--time", "for a plan for this machine", target.name, "What is not here cannot be run.")
+        raise ArgumentError("--time", "for a plan for this machine", target.name, "Only this machine can run the step.")
     none = factories.variants_for(factory, chosen=["none"])
     functions, args = factories.build(factory, none, real=options.time, settings=_settings(options.set))
     fun, verify, solver = functions["none"], not options.no_verify, options.solver
@@ -179,9 +182,10 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
         "--variants",
         metavar="A,B,...",
         default="",
-        help=f"which of the standard variants, in what order: {', '.join(v.name for v in factories.STANDARD)}, or segments:N; all by default",
+        help=f"the variants to compare, in this order: {', '.join(v.name for v in factories.STANDARD)}, or "
+        f"segments:N (default: all)",
     )
-    _policy_option(parser, "a variant of your own, beside the others; may be given several times")
+    _policy_option(parser, "add a variant with this policy; may be given several times")
     _add(
         parser,
         "--time",
@@ -196,7 +200,7 @@ def _compare(options: argparse.Namespace) -> None:
     factory = factories.load(options.factory)
     chosen = [name.strip() for name in options.variants.split(",") if name.strip()]
     variants = factories.variants_for(factory, _policies(options.policy), chosen)
-    target_of(options.target)  # an unknown target is an error before the model is built, which may take a while
+    target_of(options.target)  # raises for an unknown target before the model is built, which may take a while
     functions, args = factories.build(factory, variants, real=options.time, settings=_settings(options.set))
     with _progress() as progress:
         comparison = compare(functions, *args, target=options.target, time=options.time, progress=progress)
@@ -215,14 +219,15 @@ def _measure_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="how many of the largest buffers at the peak to list (10)",
+        help="the number of largest buffers at the peak to list (default: 10)",
     )
     _add(
         parser,
         "--no-code",
         action="store_true",
-        help="for a TPU that is not here: stop the compiler once it has assigned buffers, seconds in place of minutes for a large model; all "
-        "figures but the size of the program and the compiler's FLOPs",
+        help="for a TPU that is not in this machine: stop the compiler once it has assigned buffers (for a large "
+        "model, seconds instead of "
+        "minutes); reports all figures but the size of the program and the compiler's FLOPs",
     )
     _file_options(parser, "live bytes over the schedule and the largest buffers", "figures, timeline, largest buffers")
 
@@ -250,7 +255,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _residuals_options(parser: argparse.ArgumentParser) -> None:
     _one_variant_options(parser)
-    _add(parser, "--all", action="store_true", help="list every array, and not only the largest 30")
+    _add(parser, "--all", action="store_true", help="list all arrays, not only the largest 30")
     _add(parser, "--json", metavar="OUT.json", help="write the list as JSON")
 
 
@@ -276,15 +281,19 @@ COMMANDS: Mapping[str, Command] = {
         "find the cheapest plan within a budget of bytes, and prove it with the compiler", _plan_options, _plan
     ),
     "compare": Command(
-        "compile a model's variants and put memory, recomputation and time side by side", _compare_options, _compare
+        "compile variants of a model and compare memory, recomputation and time", _compare_options, _compare
     ),
-    "measure": Command("compile one variant and say where its memory goes", _measure_options, _measure),
-    "residuals": Command("list what differentiation keeps for the backward pass", _residuals_options, _residuals),
-    "targets": Command("list what can be compiled for here, and what to install for the rest", _no_options, _targets),
+    "measure": Command("compile one variant and show what takes its memory", _measure_options, _measure),
+    "residuals": Command(
+        "list the arrays that differentiation keeps for the backward pass", _residuals_options, _residuals
+    ),
+    "targets": Command(
+        "list the targets that can be compiled for, and what to install for the others", _no_options, _targets
+    ),
 }
 
 
-# ------------------------------------------------------------------------------------------------------------------ options
+# -------------------------------------------------------------------------------------------------------------- options
 
 
 def _add(parser: argparse.ArgumentParser, *names: str, help: str, **settings: Any) -> None:
@@ -293,7 +302,7 @@ def _add(parser: argparse.ArgumentParser, *names: str, help: str, **settings: An
 
 
 def _escaped(help: str) -> str:
-    return help.replace("%", "%%")  # argparse formats it
+    return help.replace("%", "%%")  # argparse formats the text
 
 
 def _factory_options(parser: argparse.ArgumentParser) -> None:
@@ -315,7 +324,7 @@ def _one_variant_options(parser: argparse.ArgumentParser) -> None:
         "--variant",
         default="none",
         metavar="NAME",
-        help="how to checkpoint it: none (the default), whole, dots, segments:4 ...",
+        help="how to checkpoint the model: none (the default), whole, dots, segments:4 ...",
     )
     _policy_option(parser, "checkpoint each block with this policy instead of --variant")
 
@@ -325,7 +334,7 @@ def _target_option(parser: argparse.ArgumentParser) -> None:
         parser,
         "--target",
         metavar="TARGET",
-        help="what to compile for, such as cuda:h100 (see `jaxckpt targets`); this machine by default",
+        help="the hardware to compile for, such as cuda:h100 (see `jaxckpt targets`; default: this machine)",
     )
 
 
@@ -351,7 +360,7 @@ def _policies(texts: Sequence[str]) -> dict[str, Policy]:
 
 
 def _settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Returns what --set says: values as Python literals, what is none of those as strings."""
+    """Returns the settings of --set: Python literals as values, everything else as strings."""
     settings = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -369,7 +378,7 @@ def _one_variant(
 ) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
     if len(options.policy) > 1:
         raise ArgumentError(
-            "--policy", "given once here", options.policy, "Several rules go into one, with commas between them."
+            "--policy", "given once here", options.policy, "Put all rules into one policy, with commas between them."
         )
     added = _policies(options.policy)
     (variant,) = factories.variants_for(factory, added, list(added) or [options.variant])
@@ -377,11 +386,11 @@ def _one_variant(
     return variant.name, functions[variant.name], args
 
 
-# ------------------------------------------------------------------------------------------------------------ input, output
+# -------------------------------------------------------------------------------------------------------- input, output
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Raises, before minutes of compiling, for files that could not be written after them."""
+    """Raises for files that cannot be written, before the minutes of compiling."""
     for option in ("plot", "json", "html", "output"):
         path = getattr(options, option, None)
         if path is None:
@@ -400,7 +409,7 @@ def _write(path: str | None, content: Callable[[], str | bytes]) -> None:
 
 
 def _print(*parts: Any) -> None:
-    """Prints tables and sentences: as wide as the terminal, or as `table.WIDTH` where there is none."""
+    """Prints tables and sentences as wide as the terminal, or as `table.WIDTH` without a terminal."""
     console = Console(highlight=False)
     console.width = max(console.width, table.LEAST_WIDTH)
     for part in filter(None, parts):
@@ -413,7 +422,9 @@ def _print(*parts: Any) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yields what `compare` reports its progress to: a bar on standard error, gone when it is over; nothing where that is no terminal."""
+    """Yields the function that gets the progress. It draws a bar on standard error, and removes it at the end; without
+    a terminal, nothing.
+    """
     console = Console(stderr=True)
     columns = (
         BarColumn(bar_width=24),
@@ -435,9 +446,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"jaxckpt {jaxckpt.__version__}, jax {jax.__version__}")
-    top.add_argument(
-        "-v", "--verbose", action="store_true", help="log what is done, and show where an error comes from"
-    )
+    top.add_argument("-v", "--verbose", action="store_true", help="log each step, and show the traceback of an error")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
@@ -452,7 +461,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """Returns the words with a value such as "-5GiB" joined to its option: argparse takes it for an option of its own."""
+    """Returns the words, with a value such as "-5GiB" joined to its option. Otherwise argparse takes the value for an
+    option.
+    """
     words: list[str] = []
     for word in argv:
         if _NEGATIVE.match(word) and words and words[-1].startswith("--") and "=" not in words[-1]:
@@ -472,7 +483,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("jaxckpt").setLevel(logging.DEBUG)
     try:
-        start_backend()  # before a factory does, and without what the compilers of absent devices have to say
+        start_backend()  # before a factory does, and without the messages of compilers for absent devices
         COMMANDS[options.command].run(options)
     except (JaxckptError, OSError) as error:
         if options.verbose:

@@ -1,13 +1,13 @@
-"""Model factories: finding one by `FILE.py:NAME`, calling it, and the standard variants of what it makes.
+"""Model factories: find one by `FILE.py:NAME`, call it, and build its standard variants.
 
-A factory is a function that returns `(fun, args)`. All its parameters are optional to have:
+A factory is a function that returns `(fun, args)`. It may have these parameters, and may omit each of them:
 
     def model(checkpoint=None, segment_size=1, *, real=False, ...):
         ...
         return loss, (params, batch)
 
-`checkpoint` is a transform such as `jax.checkpoint`, which the factory puts around each run of `segment_size` of its blocks (None: around
-none); `segment_size` is an int or "sqrt"; `real=True` asks for real arrays instead of shapes.
+`checkpoint` is a transform such as `jax.checkpoint`. The factory puts it around each segment of `segment_size` blocks,
+and around none for None. `segment_size` is an int or "sqrt". `real=True` asks for arrays instead of shapes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from jaxckpt.transforms.checkpoint import checkpoint
 
 Factory = Callable[..., Any]
 
-# ------------------------------------------------------------------------------------------------------------------ finding
+# -------------------------------------------------------------------------------------------------------------- finding
 
 
 def load(spec: str) -> Factory:
     """Returns the factory that `FILE.py:NAME` or `package.module:NAME` names.
 
-    A file is imported as what it is: inside a package (folders with an `__init__.py`) under its dotted name, with the folder that holds the
-    package on `sys.path`; else as a module of its own, with its folder there.
+    A file inside a package (folders with an `__init__.py`) is imported under its dotted name, and the folder that holds
+    the package is added to `sys.path`. Another file is imported as a module, and its folder is added to `sys.path`.
 
     Raises:
-      FactoryError: there is no such file, module or name, it cannot be imported, or the name is no function.
+      FactoryError: there is no such file, module or name, it cannot be imported, or it is not a function.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise FactoryError(
-            f"FACTORY must be FILE.py:NAME or package.module:NAME, with a function that returns (fun, args); got {spec!r}."
+            f"FACTORY must be FILE.py:NAME or package.module:NAME, with a function that returns (fun, args); got "
+            f"{spec!r}."
         )
     module = _import_file(pathlib.Path(place)) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, name):
@@ -56,7 +57,7 @@ def load(spec: str) -> Factory:
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
         ]
-        near = did_you_mean(name, functions) if functions else "It defines no function that could be meant."
+        near = did_you_mean(name, functions) if functions else "It defines no functions."
         raise FactoryError(f"{place} has no function {name!r}. {near}")
     found = getattr(module, name)
     if not callable(found):
@@ -84,15 +85,16 @@ def _import_file(path: pathlib.Path) -> ModuleType:
         module = _importing(str(path), lambda: importlib.import_module(name))
         if pathlib.Path(module.__file__ or "").resolve() != path:
             raise FactoryError(
-                f"{path} is the module {name}, but a package of that name is already imported from {module.__file__}. Run from another "
-                "folder, or name the module as package.module:NAME."
+                f"{path} must be imported as the module {name}. A package of that name is already imported from "
+                f"{module.__file__}. Run "
+                "from another folder, or name the module as package.module:NAME."
             )
         return module
-    # A file of its own may bear the name of an installed module; loading it by its path keeps the two apart.
+    # A file may have the same name as an installed module. Loading it by its path keeps the two apart.
     if name in sys.modules:
         name = f"_jaxckpt_{name}"
     module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None  # it ends in .py
+    assert module_spec is not None and module_spec.loader is not None  # the path ends in .py
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickling look there
     try:
@@ -105,12 +107,12 @@ def _import_file(path: pathlib.Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does; a console script has its own folder there
+        sys.path.insert(0, "")  # as in `python -m`; for a console script, it is the script's folder
     return _importing(name, lambda: importlib.import_module(name))
 
 
 def _importing(what: str, run: Callable[[], Any]) -> Any:
-    """Runs an import; what it raises becomes one line with the place in the user's code."""
+    """Runs an import. An exception becomes an error of one line with the place in the user's code."""
     try:
         return run()
     except JaxckptError:
@@ -129,17 +131,17 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{place}"
 
 
-# ------------------------------------------------------------------------------------------------------------------ calling
+# -------------------------------------------------------------------------------------------------------------- calling
 
 
 def _default(factory: Callable[..., Any], name: str) -> Any:
-    """Returns the default of a factory's parameter; None where it has none."""
+    """Returns the default of a factory's parameter, or None if there is no default."""
     parameter = inspect.signature(factory).parameters.get(name)
     return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
 
 
 def parameters(factory: Factory) -> frozenset[str]:
-    """Returns the names of the keyword arguments that a factory takes; "*" is among them where it takes any."""
+    """Returns the names of a factory's keyword arguments, with "*" if it takes any keyword."""
     found = inspect.signature(factory).parameters.values()
     named = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return frozenset(named | ({"*"} if any(p.kind is p.VAR_KEYWORD for p in found) else set()))
@@ -149,14 +151,14 @@ def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[A
     """Calls a factory and returns its `(fun, args)`.
 
     Raises:
-      FactoryError: it takes no such keyword, it fails, or it returns something else.
+      FactoryError: the factory does not take one of the keywords, it fails, or it returns something else.
     """
     name = getattr(factory, "__name__", repr(factory))
     known = parameters(factory)
     for key in settings:
         if key not in known and "*" not in known:
             free = sorted(known - {"checkpoint", "segment_size", "real"})
-            near = did_you_mean(key, free) if free else "It has no arguments that could be set."
+            near = did_you_mean(key, free) if free else "It has no arguments to set."
             raise FactoryError(f"{name} takes no argument {key!r}. {near}")
     try:
         made = factory(**settings)
@@ -168,7 +170,8 @@ def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[A
         ) from error
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]) or not isinstance(made[1], (tuple, list)):
         raise FactoryError(
-            f"{name} must return (fun, args): a function and the tuple of its arguments (arrays or jax.ShapeDtypeStruct); it returned "
+            f"{name} must return (fun, args): a function and the tuple of its arguments (arrays or "
+            f"jax.ShapeDtypeStruct). It returned "
             f"{_describe(made)}."
         )
     return made[0], tuple(made[1])
@@ -180,19 +183,20 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__}: {value!r:.60}"
 
 
-# ----------------------------------------------------------------------------------------------------------------- variants
+# ------------------------------------------------------------------------------------------------------------- variants
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to checkpoint what a factory makes.
+    """A way to checkpoint a factory's function.
 
     Attributes:
-      name: how tables call it.
-      policy: of its checkpoints; None keeps nothing but their inputs.
-      segment_size: blocks in a run.
-      where: "none", "blocks" (by the factory, around its blocks) or "whole" (around everything that it returns).
-      aliases: other names that it answers to.
+      name: its name in tables.
+      policy: the policy of its checkpoints; None keeps only their inputs.
+      segment_size: blocks in a segment.
+      where: "none", "blocks" (the factory puts checkpoints around its blocks) or "whole" (one checkpoint around the
+        function).
+      aliases: other names of the variant.
     """
 
     name: str
@@ -210,22 +214,25 @@ STANDARD: tuple[Variant, ...] = (
     *(Variant(name, policy) for name, policy in PRESETS.items() if name not in ("nothing", "everything")),
     Variant("everything", PRESETS["everything"]),
 )
-"""The variants that every comparison has, in the order of its table: none, one checkpoint around everything, segments of blocks that keep
-nothing but their inputs, each preset around each block."""
+"""The variants of every comparison, in the order of its table: no checkpoint, one checkpoint around everything,
+segments of blocks that keep only their inputs, and each preset around each block."""
 
 
 def variants_for(
     factory: Factory, added: Mapping[str, Policy] | None = None, chosen: Iterable[str] = ()
 ) -> tuple[Variant, ...]:
-    """Returns the variants that a factory can have: all standard ones that its parameters allow, then those that the user adds.
+    """Returns the variants of a factory: the standard variants that its parameters allow, then those that the user
+    adds.
 
     Args:
-      factory: see the top of this module. Without `checkpoint` it has "none" and "whole"; without `segment_size` no segments of several.
-      added: name -> policy, put around each block, or around everything where the factory takes no `checkpoint`.
-      chosen: names of those to return, in that order; all where there are none.
+      factory: see the top of this module. Without the parameter `checkpoint`, only "none" and "whole" are possible.
+        Without `segment_size`, a segment is one block.
+      added: name -> policy. The policy is for each block, or for the whole function if the factory does not take
+        `checkpoint`.
+      chosen: names of the variants to return, in this order; all variants if it is empty.
 
     Raises:
-      ArgumentError: no variant bears a chosen name.
+      ArgumentError: there is no variant with a chosen name.
     """
     known = parameters(factory)
     blocks, segments = "checkpoint" in known or "*" in known, "segment_size" in known or "*" in known
@@ -245,7 +252,7 @@ def variants_for(
 
 
 def _segments(name: str) -> Variant | None:
-    """Returns the variant that "segments:7" names, or None."""
+    """Returns the variant for a name such as "segments:7", or None for other names."""
     head, _, size = name.partition(":")
     return Variant(name, segment_size=int(size)) if head == "segments" and size.isdecimal() and int(size) else None
 
@@ -253,17 +260,17 @@ def _segments(name: str) -> Variant | None:
 def build(
     factory: Factory, variants: Iterable[Variant], *, real: bool = False, settings: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
-    """Returns (name of a variant -> its function, the arguments of all of them).
+    """Returns (name of a variant -> its function, the arguments of all variants).
 
     Args:
       factory: see the top of this module.
-      variants: what to build.
-      real: whether to ask the factory for real arrays, where it takes `real`.
-      settings: further keyword arguments for the factory.
+      variants: the variants to build.
+      real: whether to ask the factory for arrays, if it takes `real`.
+      settings: other keyword arguments for the factory.
 
     Raises:
-      FactoryError: see `make`; or two variants take arguments of different shapes.
-      ArgumentError: `settings` has `checkpoint` or `segment_size`, or text for a parameter that is a number.
+      FactoryError: as for `make`; or two variants take arguments of different shapes.
+      ArgumentError: `settings` has `checkpoint` or `segment_size`, or a string for a parameter that is a number.
     """
     settings = dict(settings or {})
     for key in ("checkpoint", "segment_size"):
@@ -284,7 +291,7 @@ def build(
                 more["segment_size"] = variant.segment_size
         elif "checkpoint" in known and _default(factory, "checkpoint") is None:
             more["checkpoint"] = None
-        if real and "real" in known and not functions:  # once: the arguments are the same for all
+        if real and "real" in known and not functions:  # once: all variants have the same arguments
             more["real"] = True
         fun, its_args = make(factory, **{**settings, **more})
         if variant.where == "whole":
@@ -294,16 +301,18 @@ def build(
             args, shapes = its_args, its_shapes
         elif its_shapes != shapes:
             raise FactoryError(
-                f"{getattr(factory, '__name__', factory)} must return arguments of the same structure and shapes whatever `checkpoint` is; "
-                f"they differ between {next(iter(functions))!r} and {variant.name!r}. If these are a module's parameters, the transform "
-                "has renamed submodules, as flax.linen.remat does; jaxckpt.flax.checkpoint does not."
+                f"{getattr(factory, '__name__', factory)} must return arguments of the same structure and shapes "
+                f"for every `checkpoint`. "
+                f"They differ between {next(iter(functions))!r} and {variant.name!r}. If they are a module's "
+                f"parameters, the transform "
+                "has renamed submodules, as flax.linen.remat does. Use jaxckpt.flax.checkpoint, which keeps the names."
             )
         functions[variant.name] = fun
     return functions, args
 
 
 def _check_settings(factory: Factory, settings: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for text where a factory's parameter is a number by default, unless its annotation says that text will do."""
+    """Raises ArgumentError for a string if the parameter's default is a number and its annotation allows no string."""
     taken = inspect.signature(factory).parameters
     for key, value in settings.items():
         default = taken[key].default if key in taken else None

@@ -2,9 +2,9 @@
 
     Policy({"mlp_*": SAVE, op("dot_general") & larger_than("1MiB"): OFFLOAD})
 
-A selector picks values: a glob over tags, `op("conv*")`, `larger_than("1MiB")`, `intensity_above(128)`, `where(lambda value: ...)`, and
-combinations of them with `&`, `|` and `~`. The first rule that picks a value gives it its action. Decisions fall once, when the function is
-traced, so `jax.vmap` around a checkpointed function changes none of them.
+A selector picks values: a glob over tags, `op("conv*")`, `larger_than("1MiB")`, `intensity_above(128)`, `where(lambda
+value: ...)`, or a combination of these with `&`, `|` and `~`. The first rule that picks a value decides its action. A
+policy decides once, when the function is traced. So `jax.vmap` around a checkpointed function changes no decision.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.plan import Plan, Region
 from jaxckpt.core.units import format_bytes, parse_bytes
 
-# -------------------------------------------------------------------------------------------------------------- selectors
+# ------------------------------------------------------------------------------------------------------------ selectors
 
 
 @dataclass(frozen=True)
 class Selector:
-    """Picks values of a graph. Made by `tagged`, `op`, `larger_than`, `intensity_above`, `where`, and by `&`, `|`, `~` of those.
+    """Picks values of a graph. `tagged`, `op`, `larger_than`, `intensity_above` and `where` make selectors; `&`, `|`,
+    `~` combine them.
 
-    Selectors are values: equal where kind and operands are.
+    Selectors are equal if their kinds and operands are equal.
 
     Attributes:
       kind: a key of the table `PICKS`.
-      operands: what the kind takes: a glob, a number, a function, or selectors.
+      operands: operands of the kind: a glob, a number, a function, or selectors.
     """
 
     kind: str
     operands: tuple[Any, ...]
 
     def picks(self, value: Value) -> bool:
-        """Whether it picks a value."""
+        """Returns whether the selector picks a value."""
         return PICKS[self.kind](value, *self.operands)
 
     def globs(self, kind: str) -> tuple[str, ...]:
-        """Returns the globs in it, over tags ("tagged") or over names of primitives ("op"), for `Policy(strict=True)`."""
+        """Returns the selector's globs over tags (kind "tagged") or names of primitives (kind "op"), for
+        `Policy(strict=True)`.
+        """
         if self.kind == kind:
             return self.operands
         return tuple(glob for each in self.operands if isinstance(each, Selector) for glob in each.globs(kind))
@@ -72,7 +75,7 @@ class Selector:
 
 
 LENIENT = " Or pass strict=False to the Policy."
-"""The end of errors of a strict policy; the command line, which has no such argument, leaves it out."""
+"""The last sentence in errors of a strict policy. The command line removes it, because it has no such argument."""
 
 PICKS: dict[str, Callable[..., bool]] = {
     "tagged": lambda v, glob: any(fnmatch.fnmatchcase(tag, glob) for tag in v.tags),
@@ -85,7 +88,7 @@ PICKS: dict[str, Callable[..., bool]] = {
     "~": lambda v, inner: not inner.picks(v),
     "jax": lambda v, policy, action: _as_jax(v, policy, action),
 }
-"""What each kind of selector picks: (value, operands...) -> bool."""
+"""Kind of selector -> function (value, operands...) -> bool, which says whether a value is picked."""
 
 
 def _call_text(kind: str, operand: Any) -> str:
@@ -104,10 +107,11 @@ _TEXTS: dict[str, Callable[..., str]] = {
 
 
 def tagged(glob: str) -> Selector:
-    """Picks values with a tag (`jaxckpt.tag`, `checkpoint_name`) that the glob matches; a plain string in a rule means this.
+    """Picks values with a tag (`jaxckpt.tag`, `checkpoint_name`) that the glob matches. A string in a rule means the
+    same.
 
     Args:
-      glob: as of `fnmatch`: `*`, `?`, `[abc]`; case counts.
+      glob: a pattern as in `fnmatch`: `*`, `?`, `[abc]`; it is case-sensitive.
 
     Raises:
       ArgumentError: it is no string, or empty.
@@ -116,10 +120,11 @@ def tagged(glob: str) -> Selector:
 
 
 def op(glob: str) -> Selector:
-    """Picks the results of operations whose primitive's name the glob matches: "dot_general", "conv*", "custom_vjp_call", "scan".
+    """Picks the results of operations whose primitive's name the glob matches: "dot_general", "conv*",
+    "custom_vjp_call", "scan".
 
     Args:
-      glob: as of `fnmatch`.
+      glob: a pattern as in `fnmatch`.
 
     Raises:
       ArgumentError: it is no string, or empty.
@@ -134,7 +139,8 @@ def _glob(argument: str, glob: Any) -> str:
 
 
 def larger_than(size: int | str) -> Selector:
-    """Picks values that cost more than so many bytes to keep; inside a loop all iterations are counted.
+    """Picks values that need more than `size` bytes when they are kept. Inside a loop, the bytes of all iterations are
+    added.
 
     Args:
       size: bytes, or a string such as "1MiB".
@@ -146,10 +152,10 @@ def larger_than(size: int | str) -> Selector:
 
 
 def intensity_above(flops_per_byte: float) -> Selector:
-    """Picks values that are dear to recompute: more FLOPs of their operation for each byte that keeping them costs.
+    """Picks values whose operation takes more than `flops_per_byte` FLOPs for each byte of the value.
 
-    A matmul with a contracted length of K has an intensity of K for results of two bytes, K/2 for four. Elementwise operations have less
-    than one.
+    A matmul with a contracted length of K has an intensity of K for results of two bytes, and K/2 for results of four
+    bytes. Elementwise operations have an intensity of less than 1.
 
     Args:
       flops_per_byte: the threshold.
@@ -164,25 +170,26 @@ def intensity_above(flops_per_byte: float) -> Selector:
 
 
 def where(predicate: Callable[[Value], bool]) -> Selector:
-    """Picks the values for which a function of `jaxckpt.core.graph.Value` (shape, dtype, bytes, tags, primitive, params, ...) is true.
+    """Picks the values for which a function of `jaxckpt.core.graph.Value` (shape, dtype, bytes, tags, primitive,
+    params, ...) is true.
 
-    Two such selectors are equal where they have the same function. One that is written anew at each use (`where(lambda v: ...)` in a layer's
-    call) is another each time, and has the layer traced anew.
+    Two such selectors are equal if they have the same function. A function that is written at each use (`where(lambda
+    v: ...)` in a layer's call) is a new function each time, so the layer is traced each time.
     """
     if not callable(predicate):
         raise ArgumentError("predicate", "a function of a Value", predicate)
     try:
         hash(predicate)
-    except TypeError:  # an object that defines what is equal to it; as a function it equals itself alone
+    except TypeError:  # an object with its own __eq__; as a function it is equal only to itself
         return Selector("where", (functools.wraps(predicate, updated=())(lambda value: predicate(value)),))
     return Selector("where", (predicate,))
 
 
 def selector(value: Selector | str) -> Selector:
-    """Returns a selector: itself, or `tagged(value)` for a string.
+    """Returns a selector unchanged, and `tagged(value)` for a string.
 
     Raises:
-      ArgumentError: it is neither.
+      ArgumentError: `value` is neither a selector nor a string.
     """
     if isinstance(value, Selector):
         return value
@@ -191,20 +198,21 @@ def selector(value: Selector | str) -> Selector:
     raise ArgumentError("selector", "a tag glob or one of op(), larger_than(), intensity_above(), where()", value)
 
 
-# ----------------------------------------------------------------------------------------------------------------- policy
+# --------------------------------------------------------------------------------------------------------------- policy
 
 
 class Policy:
     """Rules that give every intermediate value of a function an action.
 
     Args:
-      rules: a mapping, or pairs, from selector to action; the first that picks a value counts. Actions may be given by name ("save").
+      rules: a mapping from selector to action, or pairs of both. The first rule that picks a value decides. An action
+        may be a name ("save").
       default: the action of values that no rule picks.
-      strict: whether a tag glob that matches no tag of the function raises `UnmatchedTagError`, and an `op` that matches the name of no
-        primitive of this JAX, in the function or not, raises `ArgumentError`.
+      strict: if True, a tag glob that matches no tag of the function raises `UnmatchedTagError`. An `op` glob that
+        matches no name of a primitive of this JAX, in the function or not, raises `ArgumentError`.
 
     Raises:
-      ArgumentError: a selector or an action is none.
+      ArgumentError: a selector or an action is invalid.
 
     >>> Policy({"mlp_*": SAVE, op("dot_general"): "offload"})
     Policy({'mlp_*': SAVE, op('dot_general'): OFFLOAD})
@@ -232,11 +240,12 @@ class Policy:
     def decide(self, graph: Graph) -> dict[int, Action]:
         """Returns index -> action for the values that are not recomputed.
 
-        Arguments and constants are there anyway, so only intermediates are decided on, and the tagged inputs of loop bodies.
+        Arguments and constants are in memory anyway. So a policy decides only on intermediates, and on tagged inputs of
+        loop bodies.
 
         Raises:
-          UnmatchedTagError: the policy is strict and a glob of its matches no tag.
-          ArgumentError: the policy is strict and an `op` of its matches no primitive's name.
+          UnmatchedTagError: the policy is strict, and one of its tag globs matches no tag.
+          ArgumentError: the policy is strict, and one of its `op` globs matches no name of a primitive.
         """
         if self.strict:
             self._check_globs(graph)
@@ -250,19 +259,20 @@ class Policy:
         return actions
 
     def regions(self, graph: Graph) -> tuple[Region, ...]:
-        """Returns these decisions as one region around the whole function."""
+        """Returns the decisions of `decide` as one region around the whole function."""
         return (Region(0, len(graph.ops), self.decide(graph)),)
 
     def plan(self, graph: Graph, *, prevent_cse: bool = True) -> Plan:
-        """Returns these decisions as a plan."""
+        """Returns the decisions of `decide` as a plan."""
         return Plan(self.regions(graph), graph.fingerprint, prevent_cse)
 
     def as_jax(self) -> tuple[bool, Any]:
-        """Returns (True, policy of JAX's own) where one decides the same whatever the program: nothing kept, or everything; else (False, None).
+        """Returns (True, JAX's policy) for a policy that keeps nothing, or everything, in every program; else (False,
+        None).
 
-        So those two are jax.checkpoint's own programs, to the letter. JAX keeps what derivatives need (`cos x`) where names could only keep
-        what the function computes (`x`, `sin x`); with everything kept that is less. (Complex values, which jax.checkpoint cannot keep
-        itself, are recomputed even then.)
+        So these two give exactly the programs of jax.checkpoint. JAX keeps what derivatives need (`cos x`). Names can
+        keep only what the function computes (`x`, `sin x`), which is more if everything is kept. (jax.checkpoint cannot
+        keep complex values; they are recomputed even then.)
         """
         if self.rules or self.default not in (RECOMPUTE, SAVE):
             return False, None
@@ -282,11 +292,13 @@ class Policy:
             hidden = [t for v in graph.values if not v.addressable for t in v.tags if fnmatch.fnmatchcase(t, glob)]
             if hidden:
                 raise UnmatchedTagError(
-                    f"Policy: the tag glob {glob!r} matches {hidden[0]!r}, which is inside a function with a custom derivative or a while "
-                    "loop; JAX keeps nothing from there. Tag the function's result instead."
+                    f"Policy: the tag glob {glob!r} matches {hidden[0]!r}, which is inside a function with a custom "
+                    f"derivative or a while "
+                    "loop; JAX can keep nothing from there. Tag the function's result instead."
                 )
             raise UnmatchedTagError(
-                f"Policy: the tag glob {glob!r} matches no tag of the traced function. {did_you_mean(glob, graph.tags)} "
+                f"Policy: the tag glob {glob!r} matches no tag of the traced function. "
+                f"{did_you_mean(glob, graph.tags)} "
                 f"Tag a value with jaxckpt.tag(x, name).{LENIENT}"
             )
 
@@ -307,7 +319,7 @@ class Policy:
         return hash((self.rules, self.default, self.strict))
 
 
-# ---------------------------------------------------------------------------------------------------------------- presets
+# -------------------------------------------------------------------------------------------------------------- presets
 
 
 def _no_batch(value: Value) -> bool:
@@ -329,12 +341,12 @@ dots = Policy([(op("dot_general"), SAVE), (op("conv_general_dilated"), SAVE), (o
 """Keep the results of matmuls and convolutions."""
 
 dots_no_batch = Policy([(where(_no_batch), SAVE)])
-"""Keep the results of matmuls without batch dimensions: of a transformer's projections, and not its attention scores."""
+"""Keep the results of matmuls without batch dimensions: a transformer's projections, but not its attention scores."""
 
 hybrid = Policy([(intensity_above(128), SAVE)])
-"""Keep what is dear for its size, recompute what is cheap: matmuls and convolutions over long contractions are kept (over 128 for results of
-two bytes, over 256 for four), attention scores, normalisations and elementwise operations are not. Korthikanti et al. 2022
-(arXiv:2205.05198) call it selective recomputation."""
+"""Keep values that need many FLOPs for each byte, and recompute the others. Matmuls and convolutions over long
+contractions are kept (longer than 128 for results of two bytes, 256 for four). Attention scores, normalisations and
+elementwise operations are recomputed. Korthikanti et al. 2022 (arXiv:2205.05198) call this selective recomputation."""
 
 PRESETS: dict[str, Policy] = {
     "nothing": nothing,
@@ -346,10 +358,11 @@ PRESETS: dict[str, Policy] = {
 
 
 def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
-    """Returns a policy from what a user may pass: None, a Policy, a preset's name, or a policy of JAX's own, which stays as it is.
+    """Returns the policy for a user's argument: None, a Policy, a preset's name, or one of JAX's policies, which is
+    returned unchanged.
 
     Raises:
-      ArgumentError: it is none of these.
+      ArgumentError: the argument is none of these.
     """
     if policy is None or isinstance(policy, Policy):
         return policy
@@ -363,10 +376,11 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
 
 
 def from_jax(policy: Callable[..., Any]) -> Policy:
-    """Returns a Policy that decides as one of JAX's own does, but once, on the traced graph.
+    """Returns a Policy that decides as one of JAX's policies does, but once, on the traced graph.
 
-    So it holds under `jax.vmap`, and under the flag jax_remat3, where JAX takes most callables for "recompute all". JAX asks its policies about
-    the operations of the derivative too (`cos` for `sin`); this one is asked about those of the function itself.
+    So its decisions are the same under `jax.vmap`, and under the flag jax_remat3, where JAX takes most callables for
+    "recompute all". JAX also asks its policies about the operations of the derivative (`cos` for `sin`). This policy is
+    asked only about the operations of the function.
 
     Args:
       policy: one of `jax.checkpoint_policies`, or a function with their signature.
@@ -377,12 +391,14 @@ def from_jax(policy: Callable[..., Any]) -> Policy:
 
 
 def _as_jax(value: Value, policy: Callable[..., Any], wanted: Action) -> bool:
-    """Whether a policy of JAX's own has an action for a value, asked about its names and its operation."""
+    """Returns whether one of JAX's policies, asked about the names and the operation of a value, gives it the wanted
+    action.
+    """
     answers = {_compat.ask_policy(policy, value.primitive, value.params, value, name) for name in (*value.tags, None)}
     return wanted == (OFFLOAD if "offload" in answers else SAVE if "save" in answers else RECOMPUTE)
 
 
-# ------------------------------------------------------------------------------------------------------------------- text
+# ----------------------------------------------------------------------------------------------------------------- text
 
 _CALL = re.compile(r"(op|larger_than|intensity_above)\(([^()]*)\)")
 
@@ -390,11 +406,11 @@ _CALL = re.compile(r"(op|larger_than|intensity_above)\(([^()]*)\)")
 def parse(text: str) -> Policy:
     """Returns a policy from text: a preset's name, or rules `selector=action` with commas between them.
 
-    A selector is a tag glob, `op(dot_general)`, `larger_than(1MiB)`, `intensity_above(64)`, one of those after `~`, or several with `&`
-    between them. `*=save` as the last rule sets the default.
+    A selector is a tag glob, `op(dot_general)`, `larger_than(1MiB)` or `intensity_above(64)`. `~` before a selector
+    negates it, and `&` between selectors combines them. The rule `*=save` sets the default.
 
     Raises:
-      ArgumentError: the text does not parse.
+      ArgumentError: the text is not a policy.
 
     >>> parse("mlp_*=save, op(conv*)&larger_than(1MiB)=offload")
     Policy({'mlp_*': SAVE, (op('conv*') & larger_than('1.0 MiB')): OFFLOAD})

@@ -58,7 +58,7 @@ PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
         (lambda: jaxckpt.scan(row, 0.0, jnp.ones(())), "xs must be a pytree of arrays with one row a step"),
         (
             lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_zzz": 1}),
-            "compiler_options must be options of XLA.* got {'xla_zzz': 1}.*knows no such option",
+            "compiler_options must be options of XLA.* got {'xla_zzz': 1}.*has no such option",
         ),
         (
             lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_cpu_enable_fast_math": "zz"}),

@@ -241,7 +241,10 @@ def test_measure_without_code_on_a_tpu_that_is_not_here(factory, capsys):
         ),
         (["plan", "{}:model", "--budget", "60%", "--solver", "chian", "--target", "cpu"], "Did you mean 'chain'"),
         (["plan", "{}:model", "--budget", "60%", "--costs", "guess", "--target", "cpu"], "costs must be"),
-        (["plan", "{}:model", "--budget", "60%", "--time", "--target", "cuda:h100"], "What is not here cannot be run"),
+        (
+            ["plan", "{}:model", "--budget", "60%", "--time", "--target", "cuda:h100"],
+            "Only this machine can run the step",
+        ),
         (["plan", "{}:nothing", "--budget", "60%", "--target", "cpu"], "nothing to differentiate"),
         (["plan", "{}:model", "--budget", "60%", "--output", "/no/such/folder/plan.json"], "folder"),
         (["plan", "{}:model", "--frontier", "--output", "plan.json"], "--output must be given with --budget"),

@@ -55,7 +55,9 @@ def test_a_package_that_is_already_imported_from_elsewhere_is_not_taken_for_the_
         write(tmp_path / root / "twins" / "__init__.py", "")
         write(tmp_path / root / "twins" / "model.py", f"def model(): return {root!r}\n")
     assert factories.load(f"{tmp_path}/one/twins/model.py:model")() == "one"
-    with pytest.raises(FactoryError, match=r"two/twins/model.py is the module twins.model, but .* imported from .*one"):
+    with pytest.raises(
+        FactoryError, match=r"two/twins/model.py must be imported as the module twins.model\. .* imported from .*one"
+    ):
         factories.load(f"{tmp_path}/two/twins/model.py:model")
 
 
@@ -104,7 +106,7 @@ def test_a_factory_that_returns_something_else(made, got):
     def model():
         return made
 
-    with pytest.raises(FactoryError, match=rf"model must return \(fun, args\): .* it returned {got}"):
+    with pytest.raises(FactoryError, match=rf"model must return \(fun, args\): .* It returned {got}"):
         factories.make(model)
 
 
@@ -181,7 +183,7 @@ def test_arguments_that_depend_on_the_checkpoint_are_an_error():
         return (lambda p: p.popitem()[1].sum()), ({"CheckpointBlock_0" if checkpoint else "Block_0": SHAPE},)
 
     with pytest.raises(
-        FactoryError, match=r"same structure .* differ between 'none' and 'dots'.*jaxckpt.flax.checkpoint does not"
+        FactoryError, match=r"same structure .* differ between 'none' and 'dots'.*Use jaxckpt.flax.checkpoint, which"
     ):
         factories.build(renames, factories.variants_for(renames, None, ["none", "dots"]))
 

@@ -1,4 +1,4 @@
-"""What every model shares: `checkpoint` around runs of blocks, unrolled or in a scan; parameters on shapes alone.
+"""What every model shares: `checkpoint` around segments of blocks, unrolled or in a scan; parameters on shapes alone.
 
 The functions here are plain JAX. What stands between a model and the compiler is the transform that the caller brings,
 nothing else.
@@ -137,7 +137,9 @@ def apply(module: nn.Module, params: PyTree, *args: PyTree, key: jax.Array | Non
 
 
 def random_key(seed: int) -> jax.Array:
-    """Returns a key to initialise parameters with: of the generator that compiles soonest, for every kernel draws its own."""
+    """Returns a key to initialise parameters with: of the generator that compiles soonest, for every kernel draws its
+    own.
+    """
     return jax.random.key(seed, impl="rbg")
 
 

@@ -1,10 +1,11 @@
-"""Llama: a causal transformer with RMS norms, rotary positions, grouped-query attention and a gated feed-forward, as one scan; sharded.
+"""Llama: a causal transformer with RMS norms, rotary positions, grouped-query attention and a gated feed-forward, as
+one scan; sharded.
 
     jaxckpt plan benchmarks/models/llama.py:llama70b --budget 24GiB --target tpu:v5p:4x4x4
 
-Source: A. Dubey et al., "The Llama 3 Herd of Models", 2024 (arXiv:2407.21783), table 3. Parameters and activations are bfloat16; softmax, norms
-and loss are taken in float32; attention materialises its scores. Parameters are sharded over both axes of a mesh (data, model), a batch's
-sequences over data, heads and the feed-forward's inside over model.
+Source: A. Dubey et al., "The Llama 3 Herd of Models", 2024 (arXiv:2407.21783), table 3. Parameters and activations are
+bfloat16; softmax, norms and loss are taken in float32; attention materialises its scores. Parameters are sharded over
+both axes of a mesh (data, model), a batch's sequences over data, heads and the feed-forward's inside over model.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-    """Turns pairs of x (batch, tokens, heads, head) by their positions' angles; J. Su et al. 2021 (arXiv:2104.09864)."""
+    """Turns pairs of x (batch, tokens, heads, head) by their positions' angles; J. Su et al. 2021
+    (arXiv:2104.09864).
+    """
     tokens, head = x.shape[1], x.shape[-1]
     angles = jnp.outer(jnp.arange(tokens), THETA ** -(jnp.arange(0, head, 2) / head))[None, :, None]
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -182,7 +185,9 @@ def _axes(size: Size) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
 
 
 def _initial(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns ones for scales of norms, which are the leaves that no axis contracts, and normal numbers for matrices."""
+    """Returns ones for scales of norms, which are the leaves that no axis contracts, and normal numbers for
+    matrices.
+    """
     if leaf.ndim == 1 or (leaf.ndim == 2 and leaf.shape[0] < leaf.shape[1] // 8):
         return jnp.ones(leaf.shape, leaf.dtype)
     return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)

@@ -2,8 +2,8 @@
 
     jaxckpt compare benchmarks/models/lstm.py:lstm --target cuda:h100
 
-`checkpoint` goes round the step, or round runs of `segment_size` steps: a scan of scans then. Embedding, head and
-loss are within the step, so that what a step keeps is all that there is to keep.
+`checkpoint` goes around the scan body, or around segments of `segment_size` iterations, as a scan of scans. Embedding,
+head and loss are in the scan body, so that everything that is kept is kept by an iteration.
 
 Sources: S. Hochreiter and J. Schmidhuber, "Long Short-Term Memory", 1997; F. Gers et al., "Learning to Forget", 2000
 (the forget gate; its bias starts at 1). Checkpoints over time: A. Gruslys et al., "Memory-Efficient Backpropagation

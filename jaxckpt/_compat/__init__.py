@@ -1,16 +1,17 @@
-"""The only place that touches private parts of JAX, or of Flax, or asks for a version; each entry says why.
+"""The only place that uses private parts of JAX or Flax, or asks for a version. Each entry says why.
 
 Supported: jax 0.10.2 (the newest for Python 3.11) and later; developed against 0.10.2 and 0.12.0.1.
 
-`needs` is the table of what there must be. It is held against the installed JAX before anything else here is imported, so that a JAX that
-lacks something is one error that names it. `primitives` and `names` check at first use what takes a trace. The rest is by theme: `jaxprs`
-(programs), `traces` (what is being traced), `names` (names, checkpoints, policies), `rules` (operations of our own), `targets` (backends
-and devices), `compiler` (XLA). `flax` is imported with Flax alone.
+`needs` is the table of the private parts. It is checked against the installed JAX before anything else here is
+imported. So if JAX lacks a part, there is one error, which names it. Checks that need a trace run at first use, in
+`primitives` and `names`. The other files are by theme: `jaxprs` (programs), `traces` (what is being traced), `names`
+(names, checkpoints, policies), `rules` (operations that jaxckpt defines), `targets` (backends and devices), `compiler`
+(XLA). `flax` is imported only with Flax.
 """
 
-# ruff: noqa: F401 (this is where others import them from)
+# ruff: noqa: F401 (other files import them from here)
 
-from jaxckpt._compat import needs  # the probe: first of all
+from jaxckpt._compat import needs  # the probe must be first
 from jaxckpt._compat.compiler import (
     CPU_WIDENS_BFLOAT16_LOOPS,
     CompileError,
@@ -64,10 +65,13 @@ from jaxckpt._compat.primitives import (
     primitive_names,
 )
 from jaxckpt._compat.rules import (
+    CustomRule,
     Primitive,
     Zero,
+    batched_reverse_rule,
     batching_rules,
     broadcast,
+    custom_rule,
     drop_unused,
     instantiate_zeros,
     jvp_rules,

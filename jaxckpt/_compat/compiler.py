@@ -1,4 +1,4 @@
-"""What goes to XLA, and what comes back: options, the compile call, memory figures."""
+"""The interface to XLA: options, the compile call, memory figures."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from jaxckpt._compat.needs import VERSION, unsupported
 from jaxckpt._errors import UnsupportedJaxError
 
 CPU_WIDENS_BFLOAT16_LOOPS = VERSION < (0, 12)
-"""XLA for the CPU in jax 0.10 carries bfloat16 through a while loop in float32, arrays that it writes row by row too; in 0.12 it does not."""
+"""In jax 0.10, XLA for the CPU carries bfloat16 through a while loop as float32, also in arrays that it writes row by
+row. In 0.12 it does not.
+"""
 
 
 def checkpoint_options(platform: str) -> dict[str, str]:
-    """Returns the compiler options without which the compiler undoes unrolled checkpointing on that platform.
+    """Returns the compiler options without which the compiler undoes unrolled checkpointing on a platform.
 
-    On the CPU of jax 0.10.2 XLA's pass "cse_barrier_expander" removes the optimization barriers before the common subexpressions are
-    merged, so that the recomputation is merged with what it was to replace. jax 0.12.0.1 keeps the barriers. There is nothing between to
-    try; with the pass disabled jax 0.12.0.1 compiles to the same memory, so up to there the options do no harm.
+    On the CPU of jax 0.10.2, XLA's pass "cse_barrier_expander" removes the optimization barriers before common
+    subexpressions are merged. So the recomputation is merged with the forward pass. jax 0.12.0.1 keeps the barriers. No
+    version between them could be tried. With the pass disabled, jax 0.12.0.1 compiles to the same memory, so the
+    options do no harm in versions before it.
 
-    Loops over less than a KiB become one kernel by "small-while-loop-hoisting", and what emits that kernel does not know barriers: the
-    compiler fails ("Unhandled opcode for elemental IR emission"). So that pass goes too.
+    The pass "small-while-loop-hoisting" makes one kernel from a loop over less than a KiB. The emitter of that kernel
+    does not know barriers, and the compiler fails ("Unhandled opcode for elemental IR emission"). So that pass is
+    disabled too.
     """
     if platform == "cpu" and VERSION < (0, 12):
         return {
@@ -44,17 +48,21 @@ def checkpoint_options(platform: str) -> dict[str, str]:
 
 
 def dump_options(folder: str) -> dict[str, str | bool]:
-    """Returns the compiler options by which XLA writes its scheduled program and its buffer assignment to a folder."""
+    """Returns the compiler options that make XLA write its scheduled program and its buffer assignment to a folder."""
     return {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
 
 
 def untuned_options() -> dict[str, int]:
-    """Returns the compiler options by which XLA for GPUs takes its default kernels at once, instead of looking for a device to tune on."""
+    """Returns the compiler options that make XLA for GPUs use its default kernels, instead of looking for a device to
+    tune kernels on.
+    """
     return {"xla_gpu_autotune_level": 0}
 
 
 def unknown_option(error: Exception) -> UnsupportedJaxError | None:
-    """Returns the error that a compiler's error stands for, where the compiler does not know an option of jaxckpt's; else None."""
+    """Returns the error for a compiler that does not know one of jaxckpt's options; None for other errors of the
+    compiler.
+    """
     ours = {*dump_options(""), *untuned_options(), *checkpoint_options("cpu")}
     found = re.search(r"No such compile option: '(\w+)'", str(error))
     if found is None or found[1] not in ours:
@@ -63,10 +71,10 @@ def unknown_option(error: Exception) -> UnsupportedJaxError | None:
 
 
 def memory_stats(compiled: Any) -> Any:
-    """Returns what the compiler says of a program's memory, in bytes.
+    """Returns the compiler's figures of a program's memory, in bytes.
 
     Raises:
-      UnsupportedJaxError: it does not say something that is read.
+      UnsupportedJaxError: one of the figures that jaxckpt reads is missing.
     """
     stats = compiled.memory_analysis()
     for name in _FIGURES:
@@ -84,11 +92,12 @@ _FIGURES = (
 
 
 class _NoPersistentCache(contextlib.ContextDecorator):
-    """Compiles in earnest: what comes from the persistent compilation cache brings no buffer assignment.
+    """Compiles without JAX's persistent compilation cache, because a program from the cache has no buffer assignment.
 
-    For a compile-only device the cache cannot be read at all, and JAX warns. Its switch `jax_enable_compilation_cache` is looked at only
-    once in a process, so switching it off here could leave the user's cache off for good; two variables hold that one look's outcome.
-    The first thread to come in changes them and the last to leave restores them.
+    For a compile-only device the cache cannot be read at all, and JAX warns. JAX reads the flag
+    `jax_enable_compilation_cache` only once in a process, so setting it here could leave the user's cache off for the
+    rest of the process. Two variables have the result of that read. The first thread that enters changes them, and the
+    last thread that leaves restores them.
     """
 
     def __init__(self) -> None:
@@ -118,15 +127,16 @@ no_persistent_cache = _NoPersistentCache()
 
 @dataclasses.dataclass(frozen=True)
 class CompileRequest:
-    """What JAX hands to XLA to compile, which can be written to a folder and compiled in another process of the same JAX.
+    """The program that JAX gives XLA to compile. It can be written to a folder and compiled in another process of the
+    same JAX.
 
-    `jax.stages.Lowered` cannot be told to compile elsewhere, and exporting it (jax.export) makes another program of it.
+    `jax.stages.Lowered` cannot be compiled in another process, and exporting it (jax.export) makes another program.
 
     Attributes:
-      name: of the program.
-      module: the program as MLIR's bytecode.
+      name: name of the program.
+      module: the program as MLIR bytecode.
       options: XLA's options, as a serialised message.
-      devices: the ids of the devices it is for, in their order.
+      devices: the ids of the program's devices, in order.
     """
 
     name: str
@@ -148,7 +158,7 @@ class CompileRequest:
         return CompileRequest(rest["name"], module, options, tuple(rest["devices"]))
 
     def compile(self, devices: Sequence[Any]) -> None:
-        """Compiles it for the devices of these ids among `devices`; they are compile-only ones."""
+        """Compiles it for those of the compile-only `devices` that have its ids."""
         known = {device.id: device for device in devices}
         chosen = xla_client.DeviceList(tuple(known[identity] for identity in self.devices))
         options = xla_client.CompileOptions.ParseFromString(self.options)
@@ -170,13 +180,15 @@ _bypassed: list[UnsupportedJaxError] = []
 
 
 def compile_request(lowered: Any, options: dict[str, Any]) -> CompileRequest | None:
-    """Returns what `lowered.compile(compiler_options=options)` would hand to XLA; None where the program calls back into this process.
+    """Returns what `lowered.compile(compiler_options=options)` would give to XLA; None if the program calls back into
+    this process.
 
     Raises:
-      UnsupportedJaxError: JAX compiles by another way. It has then compiled the program; from then on this is raised at once.
+      UnsupportedJaxError: JAX compiles without the function that is replaced here. It has then compiled the program.
+        Later calls raise at once.
 
-    JAX makes XLA's options (device assignment, partitioner, layouts) on the way to its one call of the compiler; so that call is
-    replaced, for this thread and for this one time, by one that notes what it is given.
+    JAX makes XLA's options (device assignment, partitioner, layouts) before its call of the compiler. So that call is
+    replaced once, for this thread, by a function that stores its arguments.
     """
 
     def note(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, *rest: Any, **named: Any) -> Any:

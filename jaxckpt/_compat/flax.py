@@ -1,4 +1,5 @@
-"""What jaxckpt needs of Flax beyond its documented interface: the table, the probe, and the names. Imported where Flax is used, and only there.
+"""The parts of Flax that jaxckpt needs beyond the documented interface: the table, the probe, and the names. Imported
+only with Flax.
 
 Supported: flax 0.12 and later; developed against 0.12.8 (with jax 0.10.2) and 0.12.12 (with jax 0.12.0.1).
 """
@@ -21,7 +22,7 @@ KNOWN = ("0.12.8", "0.12.12")
 _SPLICED = ("ref_index", "ref_outer_index", "with_paths", "graph")
 
 NEEDS: tuple[Need, ...] = (
-    # Linen: a call lifted to a function of variables, as `nn.remat` does it.
+    # Linen: a call is lifted to a function of variables, as in `nn.remat`.
     Need(
         "flax.core.lift.pack",
         "lift calls of linen modules",
@@ -52,7 +53,7 @@ NEEDS: tuple[Need, ...] = (
     Need("flax.core.meta.add_axis", "stack partitioned variables", positional=3),
     Need("flax.core.meta.remove_axis", "stack partitioned variables", positional=3),
     Need("flax.linen.PARTITION_NAME", "stack partitioned variables"),
-    # Nnx: modules as graphs of objects, as `nnx.remat` takes them.
+    # Nnx: modules are graphs of objects, as in `nnx.remat`.
     Need("flax.nnx.flatten", "take modules apart", positional=1, keywords=_SPLICED),
     Need(
         "flax.nnx.unflatten",
@@ -72,10 +73,10 @@ NEEDS: tuple[Need, ...] = (
 
 
 def probe(needs: Iterable[Need] = NEEDS) -> None:
-    """Checks that all is there, and that Flax marks the methods that it has wrapped as `is_wrapped` finds them.
+    """Checks the table, and that `is_wrapped` finds the methods that Flax has wrapped.
 
     Raises:
-      UnsupportedJaxError: the installed Flax lacks something, or has it in another form.
+      UnsupportedJaxError: the installed Flax lacks a part, or has it in another form.
     """
     for need in needs:
         check(need, "flax", KNOWN)
@@ -87,12 +88,12 @@ def probe(needs: Iterable[Need] = NEEDS) -> None:
 
 
 def is_wrapped(fun: Any) -> bool:
-    """Whether Flax has wrapped a method of a linen module, so that it is called as one."""
+    """Returns whether Flax has wrapped a method of a linen module."""
     return hasattr(fun, "method_handler_wrapped")
 
 
 def mark_wrapped(fun: Any) -> None:
-    """Has Flax take a method for one that it has wrapped already."""
+    """Marks a method as wrapped by Flax."""
     fun.method_handler_wrapped = True
 
 
@@ -119,18 +120,18 @@ add_axis, remove_axis = meta.add_axis, meta.remove_axis
 
 
 def is_pytree(module_class: Any) -> bool:
-    """Whether an nnx module class is a pytree, which its subclasses have to be told."""
+    """Returns whether an nnx module class is a pytree. Its subclasses need this as an argument."""
     return bool(module_class._pytree__is_pytree)
 
 
 def set_up(module: Any) -> None:
-    """Runs a linen module's `setup`, if it has not been."""
+    """Runs a linen module's `setup`, if it has not run."""
     module._try_setup()
 
 
 @contextmanager
 def being_called(module: Any) -> Iterator[None]:
-    """A context in which linen takes a module for the one that is being called."""
+    """A context in which a module is the one that linen is calling."""
     _module._context.module_stack.append(module)
     try:
         yield
@@ -139,10 +140,11 @@ def being_called(module: Any) -> Iterator[None]:
 
 
 def check_word(word: Callable[[Sequence[str | int]], int]) -> None:
-    """Checks that `word` gives the number that linen folds into a key for a path of names and a count.
+    """Checks that `word` returns the number that linen folds into a key for a path of names and a count.
 
     Raises:
-      UnsupportedJaxError: linen folds in another one, so that a stack of layers would draw other numbers than unrolled layers.
+      UnsupportedJaxError: linen folds in another number, so a stack of layers would draw other numbers than unrolled
+        layers.
     """
     _check_word(word, bool(config.flax_fix_rng_separator))
 

@@ -1,7 +1,7 @@
-"""Programs: jaxprs and their equations, taken apart and put together.
+"""Programs: functions to read and make jaxprs and their equations.
 
-A jaxpr and its constants were two classes up to jax 0.10 (Jaxpr, ClosedJaxpr); 0.12 has one, which still answers to both interfaces.
-`jax.extend.core` has no function that takes an equation apart or puts one together.
+A jaxpr and its constants are two classes up to jax 0.10 (Jaxpr, ClosedJaxpr). jax 0.12 has one class, which still has
+both interfaces. `jax.extend.core` has no function that reads or makes an equation.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def open_jaxpr(jaxpr: Any) -> Any:
 
 
 def jaxpr_consts(jaxpr: Any) -> list[Any]:
-    """Returns the constants of a closed jaxpr, and none of an open one."""
+    """Returns the constants of a closed jaxpr; none for an open jaxpr."""
     return list(getattr(jaxpr, "consts", ()))
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, closed or open."""
+    """Returns whether a parameter of an equation is a jaxpr, closed or open."""
     return isinstance(value, (_core.Jaxpr, _extend_core.ClosedJaxpr))
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Returns the programs that an equation holds in its parameters."""
+    """Returns the programs in an equation's parameters."""
     found = []
     for param in equation_params(eqn).values():
         found += [item for item in (param if isinstance(param, tuple) else (param,)) if is_jaxpr(item)]
@@ -52,7 +52,7 @@ def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
 
 
 def like(original: Any, jaxpr: Any, consts: Sequence[Any]) -> Any:
-    """Returns `jaxpr` as what `original` was: closed over `consts`, or open."""
+    """Returns `jaxpr` in the form of `original`: closed over `consts`, or open."""
     if isinstance(original, _extend_core.ClosedJaxpr):
         return close_jaxpr(jaxpr, consts)
     return jaxpr
@@ -61,7 +61,7 @@ def like(original: Any, jaxpr: Any, consts: Sequence[Any]) -> Any:
 def build_jaxpr(
     constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], debug_info: Any
 ) -> Any:
-    """Returns an open jaxpr; argument and result names are dropped, since a cut-out piece has none."""
+    """Returns an open jaxpr without names of arguments and results, because a stretch of a program has none."""
     effects: frozenset[Any] = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
     return _extend_core.Jaxpr(
         constvars=list(constvars),
@@ -75,7 +75,7 @@ def build_jaxpr(
 
 
 def _is_high(eqn: Any) -> bool:
-    # jax_remat3 makes names and checkpoints "hi primitives"; a jaxpr that holds one says so, or it is not lowered.
+    # With jax_remat3, names and checkpoints are "hi primitives". A jaxpr with one must say so, or it is not lowered.
     return bool(eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params))
 
 
@@ -85,12 +85,14 @@ def fresh_var(aval: Any) -> Any:
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Evaluates an open jaxpr; source lines and name stacks of its equations are kept (jaxpr_as_fun keeps them too)."""
+    """Evaluates an open jaxpr, with the source lines and name stacks of its equations (as jaxpr_as_fun does)."""
     return list(_extend_core.jaxpr_as_fun(close_jaxpr(jaxpr, consts))(*args))
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """Returns an open jaxpr with other equations and results: they compute the same from the same inputs, with the same effects."""
+    """Returns an open jaxpr with other equations and results, which compute the same from the same inputs, with the
+    same effects.
+    """
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
 
 
@@ -100,27 +102,30 @@ def jaxpr_title(jaxpr: Any) -> str:
 
 
 def jvp_jaxpr(closed: Any, moving: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """Differentiates a closed jaxpr forward: (inputs, tangents of those that move) -> (results, tangents of those that move), and which do.
+    """Differentiates a closed jaxpr forward. Returns it as (inputs, nonzero tangents) -> (results, nonzero tangents),
+    and which are nonzero.
 
-    `jax.jvp` makes zeros of what does not move. jax 0.12 has one class for open and closed jaxprs.
+    `jax.jvp` makes arrays of zero tangents. jax 0.12 has one class for open and closed jaxprs.
     """
     both, out_moving = ad.jvp_jaxpr(closed, list(moving), False)
     return both, list(out_moving)
 
 
 def allowed_in_custom_rules(jaxpr: Any) -> bool:
-    """Whether JAX lets a function with a derivative of its own (jax.custom_jvp) have the effects of a jaxpr: the list of them is private."""
+    """Returns whether JAX allows the effects of a jaxpr in a function with its own derivative (jax.custom_jvp). The
+    list is private.
+    """
     return not effects.custom_derivatives_allowed_effects.filter_not_in(jaxpr.effects)
 
 
 def remat_disallowed_effects(jaxpr: Any) -> list[Any]:
-    """Returns the effects of a jaxpr that JAX does not let a checkpointed function have when it is differentiated."""
+    """Returns the effects of a jaxpr that JAX does not allow in a checkpointed function that is differentiated."""
     return list(effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
 
 
-# ------------------------------------------------------------------------------------------------------------- equations
-# With jax_remat3 a name is no longer the primitive `name` but a "hi primitive" held in the parameter `_prim` of
-# `call_hi_primitive`, and so is a nested checkpoint.
+# ------------------------------------------------------------------------------------------------------------ equations
+# With jax_remat3, a name is not the primitive `name`. It is a "hi primitive" in the parameter `_prim` of
+# `call_hi_primitive`. So is a nested checkpoint.
 
 
 _NAMING: tuple[Any, ...] = (ad_checkpoint.CheckpointName,)
@@ -130,9 +135,9 @@ _HI_NAMES = {ad_checkpoint.RematTraced: "checkpoint", **dict.fromkeys(_NAMING, "
 
 
 def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants and how many are carries.
+    """Returns the numbers of constants and of carries among the operands of a scan.
 
-    jax 0.12 replaced `num_consts` and `num_carry` by flat trees (consts, carry, xs).
+    jax 0.12 has replaced `num_consts` and `num_carry` by flat trees (consts, carry, xs).
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -141,7 +146,7 @@ def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
         if hasattr(tree, "elts"):
             consts, carry, _ = tree.elts
             return len(consts), len(carry)
-        consts, carry, _ = tree.tree.children()  # of a scan that is another one's transposition
+        consts, carry, _ = tree.tree.children()  # of a scan that is the transpose of another scan
         return consts.num_leaves, carry.num_leaves
     except (KeyError, AttributeError, ValueError) as error:
         why = "tell the constants of a loop from its carries"
@@ -149,7 +154,7 @@ def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def equation_name(eqn: Any) -> str | None:
-    """Returns the name that an equation gives to its operand, or None where it is no naming equation."""
+    """Returns the name that an equation gives its operand, or None if it does not name it."""
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
     prim = eqn.params.get("_prim")
@@ -159,7 +164,7 @@ def equation_name(eqn: Any) -> str | None:
 
 
 def primitive_name(eqn: Any) -> str:
-    """Returns the name of an equation's primitive; that of the hi primitive where it is one."""
+    """Returns the name of an equation's primitive, or of its hi primitive if it has one."""
     prim = eqn.params.get("_prim")
     if prim is None:
         return str(eqn.primitive.name)
@@ -167,7 +172,7 @@ def primitive_name(eqn: Any) -> str:
 
 
 def equation_params(eqn: Any) -> dict[str, Any]:
-    """Returns the parameters of an equation; those of the hi primitive where it is one."""
+    """Returns the parameters of an equation, or of its hi primitive if it has one."""
     prim = eqn.params.get("_prim")
     return dict(eqn.params) if prim is None else dict(prim.params)
 
@@ -181,14 +186,14 @@ def replace_params(eqn: Any, **changes: Any) -> Any:
 
 
 def is_unspecified(sharding: Any) -> bool:
-    """Whether a sharding of a jit equation says nothing (the class that says so is private)."""
+    """Returns whether a sharding of a jit equation is unspecified (the class for that is private)."""
     return sharding is None or isinstance(sharding, UnspecifiedValue)
 
 
 def source_line(eqn: Any) -> str:
     """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
 
-    JAX's own frames are left out, and jaxckpt's, and, unless there are no others, those of libraries that users build models with.
+    Frames of JAX and jaxckpt are left out. Frames of libraries for models are left out if there are other frames.
     """
     first = None
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
@@ -211,6 +216,8 @@ def name_stack(eqn: Any) -> str:
 
 
 def prepend_name_stack(outer: Any, inner: Any) -> Any:
-    """Returns `inner` as it is when the call `outer` is written out: scopes of both, in that order."""
+    """Returns `inner` with the scopes of the call `outer` before its own, for when the call is replaced by its
+    operations.
+    """
     info = inner.source_info
     return inner.replace(source_info=info.replace(name_stack=outer.source_info.name_stack + info.name_stack))

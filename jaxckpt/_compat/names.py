@@ -1,4 +1,4 @@
-"""Names of values, the checkpoints that keep values by name, and policies of JAX's own."""
+"""Names of values, checkpoints that keep values by name, and JAX's policies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from jaxckpt._compat.traces import alone, cache_in_context, shaped_array
 
 
 def working_checkpoints() -> Any:
-    """A context to trace and emit checkpoints in: the old jax.checkpoint where the new one (flag jax_remat3) is not finished.
+    """A context to trace and emit checkpoints in. It uses the old jax.checkpoint, because the new one (flag jax_remat3)
+    is not finished.
 
-    In jax 0.10 its names cannot be batched ("for vmap support, subclass CheckpointName must implement `batch`"), and values that are to be
-    moved to the host are recomputed without a word; in 0.11 what is named inside a nested checkpoint is not kept; in 0.12.0.1 names inside a
-    function with a derivative of its own are not seen, so that no derivative could read what is kept (see `core/reads.py`). The flag itself
-    stays what it is outside.
+    In jax 0.10, the names of the new one cannot be batched ("for vmap support, subclass CheckpointName must implement
+    `batch`"), and offloaded values are recomputed without an error. In 0.11, values that are named inside a nested
+    checkpoint are not kept. In 0.12.0.1, names inside a function with its own derivative are not seen, so no derivative
+    could read what is kept (see `core/reads.py`). Outside of the context, the flag does not change.
     """
     if config.remat3.value:
         return config.remat3(False)
@@ -33,7 +34,9 @@ def working_checkpoints() -> Any:
 
 
 def name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
-    """Returns an equation `result = name[name] operand`, in the form that this JAX and its flags use, at the source line of `maker`."""
+    """Returns an equation `result = name[name] operand` in the form of this JAX and its flags, with the source line of
+    `maker`.
+    """
     template = _name_template(operand.aval)
     prim = template.params.get("_prim")
     params = {"name": name} if prim is None else {**template.params, "_prim": type(prim)(name, operand.aval)}
@@ -41,10 +44,11 @@ def name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
 
 
 def keep_names(saved: Sequence[str], offloaded: Sequence[str] = ()) -> Any:
-    """Returns JAX's policy that keeps values of some names on the device and of others on the host; None where there are none.
+    """Returns JAX's policy that keeps values of some names on the device and of others on the host; None if there are
+    no names.
 
     Raises:
-      UnsupportedJaxError: checkpoints of this JAX lose such names.
+      UnsupportedJaxError: checkpoints of this JAX lose these names.
     """
     _check_kept_names()
     return _names_policy(saved, offloaded)
@@ -62,10 +66,11 @@ def _names_policy(saved: Sequence[str], offloaded: Sequence[str]) -> Any:
 
 
 def kept_equations(operand: Any, result: Any, name: str, maker: Any) -> list[Any]:
-    """Returns equations that name a value for a policy that keeps it: `result = name[name] operand`, or so for both parts of a complex one.
+    """Returns equations that name a value so that a policy keeps it: `result = name[name] operand`, for a complex value
+    one for each part.
 
-    jax.checkpoint rounds what it keeps to its own type with `reduce_precision`, which takes no complex types: up to jax 0.12.0.1 a complex
-    value that a policy keeps is a TypeError.
+    jax.checkpoint rounds a kept value to its own type with `reduce_precision`, which does not take complex types. So up
+    to jax 0.12.0.1, a complex value that a policy keeps is a TypeError.
     """
     if not jax.dtypes.issubdtype(operand.aval.dtype, jax.numpy.complexfloating):
         return [name_equation(operand, result, name, maker)]
@@ -96,7 +101,7 @@ def _name_template(aval: Any) -> Any:
 
 @functools.cache
 def _check_kept_names() -> None:
-    """Checks that jax.checkpoint keeps, or offloads, a value that is named as `name_equation` names it, and so does not compute it again.
+    """Checks that jax.checkpoint keeps or offloads a value that `name_equation` names, and does not compute it again.
 
     Raises:
       UnsupportedJaxError: the name is lost.
@@ -127,17 +132,19 @@ def _check_kept_names() -> None:
 
 
 def _count(primitive: str, closed: Any) -> int:
-    """Returns how many operations of a primitive a program holds."""
+    """Returns the number of operations of a primitive in a program."""
     eqns = open_jaxpr(closed).eqns
     return sum((e.primitive.name == primitive) + sum(_count(primitive, j) for j in inner_jaxprs(e)) for e in eqns)
 
 
 # ------------------------------------------------------------------------------------------------------------- policies
-# A policy of JAX's own is a function of a primitive (the object, not its name), avals and parameters.
+# A policy of JAX is a function of a primitive (the object, not its name), avals and parameters.
 
 
 def ask_policy(policy: Callable[..., Any], primitive: str, params: Any, value: Any, name: str | None) -> str:
-    """Returns "save", "offload" or "recompute": what a policy of JAX's own says of a value, as the result of `primitive`, or as `name`d."""
+    """Returns the decision of JAX's policy on a value, as the result of `primitive` or by its `name`: "save", "offload"
+    or "recompute".
+    """
     aval = shaped_array(value.shape, value.dtype)
     if name is not None:
         answer = policy(ad_checkpoint.name_p, aval, name=name)
@@ -149,7 +156,9 @@ def ask_policy(policy: Callable[..., Any], primitive: str, params: Any, value: A
 
 
 def everything_saveable(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """JAX's policy of this name, but for complex values, which jax.checkpoint cannot keep (see `kept_equations`): they are recomputed."""
+    """JAX's policy of this name, except that complex values are recomputed, because jax.checkpoint cannot keep them:
+    see `kept_equations`.
+    """
     made = params.get("new_dtype", params.get("dtype"))
     dtypes = [getattr(aval, "dtype", None) for aval in avals] + [made]
     if primitive.name in ("complex", "fft", "eig"):

@@ -1,8 +1,10 @@
-"""The table of what jaxckpt needs of JAX beyond its public interface, and the probe that holds it against the installed JAX.
+"""The table of the parts of JAX that jaxckpt needs beyond the public interface, and the probe that checks it against
+the installed JAX.
 
-`probe` looks at what can be seen without tracing: that a name is there, that a function takes the arguments that it is called with, that a
-class has the attributes that are read, that a primitive is called what it is looked for by. It takes a few milliseconds. What takes a trace is
-checked at first use, by `behaviour`; what is in modules that JAX does not import by itself is looked up at first use, by `get`.
+`probe` checks what needs no trace: a name exists, a function takes the arguments that jaxckpt passes, a class has the
+attributes that are read, a primitive has the expected name. This takes a few milliseconds. Checks that need a trace run
+at first use, in `primitives` and `names`. Parts in modules that JAX does not import by itself are looked up at first
+use, by `get`.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version_info__)
 
 @dataclass(frozen=True)
 class Need:
-    """Something that is not public.
+    """A part that is not public.
 
     Attributes:
       symbol: its dotted name.
-      why: what it is needed for, as a phrase that follows "to".
-      positional: what it is called with by position: how many arguments, or, where their meaning matters, the names of the parameters.
-      keywords: names of the arguments that it is called with by keyword.
-      has: names of its attributes that are read; of a class, those of its instances.
-      name: what a primitive is called in a jaxpr.
-      since: the first version of jax that has it; older ones do without.
-      late: whether it is looked up at first use, for JAX does not import its module by itself.
+      why: its purpose, as a phrase after "to".
+      positional: its positional arguments: their number or, if their meaning matters, the names of the parameters.
+      keywords: names of its keyword arguments.
+      has: names of its attributes that are read; for a class, those of its instances.
+      name: the name of a primitive in a jaxpr.
+      since: the first version of jax that has it; jaxckpt does not need it in older versions.
+      late: whether it is looked up at first use, because JAX does not import its module by itself.
     """
 
     symbol: str
@@ -52,7 +54,7 @@ _JAXPR = ("constvars", "invars", "outvars", "eqns", "effects", "debug_info")
 _EQUATION = ("invars", "outvars", "primitive", "params", "effects", "source_info")
 
 NEEDS: tuple[Need, ...] = (
-    # Jaxprs: `jax.extend.core` has no function that takes an equation apart or puts one together.
+    # Jaxprs: `jax.extend.core` has no function that reads or makes an equation.
     Need("jax.extend.core.Var", "make variables for programs that it puts together", positional=1, has=("aval",)),
     Need("jax.extend.core.Literal", "tell constants in equations from variables", has=("val", "aval")),
     Need("jax._src.core.DropVar", "tell results that nobody uses"),
@@ -127,6 +129,22 @@ NEEDS: tuple[Need, ...] = (
     Need("jax._src.interpreters.mlir._lowerings", "know the names of operations", has=("__iter__",)),
     Need("jax.interpreters.mlir.register_lowering", "lower operations of its own", positional=2),
     Need("jax.interpreters.mlir.lower_fun", "lower operations of its own", positional=1, keywords=("multiple_results",)),
+    # Rules of the user's: `jax.custom_vjp` has no public function that gives its forward and backward rules back.
+    Need("jax.extend.core.primitives.custom_lin_p", "batch derivatives of rules of the user's", name="custom_lin"),
+    Need("jax._src.core.Primitive.get_bind_params", "run rules of the user's", positional=2),
+    Need("jax._src.core.TraceTag", "batch derivatives of rules of the user's", positional=0),
+    Need("jax._src.core.unmapped_aval", "batch derivatives of rules of the user's", positional=3),
+    Need("jax._src.linear_util.wrap_init", "run rules of the user's", positional=1, keywords=("debug_info",)),
+    Need("jax._src.interpreters.ad.CustomVJPException", "refuse derivatives in what a rule closes over"),
+    Need("jax._src.interpreters.ad.raise_custom_vjp_error_on_jvp", "refuse forward mode of rules of the user's"),
+    Need("jax._src.interpreters.ad.primitive_transposes", "run rules of the user's", has=("__setitem__",)),
+    Need("jax._src.interpreters.ad.fancy_transposes", "run rules of the user's", has=("__setitem__",)),
+    Need(
+        "jax._src.interpreters.batching.batch_custom_vjp_bwd",
+        "batch derivatives of rules of the user's",
+        positional=5 if VERSION < (0, 12) else 7,
+    ),
+    Need("jax._src.interpreters.batching.fancy_primitive_batchers", "batch operations of its own", has=("__setitem__",)),
     Need("jax.Ref", "refuse programs that change references"),
     Need("jax.sharding.use_abstract_mesh", "trace programs whatever mesh is set around them", positional=1),
     # Names of values, and policies.
@@ -139,7 +157,7 @@ NEEDS: tuple[Need, ...] = (
     Need("jax._src.interpreters.partial_eval.Saveable", "ask policies of JAX"),
     Need("jax._src.interpreters.partial_eval.SaveableType", "ask policies of JAX"),
     Need("jax._src.interpreters.partial_eval.Offloadable", "ask policies of JAX"),
-    # What primitives are called, as far as it can be seen without a trace: see `behaviour`.
+    # Names of primitives that can be checked without a trace; for the others see `primitives`.
     Need("jax.extend.core.primitives.scan_p", "find loops", name="scan"),
     Need("jax.extend.core.primitives.while_p", "find loops", name="while"),
     Need("jax.extend.core.primitives.cond_p", "find branches", name="cond"),
@@ -187,10 +205,10 @@ NEEDS: tuple[Need, ...] = (
 
 
 def probe(needs: Iterable[Need] = NEEDS) -> None:
-    """Checks what can be seen without tracing.
+    """Checks what needs no trace.
 
     Raises:
-      UnsupportedJaxError: the installed JAX lacks something, or has it in another form.
+      UnsupportedJaxError: the installed JAX lacks a part, or has it in another form.
     """
     for need in needs:
         if not need.late and need.since <= VERSION:
@@ -198,7 +216,7 @@ def probe(needs: Iterable[Need] = NEEDS) -> None:
 
 
 def get(symbol: str) -> Any:
-    """Returns what is looked up at first use.
+    """Returns a part that is looked up at first use.
 
     Raises:
       UnsupportedJaxError: see `probe`.
@@ -207,13 +225,13 @@ def get(symbol: str) -> Any:
 
 
 def check(need: Need, package: str = "jax", known: tuple[str, ...] = KNOWN) -> Any:
-    """Returns what a need is of.
+    """Returns the part that a need names.
 
     Args:
-      package, known: the package that it is of, and its versions that are known to work.
+      package, known: its package, and the versions of the package that are known to work.
 
     Raises:
-      UnsupportedJaxError: it is not there, or in another form.
+      UnsupportedJaxError: the part is missing, or has another form.
     """
     found = _resolve(need.symbol)
     wrong = "has no such name" if found is _MISSING else _difference(found, need)
@@ -225,7 +243,7 @@ def check(need: Need, package: str = "jax", known: tuple[str, ...] = KNOWN) -> A
 def unsupported(
     symbol: str, why: str, found: str, package: str = "jax", known: tuple[str, ...] = KNOWN
 ) -> UnsupportedJaxError:
-    """Returns the error that says what is missing; the arguments are those of `UnsupportedJaxError`."""
+    """Returns the error for a missing part. The arguments are those of `UnsupportedJaxError`."""
     installed = importlib.import_module(package).__version__
     return UnsupportedJaxError(symbol, why, found, package=package, installed=installed, known=known)
 
@@ -241,14 +259,14 @@ def _resolve(symbol: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             try:
-                found = importlib.import_module(".".join(parts[:end]))  # a module that nobody has imported yet
+                found = importlib.import_module(".".join(parts[:end]))  # the module is not imported yet
             except ImportError:
                 return _MISSING
     return found
 
 
 def _difference(found: Any, need: Need) -> str:
-    """Returns in what way something is not of the form that is needed, as a phrase that follows "it"; "" where it is."""
+    """Returns how a part differs from the form that is needed, as a phrase after "it"; "" if it does not differ."""
     fields = getattr(found, "__dataclass_fields__", ())
     for attribute in need.has:
         if not hasattr(found, attribute) and attribute not in fields:
@@ -259,7 +277,7 @@ def _difference(found: Any, need: Need) -> str:
         return ""
     try:
         signature = inspect.signature(found)
-    except (TypeError, ValueError):  # native code does not tell
+    except (TypeError, ValueError):  # native code has no signature
         return "" if callable(found) else "has something there that cannot be called"
     given = need.positional or 0
     if isinstance(given, tuple):

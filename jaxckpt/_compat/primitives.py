@@ -1,7 +1,8 @@
-"""What JAX's primitives are called in a traced program, and the parameters of theirs that are read: seen in a trace, at first use.
+"""The names of JAX's primitives in a traced program, and the parameters that jaxckpt reads. Checked with a trace at
+first use.
 
-A primitive of another name, or a program in a parameter where nobody looks for it, would not fail: loops would count once, names in
-checkpoints would be lost. So a function with one of each is traced, and looked at.
+A primitive with another name, or a program in an unknown parameter, would cause no error: loops would count once, and
+names in checkpoints would be lost. So a function with one of each is traced and checked.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Sample:
     """A function that makes an operation of a primitive.
 
     Attributes:
-      names: what the primitive may be called.
-      why: what jaxckpt looks for it for, as a phrase that follows "to".
-      make: takes a vector of 4 and a matrix of 4 by 4, both float32.
+      names: possible names of the primitive.
+      why: its purpose in jaxckpt, as a phrase after "to".
+      make: function of a vector of 4 and a matrix of 4 by 4, both float32.
       params: parameters that are read.
-      programs: how many programs its parameters hold.
+      programs: number of programs in its parameters.
     """
 
     names: tuple[str, ...]
@@ -66,7 +67,9 @@ IMPORTED_LATE = frozenset({"pallas_call"})
 
 
 def primitive_names() -> frozenset[str]:
-    """Returns what the primitives of this JAX are called, those that other packages have registered too; no public function lists them."""
+    """Returns the names of the primitives of this JAX, with those that other packages have registered. No public
+    function lists them.
+    """
     tables = vars(primitives).values(), ad.primitive_jvps, ad.primitive_transposes, mlir._lowerings
     found = {each.name for table in tables for each in table if isinstance(each, jax.extend.core.Primitive)}
     return IMPORTED_LATE | found
@@ -144,7 +147,7 @@ def check_primitives() -> None:
         raise unsupported(
             "the primitive name", "find the names of values", "makes no such operation of checkpoint_name"
         )
-    for eqn in eqns:  # grows: some of JAX's functions are calls themselves
+    for eqn in eqns:  # the list grows: some of JAX's functions are calls
         eqns.extend(inner for program in inner_jaxprs(eqn) for inner in open_jaxpr(program).eqns)
     found = {name_of(eqn): eqn for eqn in eqns}
     for sample in SAMPLES:

@@ -1,15 +1,24 @@
-"""What an operation of our own is made with: a primitive, and how it is differentiated, batched and lowered.
+"""Parts for an operation that jaxckpt defines: a primitive, and its rules for differentiation, batching and lowering.
 
-`jax.interpreters` is semi-private: names in it have come and gone, and these have changed their parameters.
+`jax.interpreters` is partly private: its names come and go, and these functions have changed their parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from jax._src import core as _core
+from jax._src import linear_util
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax.extend.core import Primitive as Primitive
+from jax.extend.core.primitives import custom_lin_p
 from jax.interpreters import ad, batching, mlir, partial_eval
+
+from jaxckpt._compat.jaxprs import close_jaxpr, jaxpr_title
+from jaxckpt._compat.needs import VERSION
 
 jvp_rules = ad.primitive_jvps
 """primitive -> (primals, tangents, **params) -> (result, tangent)"""
@@ -30,10 +39,117 @@ broadcast = batching.broadcast
 
 
 def drop_unused(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]) -> None:
-    """Sets what becomes of an operation of which some results are not used.
+    """Sets the rule for an operation with unused results.
 
     Args:
-      rule: (for each result whether it is used, equation) -> (for each operand whether it is used, new equation or None). jax 0.12 also says
-        which operands are there, which none of ours asks.
+      rule: (for each result whether it is used, equation) -> (for each operand whether it is used, new equation or
+        None). jax 0.12 also passes which operands are known; no rule here needs that.
     """
     partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
+# ------------------------------------------------------------------------------------------- reverse rules of users
+# Where JAX differentiates a `jax.custom_vjp` it leaves an operation, custom_lin, that can be transposed and nothing else: JAX batches the
+# function before. A derivative that is computed within a rule of ours is batched after. `reverse_rule_p` is custom_lin with a batching rule.
+
+reverse_rule_p = Primitive("jaxckpt_reverse_rule")
+reverse_rule_p.multiple_results = True
+reverse_rule_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
+reverse_rule_p.def_impl(_ad.raise_custom_vjp_error_on_jvp)
+mlir.register_lowering(reverse_rule_p, _ad.raise_custom_vjp_error_on_jvp)
+_transposes = next(table for table in (_ad.primitive_transposes, _ad.fancy_transposes) if custom_lin_p in table)
+_transposes[reverse_rule_p] = _transposes[custom_lin_p]  # the second from jax 0.11: it adds cotangents up in place
+
+
+def _batch_reverse_rule(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+    if all(dim is None for dim in dims):
+        results = reverse_rule_p.bind(*args, **params)
+        return results, [None] * len(results)
+    count = params["num_res"]
+    moving = iter(dims[count:])
+    into = [None if zero else next(moving) for zero in params["in_zeros"]]
+    coming = [*dims[:count], *([0] * len(params["out_avals"]))]
+    more = () if VERSION < (0, 12) else (lambda: count, "a function with a rule of its own")
+    bwd = _batching.batch_custom_vjp_bwd(params["bwd"], _core.TraceTag(), axis, lambda: coming, into, *more)
+    avals = tuple(_core.unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis) for aval in params["out_avals"])
+    results = reverse_rule_p.bind(*args, **{**params, "bwd": _hashable(bwd), "out_avals": avals})
+    return results, [0] * len(results)
+
+
+_batching.fancy_primitive_batchers[reverse_rule_p] = _batch_reverse_rule
+
+
+def batched_reverse_rule(eqn: Any) -> Any:
+    """Returns the equation; where it is custom_lin, as the operation that can be batched."""
+    if eqn.primitive is not custom_lin_p:
+        return eqn
+    lists = {name: tuple(eqn.params[name]) for name in ("out_avals", "in_zeros")}
+    return eqn.replace(primitive=reverse_rule_p, params={**eqn.params, **lists, "bwd": _hashable(eqn.params["bwd"])})
+
+
+def _hashable(bwd: Any) -> Any:
+    """Returns a wrapped function as one that equations can have for a parameter: its transforms may hold lists."""
+    if not bwd.transforms:
+        return bwd
+    return linear_util.wrap_init(lambda *args: bwd.call_wrapped(*args), debug_info=bwd.debug_info)
+
+
+@dataclass(frozen=True, eq=False)
+class CustomRule:
+    """The rule of a `custom_vjp_call`, as the parameters of its equation hold it.
+
+    Attributes:
+      name: of the user's function.
+      num_consts: how many of the first operands it closes over; it has no derivative in these.
+    """
+
+    equation: Any
+    name: str
+    num_consts: int
+
+    def trace(self, moving: Sequence[bool]) -> tuple[Any, list[int | None]]:
+        """Traces the forward rule.
+
+        Args:
+          moving: for each operand but the constants whether it is differentiated.
+
+        Returns:
+          The closed jaxpr of (operands but the constants) -> (residuals that are no operands, results); and for each leaf of the residuals the
+          operand that it is, constants counted, or None.
+        """
+        jaxpr, consts = self.equation.params["fwd_jaxpr_thunk"].call_wrapped(*moving)
+        forwards = list(self.equation.params["out_trees"]()[2])
+        return close_jaxpr(jaxpr, consts), forwards
+
+    def tangents(
+        self, residuals: Sequence[Any], moving: Sequence[Any], still: Sequence[bool], avals: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the results' tangents, which can only be transposed: by the user's backward rule.
+
+        Args:
+          residuals: all leaves.
+          moving: tangents of the operands that have one.
+          still: for each operand whether it has none.
+          avals: of the results' tangents.
+
+        Raises:
+          CustomVJPException: JAX's own, if a constant has a tangent.
+        """
+        if not all(still[: self.num_consts]):
+            raise _ad.CustomVJPException
+        params = self.equation.primitive.get_bind_params(self.equation.params)
+        results: list[Any] = reverse_rule_p.bind(
+            *residuals,
+            *moving,
+            num_res=len(residuals),
+            bwd=_hashable(params["subfuns"][2]),
+            out_avals=tuple(avals),
+            symbolic_zeros=params["symbolic_zeros"],
+            in_zeros=tuple(still),
+        )
+        return results
+
+
+def custom_rule(eqn: Any) -> CustomRule:
+    """Returns the rule of an equation that is a `custom_vjp_call`."""
+    return CustomRule(eqn, jaxpr_title(eqn.params["call_jaxpr"]), eqn.params["num_consts"])

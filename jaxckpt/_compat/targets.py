@@ -1,4 +1,4 @@
-"""Backends, and devices that are not here."""
+"""Backends, and devices that are not in this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxckpt._compat import needs
 
 
 def start_within(context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Has JAX's backends start within a context, whoever is the first to need them; nothing changes once they have.
+    """Makes JAX's backends start within a context, whoever needs them first. After they have started, it has no effect.
 
-    Up to 0.12 there is no hook: `jax.devices()`, a first computation and a compilation all come to `xla_bridge.backends`, which is replaced
-    until it has run.
+    Up to jax 0.12 there is no hook. `jax.devices()`, a first computation and a compilation all call
+    `xla_bridge.backends`, which is replaced until it has run.
     """
     if xla_bridge.backends_are_initialized():
         return
@@ -40,9 +40,10 @@ def start_within(context: Callable[[], contextlib.AbstractContextManager[None]])
 def cuda_topology(name: str, config: str, count: int) -> tuple[Any, ...]:
     """Returns `count` compile-only GPUs of the kind that the target configuration (a text proto) describes.
 
-    JAX registers what makes topologies together with the backend, and in 0.10 and 0.12 does neither where CUDA's libraries are missing,
-    which only running needs. Then the plugin's own initialisation is called without its check of them, and the backend that it registers
-    is taken back, for nothing could run on it.
+    JAX registers the function that makes topologies together with the backend. If CUDA's libraries are missing, jax
+    0.10 and 0.12 register neither, although only running a program needs these libraries. Then the plugin is
+    initialised without its check for the libraries, and the backend that it registers is removed, because nothing can
+    run on it.
     """
     xla_bridge._discover_and_register_pjrt_plugins()
     if "cuda" not in xla_bridge._topology_factories:
@@ -69,11 +70,11 @@ def tpu_topology(name: str, *, shared: bool, **options: Any) -> tuple[Any, ...]:
     """Returns the compile-only TPUs of a slice such as "v5e:2x2".
 
     Args:
-      shared: whether other processes may load libtpu beside this one.
+      shared: whether other processes may load libtpu at the same time.
 
-    libtpu looks for its machine in the environment and, without these variables, in the network; and it lets only one process load it,
-    lest two drive one TPU: where there is none, that would only keep two processes from compiling at once. The variables are there while
-    it loads and no longer.
+    libtpu looks for its machine in these environment variables and, without them, in the network. It lets only one
+    process load it, so that two processes do not use one TPU. Without a TPU, that would only prevent two processes from
+    compiling at the same time. The variables are set only while libtpu loads.
     """
     variables = {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -93,7 +94,7 @@ def _topology(name: str, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, and takes them away again."""
+    """Sets environment variables that are not set, and removes them at the end."""
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(missing)
     try:

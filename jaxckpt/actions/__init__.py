@@ -1,4 +1,6 @@
-"""What may become of a value between forward and backward pass: one file an action; `base.py` says what an action is."""
+"""Actions: what may become of a value between the forward and the backward pass. One file for each; `base.py` defines
+them.
+"""
 
 from jaxckpt.actions.base import KINDS as KINDS
 from jaxckpt.actions.base import Action as Action
@@ -7,7 +9,7 @@ from jaxckpt.actions.base import Cost as Cost
 from jaxckpt.actions.base import action_from as action_from
 
 # isort: split
-# In the order in which messages list them.
+# The imports are in the order in which messages list the actions.
 from jaxckpt.actions.recompute import RECOMPUTE as RECOMPUTE
 
 # isort: split
@@ -18,5 +20,5 @@ from jaxckpt.actions.offload import OFFLOAD as OFFLOAD
 
 
 def given(action: Action, value: Array) -> Action:
-    """Returns the action that a value gets: SAVE where the one that it was given cannot be given to it."""
+    """Returns the action if it admits the value, and SAVE otherwise."""
     return action if action.admits(value) else SAVE

@@ -1,7 +1,9 @@
-"""What an action is: what may become of a value between its computation in the forward pass and its use in the backward pass.
+"""The base class of actions. An action says what becomes of a value between the forward pass and its use in the
+backward pass.
 
-An action is one class in one file. Policies, plans, the emitter, the planner, plan files and reports ask it; none of them knows which actions
-there are. A class with a `kind` is known by that name from its definition on, in this package or anywhere else.
+An action is one class in one file. Policies, plans, the emitter, the planner, plan files and reports ask it. None of
+them knows which actions exist. When a class with a `kind` is defined, in this package or anywhere else, it is known by
+that name.
 """
 
 from __future__ import annotations
@@ -16,33 +18,33 @@ from jaxckpt._errors import ArgumentError, did_you_mean
 
 
 class Array(Protocol):
-    """What an action is asked about: anything with the shape, the dtype and the bytes of one execution."""
+    """The array that an action is asked about: anything with a shape, a dtype and bytes, all of one execution."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one execution."""
+        """The shape, of one execution."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """As numpy's."""
+        """The dtype, as in numpy."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Of one execution, on one device."""
+        """The bytes, of one execution, on one device."""
         ...
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What it takes to store a value and to bring it back, both together, by the resource that it is spent on.
+    """The cost to store a value and to restore it, both together, for each resource.
 
     Attributes:
-      flops: elementwise arithmetic.
-      memory_bytes: read and written in device memory.
-      host_bytes: over the link to the host, one way and back.
-      link_bytes: over the links to other devices.
+      flops: FLOPs of elementwise arithmetic.
+      memory_bytes: bytes that are read and written in device memory.
+      host_bytes: bytes over the link to the host, in both directions.
+      link_bytes: bytes over the links to other devices.
     """
 
     flops: float = 0.0
@@ -52,11 +54,13 @@ class Cost:
 
 
 KINDS: dict[str, type[Action]] = {}
-"""The classes of actions by their kind."""
+"""Kind -> class of the action."""
 
 
 class _Kinds(ABCMeta):
-    """Enters each class with a `kind` into the table; a class without parameters has one object; `Action("save")` is that kind's."""
+    """Adds each class with a `kind` to KINDS. A class without parameters has one object. `Action("save")` returns the
+    object of that kind.
+    """
 
     _plain: Any
 
@@ -72,20 +76,21 @@ class _Kinds(ABCMeta):
         if args or kwargs:
             return super().__call__(*args, **kwargs)
         if "_plain" not in cls.__dict__:
-            cls._plain = super().__call__()  # one object for all that have no parameters
+            cls._plain = super().__call__()  # one object for a class without parameters
         return cls.__dict__["_plain"]
 
 
 class Action(metaclass=_Kinds):
-    """One thing that may become of an intermediate value. Actions are values: equal where kind and parameters are.
+    """What becomes of an intermediate value. Two actions are equal if their kinds and parameters are equal.
 
-    A subclass sets `kind`; a dataclass's fields are its parameters, and are written to plan files, so they are what JSON has.
+    A subclass sets `kind`. If it is a dataclass, its fields are its parameters. They are written to plan files, so JSON
+    must have their types.
 
     Attributes:
-      kind: its name, in plan files, on the command line and in reports.
-      keeps: whether anything is kept; False for a value that is computed again.
-      changes: whether what is kept is not the value itself: then `encode` and `decode` say what is.
-      on_host: whether what is kept lies in the host's memory.
+      kind: the name in plan files, on the command line and in reports.
+      keeps: whether anything is kept; False if the value is computed again.
+      changes: whether another form of the value is kept; `encode` and `decode` then define it.
+      on_host: whether the kept bytes are in host memory.
     """
 
     kind: ClassVar[str] = ""
@@ -94,47 +99,49 @@ class Action(metaclass=_Kinds):
     on_host: ClassVar[bool] = False
 
     def admits(self, value: Array) -> bool:
-        """Whether it can be given to a value; one that it cannot be given to is saved as it is."""
+        """Returns whether the action can be used for a value. Other values are saved as they are."""
         return True
 
     def device_bytes(self, value: Array) -> int:
-        """Returns the bytes that it keeps of a value in device memory, of one execution."""
+        """Returns the bytes that are kept of a value in device memory, for one execution."""
         return 0 if self.on_host or not self.keeps else value.bytes
 
     def host_bytes(self, value: Array) -> int:
-        """Returns the bytes that it keeps of a value in host memory, of one execution."""
+        """Returns the bytes that are kept of a value in host memory, for one execution."""
         return value.bytes if self.on_host and self.keeps else 0
 
     def stored_bytes(self, value: Array) -> int:
-        """Returns the bytes that it keeps of a value wherever they lie, of one execution."""
+        """Returns the bytes that are kept of a value in both memories, for one execution."""
         return self.device_bytes(value) + self.host_bytes(value)
 
     def cost(self, value: Array) -> Cost:
-        """Returns what it takes to store a value and to bring it back, of one execution."""
+        """Returns the cost to store a value and to restore it, for one execution."""
         return Cost()
 
     def encode(self, x: Any) -> Any:
-        """Returns what is kept of an array, a pytree of arrays. Only where `changes`."""
+        """Returns what is kept of an array, as a pytree of arrays. Used only if `changes`."""
         raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
 
     def decode(self, stored: Any, like: Any) -> Any:
-        """Returns the array that the backward pass uses, from what `encode` returned; of the shape and dtype of `like`."""
+        """Returns the array for the backward pass from the result of `encode`, with the shape and dtype of `like`."""
         raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
 
     def error(self, dtype: Any) -> float:
-        """Returns the largest relative error that it brings into a value of a dtype; 0 where it is exact."""
+        """Returns the largest relative error of a restored value of a dtype; 0 if it is exact."""
         return 0.0
 
     def refusal(self, target: Any) -> str:
-        """Returns why it cannot be used on a target (a `jaxckpt.Target`), a sentence; "" where it can."""
+        """Returns a sentence that says why a target (a `jaxckpt.Target`) cannot have this action; "" if it can."""
         return ""
 
     def parameters(self) -> Mapping[str, Any]:
-        """Returns its parameters by name, as JSON has them."""
+        """Returns the parameters by name, as JSON values."""
         return {name: getattr(self, name) for name in getattr(self, "__dataclass_fields__", ())}
 
     def to_json(self) -> Any:
-        """Returns the action as a JSON value: its kind, or an object with kind and parameters; `action_from` reads it back."""
+        """Returns the action as a JSON value: its kind, or an object with kind and parameters. `action_from` reads
+        it.
+        """
         parameters = self.parameters()
         return {"kind": self.kind, **parameters} if parameters else self.kind
 
@@ -153,10 +160,10 @@ class Action(metaclass=_Kinds):
 
 
 def action_from(value: Any, argument: str = "action") -> Action:
-    """Returns an action from itself, from its kind in any case ("save"), or from what `Action.to_json` returned.
+    """Returns the action for an action, its kind in upper or lower case ("save"), or the result of `Action.to_json`.
 
     Raises:
-      ArgumentError: there is no such action, or its parameters are others.
+      ArgumentError: there is no such action, or it does not have these parameters.
 
     >>> action_from("save")
     SAVE

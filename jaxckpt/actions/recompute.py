@@ -1,4 +1,4 @@
-"""Drop a value after the forward pass, compute it again when the backward pass needs it."""
+"""Drop a value after the forward pass, and compute it again when the backward pass needs it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from jaxckpt.actions.base import Action
 
 
 class Recompute(Action):
-    """The value is dropped; see `RECOMPUTE`."""
+    """Drops the value; see `RECOMPUTE`."""
 
     kind = "recompute"
     keeps = False
 
 
 RECOMPUTE: Action = Recompute()
-"""Drop the value after the forward pass, compute it again when the backward pass needs it."""
+"""Drop the value after the forward pass, and compute it again when the backward pass needs it."""

@@ -6,7 +6,7 @@ from jaxckpt.actions.base import Action
 
 
 class Save(Action):
-    """The value is kept as it is; see `SAVE`."""
+    """Keeps the value as it is; see `SAVE`."""
 
     kind = "save"
 

@@ -21,9 +21,11 @@ from jaxckpt.actions import SAVE, Action
 from jaxckpt.core import reads, stored, surgery
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
+from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
+from jaxckpt.core.rules import Rule
 from jaxckpt.core.tie import tie
 
 
@@ -39,7 +41,7 @@ def emit(
       loops: as of `Plan`.
 
     Raises:
-      PlanMismatchError: a loop is no scan of the graph, or of another length.
+      PlanMismatchError: a loop is no scan of the graph, or one that its schedule cannot run.
     """
     if not regions and not loops:
         return functools.partial(surgery.evaluate, _compat.open_jaxpr(graph.jaxpr))
@@ -264,6 +266,9 @@ def _bare(before: Mapping[Any, tuple[int, Any]], atom: Any, cuts: Sequence[int],
 
 def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], loop: Loop | None = None) -> list[Any]:
     changes: dict[str, Any] = {}
+    rule = Rule.of(eqn)
+    if rule is not None and not any(index in actions for index in op.outputs[rule.results :]):
+        eqn = names.graph.calls.closed(eqn)
     for body in op.bodies if loop is None else ():
         if id(body) not in names.addresses and not any(index in actions for index in _own_values(body)):
             continue
@@ -279,6 +284,8 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
     if changes:
         call = reads.is_call(eqn)
         eqn = reads.with_program(eqn, changes["call_jaxpr"]) if call else _compat.replace_params(eqn, **changes)
+    else:
+        eqn = eqn if rule is not None else names.graph.calls.closed(eqn)
     outvars, extra = list(eqn.outvars), []
     inside = {
         index for body in op.bodies for index in body.outputs
@@ -333,8 +340,8 @@ def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Fla
     return _whole(regions, _Program(body, groups, names, names.prevent_cse, list))
 
 
-def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> tuple[Flat, Any]:
-    """Returns a scan's body as a function that names what is kept, and the policy that keeps it.
+def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> NamedBody:
+    """Returns a scan's body that names what is kept.
 
     Args:
       within: of the regions inside of it.
@@ -348,7 +355,8 @@ def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Map
         fun = functools.partial(surgery.evaluate, surgery.with_equations(body.jaxpr, eqns))
     else:
         fun = functools.partial(surgery.evaluate, body.jaxpr)
-    return fun if names.read.isdisjoint(actions) else reads.reads_names(fun), _policy(actions, names)
+    reading = fun if names.read.isdisjoint(actions) else reads.reads_names(fun)
+    return NamedBody(reading, fun, _policy(actions, names), frozenset(map(names, actions)))
 
 
 def _own_values(body: Body) -> set[int]:

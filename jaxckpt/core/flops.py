@@ -11,7 +11,7 @@ from typing import Any
 
 Avals = list[Any]
 Params = Mapping[str, Any]
-Rule = Callable[[Avals, Avals, Params], int]
+FlopsRule = Callable[[Avals, Avals, Params], int]
 """Abstract values of operands and results, and the equation's parameters -> FLOPs."""
 
 
@@ -99,7 +99,7 @@ def scatter(inputs: Avals, outputs: Avals, params: Params) -> int:
     return size(inputs[2])
 
 
-def cubic(factor: float) -> Rule:
+def cubic(factor: float) -> FlopsRule:
     """Returns the rule of a factorisation: so many times rows times columns times the lesser of both."""
 
     def rule(inputs: Avals, outputs: Avals, params: Params) -> int:

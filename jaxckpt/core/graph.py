@@ -27,6 +27,7 @@ from jaxckpt.core import primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.reads import INTERNAL
+from jaxckpt.core.rules import PRIMITIVE, Rule, opened, tags_of
 from jaxckpt.core.surgery import inner_jaxprs
 
 
@@ -222,13 +223,14 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
     closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
-    return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths)
+    return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths, rules=True)
 
 
 def trace_with_calls(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
     """Returns the graph of `fun(*args, **kwargs)` in which calls stay calls: see `Graph`."""
     closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
-    return _Builder(keep_calls=True).build(closed, in_tree, out_tree, paths)
+    calls = Calls()
+    return replace(_Builder(keep_calls=True).build(opened(closed, calls), in_tree, out_tree, paths), calls=calls)
 
 
 def _traced(
@@ -249,10 +251,15 @@ def _traced(
     return closed, in_tree, out_tree[-1], paths
 
 
-def graph_of(closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None) -> Graph:
-    """Returns the graph of a closed jaxpr, calls written out."""
+def graph_of(
+    closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None, rules: bool = False
+) -> Graph:
+    """Returns the graph of a closed jaxpr, calls written out; with `rules` those of `jax.custom_vjp` opened: see `jaxckpt.core.rules`."""
     calls = Calls()
-    return replace(_Builder().build(inline(closed, calls), in_tree, out_tree, paths), calls=calls)
+    program = inline(closed, calls)
+    return replace(
+        _Builder().build(opened(program, calls) if rules else program, in_tree, out_tree, paths), calls=calls
+    )
 
 
 def count_flops(fun: Callable[..., Any], *args: Any) -> int:
@@ -337,7 +344,8 @@ class _Builder:
     def _op(self, eqn: Any, values: dict[Any, int], place: _Place) -> Op:
         index = self.op_count
         self.op_count += 1
-        primitive, params = _compat.primitive_name(eqn), _compat.equation_params(eqn)
+        rule = Rule.of(eqn)
+        primitive, params = _compat.primitive_name(eqn) if rule is None else PRIMITIVE, _compat.equation_params(eqn)
         operands = [None if isinstance(var, _compat.Literal) else values[var] for var in eqn.invars]
         inputs = tuple(operand for operand in operands if operand is not None)
         call = reads.is_call(eqn) or (self.keep_calls and called(eqn) is not None)
@@ -355,8 +363,24 @@ class _Builder:
             for var, result in zip(eqn.outvars, results)
         )
         values.update(zip(eqn.outvars, outputs))
+        if rule is not None:
+            self._label(rule, operands, outputs, bodies[0])
         moved = sum(self.values[i]["bytes"] for i in inputs + outputs)
         return Op(index, primitive, inputs, outputs, MappingProxyType(params), flops, moved, bodies=bodies, **facts)
+
+    def _label(self, rule: Rule, operands: Sequence[int | None], outputs: Sequence[int], forward: Body) -> None:
+        """Gives the values of an opened rule their tags, and its residuals the operations that make them."""
+        for kind, place, tag in tags_of(rule):
+            index = operands[place] if kind == "in" else outputs[place]
+            if (
+                index is not None
+                and self.values[index]["kind"] == "intermediate"
+                and tag not in self.values[index]["tags"]
+            ):
+                self.values[index]["tags"].append(tag)
+        for index, inner in zip(outputs[rule.results :], forward.outputs[rule.results :]):
+            if inner is not None:
+                self.values[index]["primitive"] = self.values[inner]["primitive"] or PRIMITIVE
 
     def _inner(
         self,

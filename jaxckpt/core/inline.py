@@ -35,6 +35,7 @@ class Calls:
     def __init__(self) -> None:
         self._by_first: dict[int, list[_Call]] = {}
         self._bodies: dict[int, _Call] = {}
+        self._opened: dict[int, _Call] = {}
 
     def add(self, equation: Any, written: Sequence[Any]) -> None:
         """Notes a call; one that it was written out inside of is noted after it.
@@ -48,6 +49,15 @@ class Calls:
     def add_body(self, equation: Any, written: Any) -> None:
         """Notes a loop, branch or checkpoint in which calls were written out."""
         self._bodies[id(written)] = _Call(equation, (written,))
+
+    def add_opened(self, equation: Any, opened: Any) -> None:
+        """Notes a custom rule that was opened (see `jaxckpt.core.rules`), or an operation with one inside."""
+        self._opened[id(opened)] = _Call(equation, (opened,))
+
+    def closed(self, eqn: Any) -> Any:
+        """Returns an equation as it was before custom rules in it were opened."""
+        found = self._opened.get(id(eqn))
+        return eqn if found is None else found.equation
 
     def folded(self, eqns: Sequence[Any]) -> list[Any]:
         """Returns the equations with calls, and loops with calls in them, as they were where nothing of them was cut or changed."""

@@ -1,28 +1,42 @@
-"""A `lax.scan` run as a plan's `Loop` says: in runs of iterations, in nested segments, iterations checkpointed and keeping what they are told.
-
-The scan's equation becomes the equations of that program, in the same place.
-"""
+"""A `lax.scan` run as the schedule of a plan's `Loop` says. The scan's equation becomes the equations of that program, in the same place."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
 from jaxckpt.core.graph import Op
+from jaxckpt.core.inline import inline
 from jaxckpt.core.reads import Flat
-from jaxckpt.core.regions import Loop, Run
+from jaxckpt.core.regions import Loop
+from jaxckpt.core.scans import Iteration, ScanBody, ScanRun, Values
 
-Body = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
-BodyFor = Callable[[Mapping[int, Action]], tuple[Flat, Any]]
-"""Actions -> the body as a function that names what is kept, and the policy that keeps them."""
+
+@dataclass(frozen=True)
+class NamedBody:
+    """A scan's body that names what is kept.
+
+    Attributes:
+      fun: the body as a function of constants, carry and x, whose derivative reads what is kept.
+      plain: the same without a derivative of its own.
+      policy: of a checkpoint that keeps what is named.
+      names: of what is kept.
+    """
+
+    fun: Flat
+    plain: Flat
+    policy: Any
+    names: frozenset[str]
+
+
+BodyFor = Callable[[Mapping[int, Action]], NamedBody]
+"""Actions of values -> the body that names what they keep."""
 
 
 def can_be_rewritten(op: Op) -> bool:
@@ -30,77 +44,77 @@ def can_be_rewritten(op: Op) -> bool:
     return op.primitive == "scan" and op.params["length"] > 0 and not _compat.jaxpr_consts(op.params["jaxpr"])
 
 
+def check_loop(loop: Loop, op: Op | None) -> None:
+    """Raises where an operation, None for none, cannot be run as a loop says.
+
+    Raises:
+      PlanMismatchError: it is no such scan, or the schedule cannot run so many iterations.
+    """
+    if op is None:
+        why = "There is no such operation."
+    elif not can_be_rewritten(op):
+        why = f"It is {op.primitive}, of no iterations." if op.primitive == "scan" else f"It is {op.primitive}."
+    else:
+        length = op.params["length"]
+        why = loop.schedule.refusal(length)
+        why = why and f"The scan is of {length}. {why}"
+    if why:
+        raise PlanMismatchError(
+            f"A loop must be a scan that its schedule can run; got operation {loop.op} for {loop.schedule!r:.200}. {why} Plan anew."
+        )
+
+
 def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
     """Returns equations that take the place of a scan's.
 
     Raises:
-      PlanMismatchError: the operation is no such scan, or the runs do not add up to its length.
+      PlanMismatchError: as of `check_loop`.
     """
-    if not can_be_rewritten(op) or sum(run.count for run in loop.runs) != op.params["length"]:
-        raise PlanMismatchError(
-            f"The plan runs operation {loop.op} as a scan of {sum(run.count for run in loop.runs)} iterations; it is {op.primitive}"
-            f"{' of ' + str(op.params['length']) if 'length' in op.params else ''}. Plan anew."
-        )
+    check_loop(loop, op)
     params = _compat.equation_params(eqn)
     consts, carries = _compat.num_scan_consts_carry(params)
-    reverse, length = params["reverse"], params["length"]
+    jaxpr = _compat.open_jaxpr(params["jaxpr"])
+    xs = len(jaxpr.invars) - consts - carries
+    body = ScanBody(jaxpr, consts, carries, xs, params["length"], params["reverse"])
 
     def scan(*operands: Any) -> list[Any]:
-        fixed, state, xs = (
-            operands[:consts],
-            list(operands[consts : consts + carries]),
-            list(operands[consts + carries :]),
-        )
-        stacked: list[list[Any]] = []
-        done = 0
-        for run in loop.runs:
-            start, stop = (length - done - run.count, length - done) if reverse else (done, done + run.count)
-            rows = xs if run.count == length else [lax.slice_in_dim(x, start, stop) for x in xs]
-            iteration, policy = body_for(run.actions)
-            body = _iteration(iteration, fixed, carries, policy, run.checkpoint)
-            state, ys = _run(run, body, state, rows, reverse)
-            stacked.append(ys)
-            done += run.count
-        if len(stacked) == 1:
-            return [*state, *stacked[0]]
-        order = stacked[::-1] if reverse else stacked
-        return [*state, *(jnp.concatenate(parts) for parts in zip(*order))]
+        fixed, init, rows = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+        run = _Planned(body=body, consts=list(fixed), init=list(init), xs=list(rows), body_for=body_for)
+        state, ys = loop.schedule.run(run)
+        return [*state, *ys]
 
     closed = jax.make_jaxpr(scan)(*(var.aval for var in eqn.invars))
     return _splice(closed, eqn)
 
 
-def _iteration(fun: Flat, fixed: Sequence[Any], carries: int, policy: Any, checkpoint: bool) -> Callable[[bool], Body]:
-    def body(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = fun(*fixed, *state, *x)
-        return out[:carries], out[carries:]
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Planned(ScanRun):
+    """A scan of a planned program; `body_for` names what is kept in its body."""
 
-    return lambda alone: jax.checkpoint(body, policy=policy, prevent_cse=alone) if checkpoint else body
+    body_for: BodyFor
 
+    def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
+        named, carries = self.body_for(actions or {}), self.body.carries
 
-def _run(
-    run: Run, body: Callable[[bool], Body], state: list[Any], xs: list[Any], reverse: bool
-) -> tuple[list[Any], list[Any]]:
-    """Runs `run.count` iterations; `body(alone)` is one, `alone` where no loop keeps the compiler from undoing its checkpoint."""
-    if not run.segments:
-        return lax.scan(body(run.count == 1), state, xs, length=run.count, reverse=reverse)  # type: ignore[no-any-return]
-    size = min(run.segments[0], run.count)
-    count, rest = divmod(run.count, size)
-    main = count * size
+        def run(state: Values, x: Values) -> tuple[Values, Values]:
+            out = named.fun(*self.consts, *state, *x)
+            return out[:carries], out[carries:]
 
-    def segment(length: int, state: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        return _run(Run(length, run.segments[1:], run.actions), body, state, rows, reverse)
+        return run if actions is None else jax.checkpoint(run, policy=named.policy, prevent_cse=alone)
 
-    first = xs if not rest else [x[rest:] if reverse else x[:main] for x in xs]
-    rows = [x.reshape(count, size, *x.shape[1:]) for x in first]
-    whole = jax.checkpoint(functools.partial(segment, size), prevent_cse=count == 1)
-    state, ys = lax.scan(whole, state, rows, length=count, reverse=reverse)
-    ys = [y.reshape(main, *y.shape[2:]) for y in ys]
-    if rest:
-        last = jax.checkpoint(functools.partial(segment, rest))
-        state, tail = last(state, [x[:rest] if reverse else x[main:] for x in xs])
-        ys = [jnp.concatenate([b, a] if reverse else [a, b]) for a, b in zip(ys, tail)]
-    return state, ys
+    def segment(self, run: Iteration, *, alone: bool = False) -> Iteration:
+        return jax.checkpoint(run, prevent_cse=alone)
+
+    def keeping(self, actions: Mapping[int, Action] | None) -> tuple[_Planned, list[Any] | None]:
+        named, body = self.body_for(actions or {}), self.body
+        closed = inline(jax.make_jaxpr(named.plain)(*(var.aval for var in body.jaxpr.invars)))
+        jaxpr = _compat.open_jaxpr(closed)
+        extra = _compat.jaxpr_consts(closed)
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        opened = _compat.build_jaxpr([], inputs, jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
+        kept = [eqn.invars[0] for eqn in jaxpr.eqns if _compat.equation_name(eqn) in named.names]
+        traced = replace(body, jaxpr=opened, consts=body.consts + len(extra))
+        return replace(self, body=traced, consts=[*extra, *self.consts]), None if actions is None else kept
 
 
 def _splice(closed: Any, eqn: Any) -> list[Any]:

@@ -22,7 +22,9 @@ from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
 from jaxckpt.core.graph import Body, Graph, Op, Value, trace
 from jaxckpt.core.lift import transformed
-from jaxckpt.core.regions import Address, Loop, Region, Run, all_of, by_body, check_flag, check_order, set_fields
+from jaxckpt.core.loops import check_loop
+from jaxckpt.core.regions import Address, Loop, Region, all_of, by_body, check_flag, check_order, set_fields
+from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.units import counted, format_bytes
 
 FORMAT = 5
@@ -139,7 +141,7 @@ class Plan:
         """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.
 
         Regions must lie within the graph, the values that they keep be made by their operations and be such as can be kept; loops must be scans
-        whose runs add up to their lengths.
+        that their schedules can run.
         """
         if graph.fingerprint != self.fingerprint:
             stop = max((region.stop for region in self.regions if not region.body), default=0)
@@ -166,10 +168,7 @@ class Plan:
             "prevent_cse": self.prevent_cse,
             "notes": list(self.notes),
             "regions": [_region_to_json(region) for region in self.regions],
-            "loops": [
-                {"op": loop.op, "runs": [_run_to_json(run) for run in loop.runs], "body": loop.body}
-                for loop in self.loops
-            ],
+            "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
             "report": None if self.report is None else _report_to_json(self.report),
         }
         return json.dumps({**content, "digest": _digest(content)}, indent=1)
@@ -194,9 +193,7 @@ class Plan:
                     "The plan must be as it was written; its digest says that it was edited. Plan anew."
                 )
             regions = tuple(map(_region_from_json, raw["regions"]))
-            loops = tuple(
-                Loop(loop["op"], tuple(map(_run_from_json, loop["runs"])), loop["body"]) for loop in raw["loops"]
-            )
+            loops = tuple(Loop(loop["op"], schedule_from(loop["schedule"]), loop["body"]) for loop in raw["loops"])
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
             plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops)
             return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
@@ -236,9 +233,9 @@ class Plan:
         self.check(graph)
         kept = sum(_stored(region.actions, graph) for region in every_region(self.regions))
         for loop in self.loops:
-            for run in loop.runs:
-                each = _stored(run.actions, graph, each=True)
-                kept += each * run.count if not run.segments else 0
+            length = _op(loop, graph).params["length"]
+            for some in loop.schedule.iterations(length):
+                kept += _stored(some.actions or {}, graph, each=True) * some.count if some.kept else 0
         lines = [
             f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
         ]
@@ -270,12 +267,8 @@ class Plan:
             where = f" in the body at {region.body}" if region.body else ""
             lines.append(f"  ops {region.start}..{region.stop}{where}: {kept}{note}".rstrip())
         for loop in self.loops:
-            runs = (
-                f"{counted(run.count, 'iteration')}{''.join(f' in {n}s' for n in run.segments)}{'' if run.checkpoint else ' as they stand'}"
-                for run in loop.runs
-            )
             where = f" in the body at {loop.body}" if loop.body else ""
-            lines.append(f"  scan at {loop.op}{where}: {', then '.join(runs)}")
+            lines.append(f"  scan at {loop.op}{where}: {loop.schedule}")
         return "\n".join(lines)
 
 
@@ -453,17 +446,18 @@ def _check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:
     if len({(loop.body, loop.op) for loop in loops}) != len(loops):
         raise PlanMismatchError("A scan is run in one way; got several for the same one. Plan anew.")
     for loop in loops:
-        ops = _body(loop.body, graph).ops
-        op = ops[loop.op] if loop.op < len(ops) else None
-        if op is None or op.primitive != "scan" or sum(run.count for run in loop.runs) != op.params["length"]:
-            there = "there is no such operation" if op is None else f"it is {op.primitive}"
-            length = f" of {op.params['length']}" if op is not None and op.primitive == "scan" else ""
-            raise PlanMismatchError(
-                f"The plan runs operation {loop.op} as a scan of {counted(sum(run.count for run in loop.runs), 'iteration')}; "
-                f"{there}{length}. Plan anew."
-            )
-        for run in loop.runs:
-            _check_actions(run.actions, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+        op = _op(loop, graph)
+        check_loop(loop, op)
+        for some in loop.schedule.iterations(op.params["length"]):
+            _check_actions(some.actions or {}, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+
+
+def _op(loop: Loop, graph: Graph) -> Op:
+    """Returns the operation that a loop is of."""
+    ops = _body(loop.body, graph).ops
+    if loop.op >= len(ops):
+        check_loop(loop, None)
+    return ops[loop.op]
 
 
 def _check_actions(actions: Mapping[int, Action], values: Iterable[int], graph: Graph, where: str) -> None:
@@ -524,19 +518,6 @@ def _report_from_json(raw: dict[str, Any], plan: Plan) -> PlanReport:
     return PlanReport(plan, predicted=predicted, times=times, **figures)
 
 
-def _run_to_json(run: Run) -> dict[str, Any]:
-    return {
-        "count": run.count,
-        "segments": list(run.segments),
-        "actions": {str(index): action.to_json() for index, action in sorted(run.actions.items())},
-        "checkpoint": run.checkpoint,
-    }
-
-
-def _run_from_json(raw: dict[str, Any]) -> Run:
-    return Run(raw["count"], tuple(raw["segments"]), _actions_from_json(raw["actions"]), raw["checkpoint"])
-
-
 def _region_to_json(region: Region) -> dict[str, Any]:
     return {
         "start": region.start,
@@ -586,16 +567,16 @@ def _describe_loops(loops: tuple[Loop, ...], ops: Sequence[Op], graph: Graph) ->
     for loop in loops:
         op = ops[loop.op]
         yield f"├─ scan of {counted(op.params['length'], 'iteration')} (operation {loop.op})  {op.source}"
-        for run in loop.runs:
-            segments = "".join(f", in segments of {length}" for length in run.segments)
-            if not run.checkpoint:
-                yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: as they stand"
+        for some in loop.schedule.iterations(op.params["length"]):
+            what = f"│  ├─ {counted(some.count, 'iteration')}{some.how}"
+            if some.actions is None:
+                yield f"{what}: {some.unsaid or 'as they stand'}"
                 continue
-            kept = [graph.values[index] for index in run.actions]
-            each = format_bytes(_stored(run.actions, graph, each=True))
-            yield f"│  ├─ {counted(run.count, 'iteration')}{segments}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
+            kept = [graph.values[index] for index in some.actions]
+            each = format_bytes(_stored(some.actions, graph, each=True))
+            yield f"{what}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
             for value in sorted(kept, key=lambda v: -v.bytes)[:8]:
-                yield f"│  │    {run.actions[value.index]!r:9} {_value_line(value)}"
+                yield f"│  │    {some.actions[value.index]!r:9} {_value_line(value)}"
 
 
 def _stored(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> int:

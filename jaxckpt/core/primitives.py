@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jaxckpt.core import flops as rules
-from jaxckpt.core.flops import Avals, Rule
+from jaxckpt.core.flops import Avals, FlopsRule
 
 
 class Kernel(enum.Enum):
@@ -83,7 +83,7 @@ class Primitive:
       opaque: whether no action can be given to the values of these.
     """
 
-    flops: Rule = rules.each_output
+    flops: FlopsRule = rules.each_output
     kernel: Kernel = Kernel.OWN
     dear: bool = True
     result: Result = Result.OTHER

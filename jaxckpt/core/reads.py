@@ -77,6 +77,7 @@ class _Redirect:
         return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
 
     def _inside(self, eqn: Any) -> Any:
+        eqn = _compat.batched_reverse_rule(eqn)
         changes = {}
         for name, param in _compat.equation_params(eqn).items():
             if _compat.is_jaxpr(param):

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
+from jaxckpt.core.schedule import LoopSchedule
 
 Address = tuple[tuple[int, int], ...]
 """Where a body lies: for each operation around it, the outermost first, (its `Op.index`, the body's place in `Op.bodies`).
@@ -58,53 +59,22 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Some iterations of a `lax.scan`, one after the other, run alike.
-
-    Attributes:
-      count: how many iterations.
-      segments: nested segment lengths, outermost first: the iterations go in segments of so many, of which only the carry that they start
-        from is kept, those in segments again, and so on. () keeps the carry of each iteration.
-      actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
-      checkpoint: False leaves each such iteration to JAX, which keeps what derivatives need, also of loops inside.
-    """
-
-    count: int
-    segments: tuple[int, ...] = ()
-    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}))
-    checkpoint: bool = True
-
-    def __post_init__(self) -> None:
-        set_fields(self, count=whole(self.count, "count"), actions=checked_actions(self.actions))
-        set_fields(self, segments=tuple(whole(length, "segments") for length in self.segments))
-        check_flag(self.checkpoint, "checkpoint")
-        if self.count < 1 or any(length < 1 for length in self.segments):
-            raise PlanMismatchError(f"a run has at least one iteration, and so have its segments; got {self}")
-
-    def __hash__(self) -> int:
-        return hash((self.count, self.segments, tuple(sorted(self.actions)), self.checkpoint))
-
-    def __reduce__(self) -> tuple[type[Run], tuple[Any, ...]]:
-        return Run, (self.count, self.segments, dict(self.actions), self.checkpoint)
-
-
-@dataclass(frozen=True)
 class Loop:
-    """How one `lax.scan` of the function is run: in the runs' ways.
+    """How one `lax.scan` of the function is run.
 
     Attributes:
       op: its place in `Graph.ops`, or among the operations of the body that it lies in.
-      runs: in the order in which the iterations run; their counts add up to the scan's length.
-      body: the address of that body.
+      schedule: in what way; the values that it names are those of the scan's body.
+      body: the address of the body that the scan lies in.
     """
 
     op: int
-    runs: tuple[Run, ...]
+    schedule: LoopSchedule
     body: Address = ()
 
     def __post_init__(self) -> None:
-        set_fields(self, op=whole(self.op, "op"), runs=all_of(self.runs, Run, "runs"))
-        set_fields(self, body=checked_address(self.body))
+        set_fields(self, op=whole(self.op, "op"), body=checked_address(self.body))
+        all_of([self.schedule], LoopSchedule, "schedule")
 
 
 # ------------------------------------------------------------------------------------------------- what fields may hold

@@ -13,6 +13,9 @@ from typing import Any
 
 from jaxckpt.core.files import write_whole
 
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, what)` before each task, and after the last task with `what` ""."""
+
 
 @dataclass(frozen=True)
 class Look:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of flax modules, linen and nnx: the same model, the same parameters, less memory."""
+"""Gradient checkpointing of Flax modules, linen and nnx: the same model and parameters, with less memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
     if str(error.name).partition(".")[0] != "flax":
         raise
     raise MissingPackageError(
-        "jaxckpt.flax needs flax, which is not installed: pip install 'jaxckpt[flax]'."
+        "jaxckpt.flax needs flax, which is not installed. Install it with: pip install 'jaxckpt[flax]'."
     ) from error
 
 from jaxckpt._compat.flax import NnxModule as _NnxModule
@@ -38,28 +38,29 @@ __all__ = ["apply", "checkpoint", "scan_layers", "stack_layers", "unstack_layers
 def checkpoint(
     target: Any = None, /, *, policy: Any = None, prevent_cse: bool = True, static_argnums: int | Sequence[int] = ()
 ) -> Any:
-    """Returns a module class, a method or a function of modules that recomputes its intermediates in the backward pass.
+    """Returns the module class, method or function of modules with its intermediates recomputed in the backward pass.
 
-    A class becomes a subclass of the same name, so parameters are named, initialised and loaded as without. State
-    changes once: BatchNorm's statistics, rng counts, sown values. The recomputation draws the random numbers that the
-    forward pass drew.
+    A class becomes a subclass of the same name. So parameters have the same names and initial values, and can be
+    loaded. State changes once: BatchNorm's statistics, rng counts, sown values. The recomputation draws the same random
+    numbers as the forward pass.
 
-    Arguments that are arrays, or arrays in containers, are traced. All others, Python's bools and numbers too, are
-    static and arrive as they are, by position or by keyword: `block(x, train=True)`. `static_argnums` is for the rest:
-    arrays to branch on, containers to leave alone. Results that are no arrays arrive as they are, too.
+    Arguments that are arrays, or containers of arrays, are traced. All other arguments, with Python's bools and
+    numbers, are static and are passed on unchanged, by position or by keyword: `block(x, train=True)`. Use
+    `static_argnums` for arrays to branch on and for containers that must not be traced. Results that are not arrays are
+    passed on unchanged.
 
     Args:
-      target: a linen or nnx module class (its `__call__` is meant) or a partial of one; a method in the body of such a
-        class, above or below `@nn.compact`; a bound method; an instance of an nnx module; a function of modules, of
-        which linen's come first. Left out: a decorator is returned.
-      policy: what is kept; as of `jaxckpt.checkpoint`.
-      prevent_cse: as of `jaxckpt.checkpoint`: False is right only inside a scan.
-      static_argnums: numbers of positional arguments that are passed as they are. Self, and a module that a function
-        takes first, are not counted: in `block(x, train)`, x is 0. They hold too where such an argument is passed by
-        name. Negative ones count from the last positional parameter.
+      target: a linen or nnx module class (for its `__call__`) or a partial of one; a method in the body of such a
+        class, above or below `@nn.compact`; a bound method; an instance of an nnx module; a function of modules, which
+        has linen modules first. If it is omitted, a decorator is returned.
+      policy: says what is kept, as in `jaxckpt.checkpoint`.
+      prevent_cse: as in `jaxckpt.checkpoint`. False is right only inside a scan.
+      static_argnums: numbers of positional arguments that are passed on unchanged. `self`, and a module that is the
+        first argument of a function, are not counted: in `block(x, train)`, x is 0. They also apply if the argument is
+        passed by name. Negative numbers count from the last positional parameter.
 
     Raises:
-      ArgumentError: the target is none of these, the policy is none, or an argument number is out of range.
+      ArgumentError: the target is none of these, the policy is invalid, or an argument number is out of range.
 
     >>> import jax, jax.numpy as jnp
     >>> class Block(nn.Module):
@@ -96,18 +97,18 @@ def checkpoint(
 
 
 def apply(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
-    """Returns a model with the submodules checkpointed that are picked by path, its source and parameters as they are.
+    """Returns a model in which the submodules at matching paths are checkpointed. Source and parameters do not change.
 
     Args:
-      model: an instance of a linen or nnx module. It is left alone; an nnx model that is returned shares its Variables.
-      rules: a mapping, or pairs, from a glob over paths to a policy (anything that `jaxckpt.checkpoint` takes, None
-        among it). The first glob that matches a submodule counts, and its `__call__` is checkpointed. Paths are those
-        of the parameters: "Block_0/Dense_1" in linen, "layers/0/mlp" in nnx. `*` and `?` stay within a name, `**`
-        crosses "/"; "" is the model itself.
+      model: an instance of a linen or nnx module. It is not changed; the returned nnx model shares its Variables.
+      rules: a mapping, or pairs, from a glob over paths to a policy (as for `jaxckpt.checkpoint`, None too). The first
+        glob that matches a submodule decides, and its `__call__` is checkpointed. Paths are those of the parameters:
+        "Block_0/Dense_1" in linen, "layers/0/mlp" in nnx. `*` and `?` match within a name, and `**` also matches "/".
+        "" is the model itself.
 
     Raises:
-      ArgumentError: the model is no module, a policy is none, or a glob matches no path: with linen after the model's
-        first call, for its submodules exist only then.
+      ArgumentError: the model is not a module, a policy is invalid, or a glob matches no path. For linen, the last is
+        raised after the model's first call, because submodules exist only then.
 
     >>> import jax, jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(8)])
@@ -132,18 +133,20 @@ def _checkpoint_class(target: type, made: _Options) -> type:
     make = next((make for kind, make in kinds.items() if issubclass(target, kind)), None)
     if make is None or not _defines_call(target):
         rule = "a subclass of nn.Module or nnx.Module with a __call__"
-        raise ArgumentError("target", rule, target, "Other methods are decorated in the class.")
+        raise ArgumentError("target", rule, target, "Decorate other methods in the class.")
     return make(target, made)
 
 
 def _checkpoint_function(target: Callable[..., Any], made: _Options) -> Callable[..., Any]:
-    """Returns a function checkpointed as linen's or as nnx's; of a method in a class body, only a call tells which."""
+    """Returns a function checkpointed as one of linen or of nnx. For a method in a class body, the first call decides
+    which.
+    """
 
     @functools.cache
     def linen() -> Callable[..., Any]:
         if not hasattr(checkpointed, "compact") or hasattr(target, "compact"):
             return _linen_method(target, made)
-        # @nn.compact stands above this decorator and so has marked only what the decorator returned
+        # @nn.compact is above this decorator, so it has marked only the result of this decorator
         marked = functools.wraps(target)(lambda *args, **kwargs: target(*args, **kwargs))
         return _linen_method(nn.compact(marked), made)
 
@@ -155,5 +158,5 @@ def _checkpoint_function(target: Callable[..., Any], made: _Options) -> Callable
             return linen()(*args, **kwargs)
         return nnx(*args, **kwargs)
 
-    _mark_wrapped(checkpointed)  # managing module state is left to us
+    _mark_wrapped(checkpointed)  # jaxckpt manages module state
     return checkpointed

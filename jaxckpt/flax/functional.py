@@ -1,8 +1,8 @@
-"""What linen and nnx share: which arguments are static, a module's call as a function of arrays, classes, paths.
+"""The parts that linen and nnx share: static arguments, a module's call as a function of arrays, classes, paths.
 
-The engine (`jaxckpt.checkpoint`) wants a function of arrays that may be traced more than once. A module's call is
-neither: it takes flags and changes state. So all that it reads goes in as named operands, all that it changes comes
-out as results, and what is no array in either goes around the engine.
+The engine (`jaxckpt.checkpoint`) needs a function of arrays that may be traced more than once. A module's call takes
+flags and changes state. So everything that it reads becomes a named operand, everything that it changes becomes a
+result, and values that are not arrays are passed around the engine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Options:
-    """How to checkpoint: the arguments of `jaxckpt.flax.checkpoint`."""
+    """The arguments of `jaxckpt.flax.checkpoint`."""
 
     policy: Any = None
     prevent_cse: bool = True
     static_argnums: tuple[int, ...] = ()
 
     def engine(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function of arrays, checkpointed."""
+        """Returns a function of arrays with a checkpoint around it."""
         return checkpoint(fun, policy=self.policy, prevent_cse=self.prevent_cse)
 
 
@@ -43,13 +43,13 @@ def options(policy: Any, prevent_cse: bool, static_argnums: int | Sequence[int])
     """Returns checked options.
 
     Raises:
-      ArgumentError: the policy is none, or `static_argnums` holds something else than ints.
+      ArgumentError: the policy is invalid, or `static_argnums` has something other than ints.
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
     if not isinstance(numbers, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise ArgumentError("static_argnums", "an int or a sequence of ints", static_argnums)
     made = Options(policy, prevent_cse, tuple(numbers))
-    made.engine(lambda: None)  # an unknown policy is an error here and not at the first call
+    made.engine(lambda: None)  # raises for an unknown policy here, and not at the first call
     return made
 
 
@@ -58,12 +58,12 @@ def options(policy: Any, prevent_cse: bool, static_argnums: int | Sequence[int])
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a call's arguments are named, and which of them are static.
+    """The names of a call's arguments, and which of them are static.
 
     Attributes:
-      names: of the positional parameters, without self.
-      positions: of the static ones among a call's positional arguments.
-      keywords: the static ones among the names, for when they are passed by name.
+      names: names of the positional parameters, without self.
+      positions: positions of the static arguments among the positional arguments of a call.
+      keywords: names of the static arguments, for calls that pass them by name.
     """
 
     names: tuple[str, ...]
@@ -71,12 +71,12 @@ class Arguments:
     keywords: frozenset[str]
 
     def wrap(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments with the static ones as leaves that nothing looks into; `unwrap` undoes it."""
+        """Returns the arguments with each static one as an opaque leaf; `unwrap` reverses this."""
         wrapped = [Whole(x) if i in self.positions else x for i, x in enumerate(args)]
         return wrapped, {k: Whole(x) if k in self.keywords else x for k, x in kwargs.items()}
 
     def labels(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-        """Returns what to call each argument in messages, all different: of the positional ones, and by keyword."""
+        """Returns a different name for each argument in messages: (of positional arguments, of keyword arguments)."""
         names = [self.names[i] if i < len(self.names) else f"args[{i}]" for i in range(len(args))]
         return names, {k: f"kwargs[{k!r}]" if k in names else k for k in kwargs}
 
@@ -92,15 +92,15 @@ def arguments(fun: Callable[..., Any], numbers: tuple[int, ...], *, has_self: bo
 
     Args:
       fun: the function.
-      numbers: `static_argnums`; negative ones count from the last positional parameter.
-      has_self: whether the first parameter is a module, which is not counted.
+      numbers: `static_argnums`; negative numbers count from the last positional parameter.
+      has_self: whether the first parameter is a module; it is not counted.
 
     Raises:
       ArgumentError: a number is out of range.
     """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):  # a builtin may have no signature
         parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(p.name for p in parameters if p.kind in by_position)[has_self:]
@@ -109,7 +109,7 @@ def arguments(fun: Callable[..., Any], numbers: tuple[int, ...], *, has_self: bo
         if (number >= len(names) and not endless) or number < (0 if endless else -len(names)):
             takes = ", ".join(f"{i} ({name})" for i, name in enumerate(names)) or "none"
             rule = f"among the positional arguments of {title(fun)}: {takes}"
-            raise ArgumentError("static_argnums", rule, number, "Self is not counted." if has_self else "")
+            raise ArgumentError("static_argnums", rule, number, "`self` is not counted." if has_self else "")
     positions = frozenset(n if n >= 0 else len(names) + n for n in numbers)
     return Arguments(names, positions, frozenset(names[i] for i in positions if i < len(names)))
 
@@ -118,18 +118,19 @@ def arguments(fun: Callable[..., Any], numbers: tuple[int, ...], *, has_self: bo
 
 
 _ADVICE = (
-    "The one named above in arguments['...'] was branched on: pass a Python value, which is not traced, or put its "
+    "The program branches on the argument named above in arguments['...']: pass a Python value, which is not "
+    "traced, or put its "
     "number, self not counted, into static_argnums."
 )
 
 
 def run(lifted: Lifted, engine: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
-    """Returns the result of a lifted function, by way of the engine, which sees nothing but arrays.
+    """Runs a lifted function through the engine, which gets only arrays, and returns the result.
 
     Args:
       lifted: the function.
-      engine: turns a function of arrays into a checkpointed one.
-      arrays: of operands with the function's spec.
+      engine: makes a checkpointed function from a function of arrays.
+      arrays: the arrays of operands that have the function's spec.
 
     Raises:
       jax.errors.ConcretizationTypeError: the function branches on an array; the message names it.
@@ -137,7 +138,9 @@ def run(lifted: Lifted, engine: Callable[..., Any], arrays: Mapping[str, Any]) -
     try:
         computed = engine(lifted.of_arrays)(dict(arrays))
     except jax.errors.ConcretizationTypeError as error:
-        advised = any(note.endswith(_ADVICE) for note in getattr(error, "__notes__", ()))  # by a checkpoint inside
+        advised = any(
+            note.endswith(_ADVICE) for note in getattr(error, "__notes__", ())
+        )  # a checkpoint inside has added it
         if not advised:
             error.add_note(f"{lifted.name} is checkpointed, so its arguments that are arrays are traced. {_ADVICE}")
         raise
@@ -150,14 +153,14 @@ def run(lifted: Lifted, engine: Callable[..., Any], arrays: Mapping[str, Any]) -
 def subclass(
     make: Callable[[type, Any], type], base: type, key: Any, members: Mapping[str, Any], **keywords: Any
 ) -> type:
-    """Returns a subclass that passes for its base: its name, module, text and pickles are the base's.
+    """Returns a subclass that looks like its base: it has the base's name, module, text and pickles.
 
     Args:
-      make: the function of (base, key) that is making it, and that makes it again where an instance is unpickled.
+      make: the function of (base, key) that makes the subclass; it makes it again when an instance is unpickled.
       base: the module class.
-      key: all else that the subclass depends on.
-      members: what the subclass overrides.
-      keywords: for the base's `__init_subclass__`.
+      key: everything else that the subclass depends on.
+      members: attributes that the subclass overrides.
+      keywords: arguments for the base's `__init_subclass__`.
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -185,14 +188,14 @@ def _rebuild(make: Callable[[type, Any], type], base: type, key: Any) -> Any:
 
 
 def cached(make: Callable[[type, Key], type]) -> Callable[[type, Key], type]:
-    """Returns `make`, giving the same class for the same arguments: a model may ask at every layer of every trace."""
+    """Returns `make` with a cache of its classes, because a model may ask for a class at every layer of every trace."""
     remembered = functools.lru_cache(maxsize=1024)(make)
 
     @functools.wraps(make)
     def made(base: type, key: Key) -> type:
         try:
             hash(key)
-        except TypeError:  # a policy that cannot be hashed
+        except TypeError:  # the policy cannot be hashed
             return make(base, key)
         return remembered(base, key)
 
@@ -204,7 +207,7 @@ def cached(make: Callable[[type, Key], type]) -> Callable[[type, Key], type]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Globs over the paths of a model's modules, the first that matches counts.
+    """Globs over the paths of a model's modules. The first glob that matches decides.
 
     Attributes:
       options: glob -> options, in order.
@@ -222,7 +225,8 @@ class Rules:
 
 
 def glob(pattern: str) -> str:
-    """Returns the regular expression of a glob over module paths: `*` and `?` stay within a name, `**` crosses "/".
+    """Returns the regular expression of a glob over module paths: `*` and `?` match within a name, and `**` also
+    matches "/".
 
     >>> import re
     >>> bool(re.fullmatch(glob("layers/*"), "layers/0")), bool(re.fullmatch(glob("layers/*"), "layers/0/mlp"))

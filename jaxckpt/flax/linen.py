@@ -1,18 +1,18 @@
 """Checkpointing of linen modules: a class, a method, or the submodules of a model at given paths.
 
-A module's call is lifted to a function of its variables, its rng keys and its arguments, as `nn.remat` does it, with
-these differences:
+A module's call is lifted to a function of its variables, its rng keys and its arguments, as in `nn.remat`, with these
+differences:
 
-- The subclass bears the name of its class, so automatic names of submodules ("Block_0") stay what they are without.
-- Arguments that are no arrays stay Python values, by position or by keyword.
-- Rng counters start every trace at the same count, so a function that is traced twice draws what it draws when traced
-  once.
-- While variables are initialised nothing is lifted: there is nothing to differentiate, and values and names are those
+- The subclass has the name of its class, so automatic names of submodules ("Block_0") do not change.
+- Arguments that are not arrays stay Python values, by position or by keyword.
+- Rng counters start every trace at the same count, so a function that is traced twice draws the same numbers as a
+  function that is traced once.
+- Nothing is lifted while variables are initialised: there is nothing to differentiate, and values and names are those
   of the plain model.
 
-Known shortfalls: a `setup` that draws random numbers when it is applied, and not only when it is initialised, draws them
-again in every checkpointed method of an instance (models under `apply` draw the same ones). A method under flax's
-experimental `compact_name_scope` cannot be lifted, by `nn.remat` neither; the class around it can.
+Known shortfalls: a `setup` that draws random numbers when it is applied, and not only when it is initialised, draws new
+ones in each checkpointed method of an instance (models under `apply` draw the same ones). A method under flax's
+experimental `compact_name_scope` cannot be lifted, and `nn.remat` cannot lift it either. The class around it can.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from jaxckpt.flax.linen_streams import layered
 
 
 def method(fun: Callable[..., Any], made: Options) -> Callable[..., Any]:
-    """Returns a method, or a function that takes a bound module first, checkpointed.
+    """Returns a method, or a function whose first argument is a bound module, with a checkpoint around it.
 
     Args:
-      fun: the method as it stands in the class, plain or `@nn.compact`.
+      fun: the method as it is in the class, plain or `@nn.compact`.
       made: the options.
     """
 
@@ -77,12 +77,12 @@ def module_class(base: Any, made: Options) -> type:
 
 
 def members_kept(base: type) -> dict[str, Any]:
-    """Returns the members that flax would otherwise make anew for a subclass."""
+    """Returns the members that flax would otherwise make again for a subclass."""
     return {name: vars(base)[name] for name in ("__init__", "__eq__", "__hash__") if name in vars(base)}
 
 
 def _transform(made: Options, static: Arguments, name: str) -> Callable[..., Any]:
-    """Returns a transform as `decorator_lift_transform` takes it: of functions (scopes, *args, **kwargs)."""
+    """Returns a transform of functions (scopes, *args, **kwargs), as `decorator_lift_transform` takes it."""
 
     def transform(function: Callable[..., Any]) -> Callable[..., Any]:
         def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,12 +115,12 @@ def _transform(made: Options, static: Arguments, name: str) -> Callable[..., Any
 
 
 def copy_counters(counters: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns a copy of a scope's rng counters, in which those of its children are nested."""
+    """Returns a copy of a scope's rng counters, with those of its children nested in it."""
     return {key: copy_counters(count) if isinstance(count, dict) else count for key, count in counters.items()}
 
 
 def reset_counters(counters: dict[Any, Any], to: dict[Any, Any]) -> None:
-    """Sets rng counters in place, for scopes share them."""
+    """Sets rng counters in place, because scopes share them."""
     for key in [key for key in counters if key not in to]:
         del counters[key]
     for key, count in to.items():
@@ -137,13 +137,13 @@ _ACTIVE: ContextVar[frozenset[Any]] = ContextVar("jaxckpt_flax_active", default=
 
 
 def apply(model: nn.Module, rules: Rules) -> nn.Module:
-    """Returns the model with the `__call__`s of its submodules checkpointed whose paths match.
+    """Returns the model with checkpoints around the `__call__`s of the submodules whose paths match.
 
-    Submodules come to be while the model is called, so the model that is returned intercepts the calls inside its own.
+    Submodules are made while the model is called. So the returned model intercepts the calls inside its own call.
 
     Args:
-      model: bound or not; it stays as it is.
-      rules: by path, relative to the model.
+      model: a bound or unbound model; it is not changed.
+      rules: options by path, relative to the model.
     """
     view: Any = object.__new__(_ruled(type(model), rules))
     view.__dict__.update(model.__dict__)
@@ -194,10 +194,10 @@ def _ruled(base: type, rules: Rules) -> type:
 
 
 def _again(module: nn.Module, fun: Callable[..., Any], made: Options) -> Callable[..., Any]:
-    """Returns a method checkpointed, for a module that is in the middle of its call.
+    """Returns a method with a checkpoint around it, for a module that is being called.
 
-    The module has been set up, its call is on flax's stacks, and its result is going to be captured. So its copy, which
-    is bound to the lifted variables, is set up as it was, and run with nothing of what flax does around a call.
+    The module has been set up, its call is on flax's stacks, and flax will capture its result. So its copy, which is
+    bound to the lifted variables, is set up in the same way, and runs without the work that flax does around a call.
     """
 
     def body(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """A stack of linen blocks as one scan.
 
-The call is lifted to a function of variables, rng keys and arguments, as `nn.scan` does it; the variables of each layer
-are a row of the scan. What differs from `nn.scan`:
+The call is lifted to a function of variables, rng keys and arguments, as in `nn.scan`. The variables of each layer are
+one row of the scan. The differences from `nn.scan` are:
 
-- Keys are those of unrolled layers (`linen_streams`): `nn.scan` splits them.
-- The schedule: `nn.scan` keeps all that the layers compute, or with `nn.remat` within it the input of every layer.
+- Keys are those of unrolled layers (`linen_streams`); `nn.scan` splits the key.
+- There is a schedule; `nn.scan` keeps everything that the layers compute, or the input of each layer with `nn.remat`.
 - Rng counters start every trace of the block at the same count.
 """
 
@@ -43,12 +43,12 @@ def stack_class(base: Any, stack: Stack) -> type:
         return managed(self, *args, **kwargs) if self.scope is None else lifted(self, *args, **kwargs)
 
     made = subclass(stack_class, base, stack, {"__call__": call, **members_kept(base)})
-    made.__name__ = f"{base.__name__}Stack"  # which flax numbers where the module is given no name
+    made.__name__ = f"{base.__name__}Stack"  # flax adds a number if the module is given no name
     return made
 
 
 def _transform(function: Callable[..., Any], stack: Stack, name: str) -> Callable[..., Any]:
-    """Returns a function (scopes, *args, **kwargs) of the whole stack, of that of one layer."""
+    """Returns the function (scopes, *args, **kwargs) of the whole stack, from the function of one layer."""
 
     def lifted(scopes: Sequence[_compat.Scope], *args: Any, **kwargs: Any) -> Any:
         if not args:
@@ -56,7 +56,7 @@ def _transform(function: Callable[..., Any], stack: Stack, name: str) -> Callabl
         own = scopes[-1]
         outside = sorted({"/".join(s.path) for s in scopes if s.path[: len(own.path)] != own.path})
         if outside:
-            hint = "Each layer has variables of its own. Call such a module outside, and pass on what it returns."
+            hint = "Each layer has its own variables. Call such a module outside of the stack, and pass its result."
             raise ArgumentError(
                 "Block", "a module that holds, and is called with, no modules from outside", outside, hint
             )
@@ -94,5 +94,5 @@ def _check_rows(variables: Sequence[Mapping[str, Any]], stack: Stack, name: str)
         if jnp.ndim(leaf) < 1 or jnp.shape(leaf)[0] != stack.length:
             rule = f"stacked along axis 0, one row for each of the {stack.length} layers of {name}"
             got = f"{jax.tree_util.keystr(path[1:])} of shape {jnp.shape(leaf)}"
-            hint = "jaxckpt.flax.stack_layers makes them of an unrolled model's variables."
+            hint = "jaxckpt.flax.stack_layers makes them from the variables of an unrolled model."
             raise ArgumentError("variables", rule, got, hint)

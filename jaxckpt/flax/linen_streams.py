@@ -1,9 +1,9 @@
-"""Random keys in a scanned stack of linen layers that are those of unrolled layers.
+"""Random keys in a scanned stack of linen layers, equal to those of unrolled layers.
 
-Linen folds a module's path and a count into a stream's key when a number is drawn, all of them at once, as the first word
-of a hash. A layer's name is in the path, so a scan, which has one path for all layers, must split the key beforehand
-(`nn.scan` does) and then draws other numbers than unrolled layers. Here the word is looked up in a table with a row for
-each layer's name, by the number of the layer that the scan is at: one fold a draw, as without a scan.
+When a number is drawn, linen hashes a module's path and a count, and folds the first word of the hash into the stream's
+key. A layer's name is in the path, but a scan has one path for all layers. So `nn.scan` splits the key before the scan,
+and then draws other numbers than unrolled layers. Here a table has a row of words for each layer's name, and the number
+of the layer in the scan selects the row. A draw needs one fold, as without a scan.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Layer:
     """The layer that is being traced.
 
     Attributes:
-      names: what the unrolled layers are called.
-      number: which it is, a traced scalar.
+      names: names of the unrolled layers.
+      number: number of the layer, a traced scalar.
       own: the stack's scope.
     """
 
@@ -35,15 +35,15 @@ class Layer:
     own: Scope
 
     def enter(self, scope: Scope) -> None:
-        """Makes a scope, in a trace of the layer, draw what the scope of an unrolled layer draws.
+        """Makes a scope in a trace of the layer draw the numbers of an unrolled layer's scope.
 
-        The keys that it shows to others, to lifted transforms in the block, are folded with the layer's name already.
+        Keys that lifted transforms in the block get from it are already folded with the layer's name.
         """
         scope.rngs = {stream: LazyRng(self.fold(stream, ()), rng.suffix) for stream, rng in scope.rngs.items()}
         self.adopt(scope)
 
     def adopt(self, scope: Scope) -> None:
-        """Makes a scope one of the layer's, whose keys are in order."""
+        """Makes a scope one of the layer's scopes. Its keys are not changed."""
         scope.__class__ = LayerScope
         scope.layer = self  # type: ignore[attr-defined]
 
@@ -51,7 +51,7 @@ class Layer:
         """Returns the stream's key at a path within the layer."""
         check_word(_word)
         rng = self.own.rngs[stream]
-        at = rng.suffix[:-1] if rng.suffix[-1:] == (self.own.name,) else rng.suffix  # a model has no name in its paths
+        at = rng.suffix[:-1] if rng.suffix[-1:] == (self.own.name,) else rng.suffix  # the path of a model has no name
         words = np.array([_word((*at, name, *path)) for name in self.names], np.uint32)
         return jax.random.fold_in(rng.rng, jnp.asarray(words)[self.number])
 
@@ -71,14 +71,14 @@ class LayerScope(Scope):
 
     def make_rng(self, name: str = "params") -> Any:
         """Draws a key, as `Scope.make_rng`."""
-        super().make_rng(name)  # counts, and raises where there is no such stream
+        super().make_rng(name)  # counts, and raises if there is no such stream
         stream = name if self.has_rng(name) else "params"
         inside = self.rngs[stream].suffix[len(self.layer.own.rngs[stream].suffix) :]
         return self.layer.fold(stream, (*inside, self.rng_counters[stream]))
 
 
 def layered(outer: Scope, inner: Scope) -> Scope:
-    """Returns the inner scope; where the outer one is in a layer, it is now in the same."""
+    """Returns the inner scope. If the outer scope is in a layer, the inner scope is now in the same layer."""
     if isinstance(outer, LayerScope):
         outer.layer.adopt(inner)
     return inner

@@ -1,14 +1,14 @@
 """Checkpointing of nnx modules: a class, a method or function of modules, or the submodules of a model at given paths.
 
-The graph of objects in the arguments is flattened to arrays, and put together again inside the checkpoint, as
-`nnx.remat` does it, with these differences:
+The graph of objects in the arguments is flattened to arrays, and built again inside the checkpoint, as in `nnx.remat`,
+with these differences:
 
-- Arguments that are no arrays stay Python values, by position or by keyword.
-- Modules may be anywhere among the arguments; a bound method or an instance is a target too.
-- Where only values of Variables change, as those of BatchNorm and of rng streams do, only these are set. So modules
-  from outside a trace can be called in it as long as they only read.
+- Arguments that are not arrays stay Python values, by position or by keyword.
+- Modules may be anywhere among the arguments. A bound method or an instance can be checkpointed, too.
+- If only values of Variables change, as in BatchNorm and rng streams, only these values are set. So a module from
+  outside a trace can be called in the trace if the call only reads it.
 
-Variables that hold refs, or are of hijax types, are refused: they change as a side effect, which a recomputation repeats.
+Variables that hold refs, or have hijax types, are refused: they change as a side effect, which a recomputation repeats.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def function(fun: Callable[..., Any], made: Options, memo: _Memo | None = None) 
 
     Args:
       fun: the function.
-      made: the options; `static_argnums` does not count a module that comes first.
-      memo: where equal calls find what has been traced; of functions that depend on their arguments alone.
+      made: the options; `static_argnums` does not count a module that is the first argument.
+      memo: the cache in which equal calls find what has been traced, for functions that depend only on their arguments.
     """
     static = functools.cache(lambda has_self: arguments(fun, made.static_argnums, has_self=has_self))
 
@@ -59,17 +59,19 @@ def function(fun: Callable[..., Any], made: Options, memo: _Memo | None = None) 
 @cached
 def module_class(base: Any, made: Options) -> type:
     """Returns a subclass of an nnx module class whose `__call__` is checkpointed."""
-    arguments(base.__call__, made.static_argnums, has_self=True)  # out of range is an error here, not at the first call
+    arguments(
+        base.__call__, made.static_argnums, has_self=True
+    )  # raises for a number out of range here, and not at the first call
     members = {"__call__": function(base.__call__, made, _Memo())}
     return subclass(module_class, base, made, members, pytree=is_pytree(base))
 
 
 def apply(model: nnx.Module, rules: Rules) -> nnx.Module:
-    """Returns a model that shares the given one's Variables, with the modules checkpointed whose paths match.
+    """Returns a model that shares the given model's Variables, with checkpoints around the modules whose paths match.
 
     Args:
-      model: it stays as it is.
-      rules: by path; of a module at several paths, the first path counts.
+      model: it is not changed.
+      rules: options by path. If a module is at several paths, the first path decides.
 
     Raises:
       ArgumentError: a glob matches no path.
@@ -89,10 +91,11 @@ def apply(model: nnx.Module, rules: Rules) -> nnx.Module:
 
 
 class _Memo:
-    """What has been lifted in the present trace: equal layers of a model are traced once, as `nnx.remat` does it.
+    """Cache of what has been lifted in the present trace, so that equal layers of a model are traced once, as in
+    `nnx.remat`.
 
-    No longer than the trace, because what is lifted may close over its tracers. Not for functions but for classes,
-    whose state is in their instances: a function may close over modules that change between its calls.
+    It lives as long as the trace, because lifted functions may close over tracers. It is used for classes, whose state
+    is in their instances. It is not used for functions, which may close over modules that change between calls.
     """
 
     def __init__(self) -> None:
@@ -103,12 +106,12 @@ class _Memo:
         trace: Any
         lifted: dict[Any, Lifted]
         trace, lifted = getattr(self._here, "memo", (None, {}))
-        if now != trace or len(lifted) >= 64:  # without a trace there is no end to it
+        if now != trace or len(lifted) >= 64:  # without a trace the cache would never end
             lifted = {}
             self._here.memo = now, lifted
         try:
             return lifted.get(key) or lifted.setdefault(key, make())
-        except TypeError:  # an attribute that cannot be hashed
+        except TypeError:  # an attribute cannot be hashed
             return make()
 
 

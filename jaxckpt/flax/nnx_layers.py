@@ -1,12 +1,13 @@
 """A stack of nnx blocks as one scan.
 
-The stack is a block whose Variables hold the values of all layers, one a row. Its layers are made one after the other, as
-unrolled ones are, so parameters and streams are theirs. A call flattens the graph of objects, as `nnx.scan` does it, and
-every layer puts it together again with values of its own. What differs from `nnx.scan`:
+The stack is a block whose Variables hold the values of all layers, one layer in each row. Its layers are made one after
+the other, like unrolled layers, so they have the same parameters and streams. A call flattens the graph of objects, as
+in `nnx.scan`, and each layer builds it again with its own values. The differences from `nnx.scan` are:
 
-- The schedule.
-- Variables that are the same object in all layers are found where the stack is made, and not stacked. Those and the
-  Variables in a call's arguments go from layer to layer where a layer changes them, and are read by each where none does.
+- There is a schedule.
+- Variables that are the same object in all layers are found when the stack is made, and are not stacked. If a layer
+  changes these Variables, or Variables in a call's arguments, they go from layer to layer. Otherwise each layer reads
+  them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxckpt.flax.trees import stacked
 
 _Path = tuple[Any, ...]
 
-_SHARED = "_jaxckpt_shared"  # attribute of a stack: the paths of what all layers share
+_SHARED = "_jaxckpt_shared"  # attribute of a stack: the paths of the Variables that all layers share
 
 
 @cached
@@ -51,18 +52,19 @@ def stack_class(base: Any, stack: Stack) -> type:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------ construction
+# --------------------------------------------------------------------------------------------------------- construction
 
 
 def _stack(layers: list[Any], name: str) -> tuple[_Path, ...]:
-    """Stacks the values of the layers' Variables in those of layer 0; returns the paths of what they share.
+    """Stacks the values of the layers' Variables in those of layer 0. Returns the paths of the Variables that all
+    layers share.
 
     Raises:
       ArgumentError: the layers differ.
     """
     for i, layer in enumerate(layers):
         if different := _difference(layers[0], layer):
-            rule = f"a module of which all instances are equal but for the values of their arrays; {name} 0 and {name} {i} are not"
+            rule = f"a module whose instances differ only in the values of their arrays; {name} 0 and {name} {i} do not"
             raise ArgumentError("Block", rule, different)
     leaves = [_leaves(layer) for layer in layers]
     shared = tuple(path for path in leaves[0] if len(layers) > 1 and leaves[0][path] is leaves[1][path])
@@ -82,7 +84,7 @@ def _leaves(module: Any) -> dict[_Path, Any]:
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Returns in what two modules differ that their arrays do not account for; "" where they do not."""
+    """Returns a difference between two modules that is not in the values of their arrays; "" if there is none."""
     ones, others = ({path: _describe(leaf) for path, leaf in _leaves(module).items()} for module in (one, other))
     for path in sorted(ones.keys() | others.keys(), key=str):
         if ones.get(path) != others.get(path):
@@ -101,12 +103,14 @@ def _describe(leaf: Any) -> str:
     return f"{type(leaf).__name__} of {', '.join(str(jax.typeof(x)) for x in jax.tree.leaves(leaf.get_raw_value()))}"
 
 
-# -------------------------------------------------------------------------------------------------------------------- calls
+# ---------------------------------------------------------------------------------------------------------------- calls
 
 
 @jax.tree_util.register_pytree_node_class
 class _Values(dict[_Path, Any]):
-    """Values by path; JAX would sort a dict's keys, and names and numbers in one place have no order."""
+    """Values by path. It is not a dict, because JAX sorts the keys of a dict, and names and numbers have no common
+    order.
+    """
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[_Path, ...]]:
         """Returns the values and the paths."""
@@ -120,7 +124,7 @@ class _Values(dict[_Path, Any]):
 
 @dataclass
 class _After:
-    """What a layer left behind, as one of its traces saw it: the graph, and what it had changed that all layers share."""
+    """The state after a layer in one of its traces: the graph, and the changed Variables that all layers share."""
 
     graph: Any = None
     order: list[_Path] = field(default_factory=list)
@@ -132,10 +136,10 @@ class _Call:
 
     Args:
       base: the block's class.
-      stack: how it is run.
+      stack: how to run the stack.
       module: the stack.
-      args: of the call, without the first.
-      kwargs: of the call.
+      args: arguments of the call, without the first.
+      kwargs: keyword arguments of the call.
     """
 
     def __init__(self, base: Any, stack: Stack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -145,7 +149,7 @@ class _Call:
         self.leaves: dict[_Path, Any] = dict(zip(state.paths, state.leaves, strict=True))
         if any(isinstance(leaf, nnx.Variable) and (leaf.ref or leaf.hijax) for leaf in state.leaves):
             rule = "modules whose Variables hold arrays, no refs and no hijax types"
-            hint = "nnx.with_vars(module, ref=False, hijax=False) makes it so."
+            hint = "nnx.with_vars(module, ref=False, hijax=False) converts it."
             raise ArgumentError("arguments", rule, type(module).__name__, hint)
         self.values = {path: _raw(leaf) for path, leaf in self.leaves.items()}
         shared = {(0, *path) for path in getattr(module, _SHARED)}
@@ -155,7 +159,7 @@ class _Call:
             for leaf in jax.tree.leaves(value):
                 if not leaf.shape or leaf.shape[0] != stack.length:
                     rule = f"stacked along axis 0, one row for each of the {stack.length} layers of {base.__name__}"
-                    hint = "jaxckpt.flax.stack_layers makes such a state of an unrolled model's."
+                    hint = "jaxckpt.flax.stack_layers makes such a state from the state of an unrolled model."
                     raise ArgumentError("state", rule, f"{'/'.join(map(str, path[1:]))} of shape {leaf.shape}", hint)
         self.same = {path: value for path, value in self.values.items() if path not in self.rows}
 
@@ -174,7 +178,9 @@ class _Call:
         return out
 
     def _carried(self, x: Any) -> list[_Path]:
-        """Returns the paths of what is not stacked and a layer changes; to know them takes a trace of it."""
+        """Returns the paths of Variables that are not stacked and that a layer changes. This needs a trace of the
+        layer.
+        """
         if not any(isinstance(self.leaves[path], nnx.Variable) for path in self.same):
             return []
         after = _After()
@@ -186,9 +192,9 @@ class _Call:
         return jax.eval_shape(lambda rows: jax.tree.map(lambda value: value[0], rows), self.rows)
 
     def _layer(self, x: Any, values: dict[_Path, Any], after: _After) -> tuple[Any, _Values]:
-        """Runs a layer; returns what it returns, and its own values that are new."""
+        """Runs a layer. Returns its result, and its own values that are new."""
         inside = IndexMap()
-        # Copies, for a Variable may hold a container that is changed in place, as those of `nnx.capture` do.
+        # Copies, because a Variable may hold a container that is changed in place, as in `nnx.capture`.
         copies = [jax.tree.map(lambda value: value, values[path]) for path in self.leaves]
         module, args, keywords = nnx.unflatten(self.graph, copies, index_ref=inside)
         out = self.base.__call__(module, x, *args, **dict(zip(self.names, keywords, strict=True)))
@@ -204,7 +210,7 @@ class _Call:
         return out, _Values((path, value) for path, value in new.items() if path not in self.same)
 
     def _update(self, after: _After, new: dict[_Path, Any]) -> None:
-        """Sets what has changed; where a layer added Variables, or took some away, the objects themselves."""
+        """Sets the values that have changed. If a layer added or removed Variables, it sets the objects."""
         objects = IndexMap.from_refmap(self.outside)
         kept = same_graph(after.graph, self.graph.with_same_outer_index())
         if not kept or any(not isinstance(self.leaves[path], nnx.Variable) for path in new):

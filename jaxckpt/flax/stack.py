@@ -1,4 +1,4 @@
-"""What stacks of linen and of nnx blocks share: how to run one, and what a layer must return."""
+"""The parts that stacks of linen and nnx blocks share: how to run a stack, and what a layer must return."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import jax
 
 from jaxckpt._errors import StructureError
+from jaxckpt.schedules import Nested, Schedule, schedule_of
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Nested, Schedule, resolve
 
 
 @dataclass(frozen=True)
 class Stack:
-    """How to run a stack: the arguments of `scan_layers` but the block.
+    """How to run a stack: the arguments of `scan_layers` without the block.
 
     Attributes:
-      length: layers.
-      schedule: as of `jaxckpt.scan`.
-      policy: what is kept of each layer.
-      names: what the layers of an unrolled stack are called, with "{}" for the number.
+      length: number of layers.
+      schedule: as in `jaxckpt.scan`.
+      policy: says what is kept of each layer.
+      names: names of the unrolled layers, with "{}" for the number.
     """
 
     length: int
@@ -34,15 +34,17 @@ class Stack:
         return scan(step, x, rows, self.length, schedule=self.schedule, policy=self._within())
 
     def _within(self) -> Any:
-        """Returns the policy of each layer's own checkpoint: without one, a segment would keep all that its layers compute."""
-        plan = resolve(self.length, self.schedule)
+        """Returns the policy of each layer's checkpoint. Without a checkpoint, a segment would keep everything that its
+        layers compute.
+        """
+        plan = schedule_of(self.length, self.schedule)
         if self.policy is None and isinstance(plan, Nested) and plan.inner is not None and plan.residuals > 1:
             return "nothing"
         return self.policy
 
 
 def check_result(name: str, taken: Any, returned: Any) -> None:
-    """Checks that a layer returned what the next one takes.
+    """Checks that a layer returned the structure that the next layer takes.
 
     Raises:
       StructureError: structure, shapes or dtypes differ.
@@ -51,8 +53,10 @@ def check_result(name: str, taken: Any, returned: Any) -> None:
     kinds = [(jax.tree.structure(tree), jax.tree.leaves(tree)) for tree in (before, after)]
     if kinds[0] != kinds[1]:
         raise StructureError(
-            f"Block must be a module whose call returns what its first argument is: {before}; {name} returned {after}. "
-            "Layers take and return one pytree of one structure, with one shape and one dtype a leaf: cast or project before the stack."
+            f"Block must be a module whose call returns the structure of its first argument: {before}; {name} "
+            f"returned {after}. "
+            "Layers take and return a pytree of the same structure, shapes and dtypes: cast or project before the "
+            "stack."
         )
 
 

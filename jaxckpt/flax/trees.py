@@ -1,8 +1,8 @@
-"""Trees of unrolled layers and of stacked ones, converted both ways: variables, gradients, optimizer states, nnx states.
+"""Convert trees of unrolled layers and of stacked layers: variables, gradients, optimizer states, nnx states.
 
-A tree is taken as leaves at paths, "params/Block_3/Dense_0/kernel", and a pattern with "{}" for the number says where in
-a path the layer stands. So one rule holds for linen's names ("Block_{}"), nnx's lists ("blocks/{}"), all collections, and
-what optimizers make of them.
+A tree is seen as leaves at paths, such as "params/Block_3/Dense_0/kernel". A pattern with "{}" for the number says
+which part of a path is the layer. So the same rule works for linen's names ("Block_{}"), nnx's lists ("blocks/{}"), all
+collections, and optimizer states.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Tree = TypeVar("Tree")
 _Path = tuple[Any, ...]
 _Leaves = dict[_Path, Any]
 
-AXIS = {_compat.PARTITION_NAME: None}  # what partitioned variables are told of the axis of layers
+AXIS = {_compat.PARTITION_NAME: None}  # the metadata of partitioned variables for the axis of layers
 
 
 def stack_layers(tree: Tree, names: str, into: str | None = None) -> Tree:
     """Returns a tree with the leaves of equal layers stacked along a new axis 0, for a model with `scan_layers`.
 
     Args:
-      tree: any pytree with dicts, or nnx states, in it: variables of all collections or of one, gradients, an optimizer's
-        state, a `TrainState`. Arrays, or `jax.ShapeDtypeStruct`s. Wherever in it layers stand, they are stacked.
-      names: where the layers are, with "{}" for the number: "Block_{}" for linen's `Block_0`, `Block_1`, ...;
-        "blocks/{}" for an nnx list `blocks`; "encoder/Block_{}" for those of the encoder alone.
-      into: where the stack is to be. Left out: what `scan_layers` makes of it, "BlockStack_0" for "Block_{}", "blocks" for
-        "blocks/{}".
+      tree: any pytree with dicts or nnx states in it: variables of one or all collections, gradients, an optimizer's
+        state, a `TrainState`. Its leaves are arrays or `jax.ShapeDtypeStruct`s. Layers are stacked wherever they are.
+      names: the path of the layers, with "{}" for the number: "Block_{}" for linen's `Block_0`, `Block_1`, ...;
+        "blocks/{}" for an nnx list `blocks`; "encoder/Block_{}" for the layers of the encoder only.
+      into: the path of the stack. By default it is the path that `scan_layers` gives it: "BlockStack_0" for "Block_{}",
+        "blocks" for "blocks/{}".
 
     Returns:
-      A tree of the same kind. Of an nnx state, Variables that the layers share stay as they are.
+      A tree of the same kind. In an nnx state, Variables that the layers share do not change.
 
     Raises:
-      ArgumentError: there are no such layers, one is missing, two differ in structure, shape or dtype, or there is something else
-        where the stack is to be.
+      ArgumentError: there are no such layers, one is missing, two differ in structure, shape or dtype, or the path of
+        the stack is not free.
 
     >>> import jax.numpy as jnp
     >>> params = {"Block_0": {"bias": jnp.zeros(4)}, "Block_1": {"bias": jnp.ones(4)}, "head": jnp.ones(2)}
@@ -58,10 +58,10 @@ def stack_layers(tree: Tree, names: str, into: str | None = None) -> Tree:
 
 
 def unstack_layers(tree: Tree, names: str, into: str | None = None) -> Tree:
-    """Returns a tree with stacked layers as layers of their own; undoes `stack_layers`, of which see the arguments.
+    """Returns a tree with stacked layers as separate layers: the reverse of `stack_layers`, with the same arguments.
 
     Raises:
-      ArgumentError: there is no such stack, its leaves have different numbers of rows, or there are layers of those names already.
+      ArgumentError: there is no such stack, its leaves have different numbers of rows, or layers of these names exist.
     """
     layer, stack = _patterns(names, into)
     return _converted(tree, "/".join(stack), lambda leaves, shared: _unstack(leaves, layer, stack, shared))
@@ -71,7 +71,7 @@ def pattern_parts(names: Any, argument: str) -> tuple[str, ...]:
     """Returns the parts of a pattern for the paths of layers.
 
     Raises:
-      ArgumentError: it has not just one "{}".
+      ArgumentError: it does not have exactly one "{}".
     """
     if not isinstance(names, str) or re.sub(r"\{\}", "", names, count=1).count("{") or "{}" not in names:
         raise ArgumentError(argument, 'a path with one "{}" for the number of the layer, such as "Block_{}"', names)
@@ -90,18 +90,18 @@ def _patterns(names: str, into: str | None) -> tuple[tuple[str, ...], tuple[str,
         return layer, tuple(parents)
     if last.endswith("_{}") and last != "_{}":
         return layer, (*parents, f"{last[:-3]}Stack_0")
-    hint = 'It is known where the names are like "Block_{}" or "blocks/{}".'
-    raise ArgumentError("into", f"given where the layers are called {names!r}", into, hint)
+    hint = 'It has a default for names like "Block_{}" or "blocks/{}".'
+    raise ArgumentError("into", f"given for layers with the names {names!r}", into, hint)
 
 
-# ---------------------------------------------------------------------------------------------------- trees and their paths
+# ------------------------------------------------------------------------------------------------ trees and their paths
 
 
 def _converted(tree: Any, wanted: str, convert: Callable[[_Leaves, bool], _Leaves | None]) -> Any:
-    """Returns the tree with `convert` done to the leaves, by path, of each outermost mapping.
+    """Returns the tree with `convert` applied to the leaves, by path, of each outermost mapping.
 
     Raises:
-      ArgumentError: `convert` found nothing to do, in all of the tree.
+      ArgumentError: `convert` found nothing to convert in the tree.
     """
     found, known = False, set[str]()
 
@@ -125,14 +125,12 @@ def _converted(tree: Any, wanted: str, convert: Callable[[_Leaves, bool], _Leave
 
     out = visit(tree)
     if not found:
-        raise ArgumentError(
-            "tree", f"a tree in which {wanted!r} is somewhere", type(tree), did_you_mean(wanted, sorted(known))
-        )
+        raise ArgumentError("tree", f"a tree that contains {wanted!r}", type(tree), did_you_mean(wanted, sorted(known)))
     return out
 
 
 def _walk(node: Mapping[Any, Any], path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    """Yields what is in nested mappings, with its path; an empty mapping is a leaf."""
+    """Yields the leaves of nested mappings with their paths. An empty mapping is a leaf."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from _walk(value, (*path, key))
@@ -156,7 +154,9 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _match(path: _Path, pattern: Sequence[str]) -> tuple[_Path, int, _Path] | None:
-    """Returns what stands before the first place where a pattern matches, the number in it (0 without one), and what stands behind."""
+    """Returns the part of a path before the first match of a pattern, the number in the match (0 without one), and the
+    part after it.
+    """
     regexes = [re.escape(part).replace(r"\{\}", "(0|[1-9][0-9]*)") for part in pattern]
     for at in range(len(path) - len(pattern) + 1):
         found = [re.fullmatch(regex, str(key)) for regex, key in zip(regexes, path[at:])]
@@ -170,14 +170,14 @@ def _show(path: _Path) -> str:
     return "/".join(map(str, path))
 
 
-# --------------------------------------------------------------------------------------------------------------- conversions
+# ---------------------------------------------------------------------------------------------------------- conversions
 
 
 def _stack(leaves: _Leaves, layer: Sequence[str], stack: Sequence[str], shared: bool) -> _Leaves | None:
-    """Returns the leaves with those of layers stacked; None where there are none.
+    """Returns the leaves, with those of layers stacked; None if there are no layers.
 
     Args:
-      shared: whether a leaf that layer 0 has alone is one that all layers share, as in nnx states.
+      shared: whether all layers share a leaf that only layer 0 has, as in nnx states.
     """
     found = {path: _match(path, layer) for path in leaves}
     layers: dict[_Path, dict[int, _Leaves]] = {}
@@ -203,7 +203,7 @@ def _rows(layers: dict[int, _Leaves], pattern: _Path, shared: bool) -> _Leaves:
     missing = [i for i in range(max(layers)) if i not in layers]
     if missing:
         rule = f"a tree with all layers from {name(0)!r} to {name(max(layers))!r}"
-        raise ArgumentError("tree", rule, f"no {name(missing[0])!r}", "Layers are numbered from 0 without a gap.")
+        raise ArgumentError("tree", rule, f"no {name(missing[0])!r}", "Layers are numbered from 0, without a gap.")
     rest_of = [set(layer) for layer in layers.values()]
     everywhere, anywhere = set.intersection(*rest_of), set.union(*rest_of)
     alone = (
@@ -233,7 +233,7 @@ def _rows(layers: dict[int, _Leaves], pattern: _Path, shared: bool) -> _Leaves:
 
 
 def _unstack(leaves: _Leaves, layer: Sequence[str], stack: Sequence[str], shared: bool) -> _Leaves | None:
-    """Returns the leaves with those of stacks as layers; None where there are none."""
+    """Returns the leaves, with those of stacks as separate layers; None if there are no stacks."""
     found = {path: _match(path, stack) for path in leaves}
     stacks: dict[_Path, _Leaves] = {}
     for path, match in found.items():
@@ -256,7 +256,7 @@ def _unstack(leaves: _Leaves, layer: Sequence[str], stack: Sequence[str], shared
 
 
 def _count(leaves: _Leaves, path: _Path, shared: bool) -> int:
-    """Returns the layers in a stack."""
+    """Returns the number of layers in a stack."""
     counts: dict[int, str] = {}
     for rest, leaf in leaves.items():
         for value in jax.tree.leaves(leaf):
@@ -264,19 +264,19 @@ def _count(leaves: _Leaves, path: _Path, shared: bool) -> int:
                 counts.setdefault(jnp.shape(value)[0] if jnp.ndim(value) else 0, _show((*path, *rest)))
     if len(counts) != 1 or 0 in counts:
         got = ", ".join(f"{count or 'no'} rows at {where!r}" for count, where in counts.items()) or "no arrays"
-        raise ArgumentError("tree", f"one in which all leaves under {_show(path)!r} have a row for each layer", got)
+        raise ArgumentError("tree", f"a tree in which all leaves under {_show(path)!r} have a row for each layer", got)
     return next(iter(counts))
 
 
 def _check_free(path: _Path, pattern: Sequence[str], converted: Mapping[_Path, Any]) -> None:
-    """Checks that a leaf is not where what is converted is going to be."""
+    """Checks that a leaf is not at the path of the converted leaves."""
     match = _match(path, pattern)
     if match is not None and match[0] in converted:
-        rule = f"one with nothing yet where {_show((*match[0], *pattern))!r} is to be"
+        rule = f"a tree without leaves at {_show((*match[0], *pattern))!r}, where the result goes"
         raise ArgumentError("tree", rule, f"a leaf at {_show(path)!r}", "Was it converted before?")
 
 
-# -------------------------------------------------------------------------------------------------------------------- leaves
+# --------------------------------------------------------------------------------------------------------------- leaves
 
 
 def stacked(leaves: Sequence[Any]) -> Any:
@@ -289,7 +289,7 @@ def stacked(leaves: Sequence[Any]) -> Any:
 
 
 def _row(leaf: Any, i: int) -> Any:
-    """Returns layer i's leaf of a stacked one."""
+    """Returns the leaf of layer i from a stacked leaf."""
     take = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x[i]
     if _is_variable(leaf):
         new = _copy(leaf)
@@ -314,6 +314,6 @@ def _rank(leaf: Any) -> int:
 
 
 def _shapes(leaf: Any) -> str:
-    """Returns the shapes and dtypes in a leaf, for messages and to compare."""
+    """Returns the shapes and dtypes in a leaf, for messages and comparisons."""
     shapes = [f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}" for x in jax.tree.leaves(leaf)]
     return ", ".join(shapes) or type(leaf).__name__

@@ -1,1 +1,1 @@
-"""What a program needs: targets to compile for, what the compiler says, residuals, estimates, comparisons."""
+"""The memory that a program needs: targets, compiled memory, residuals, estimates, comparisons."""

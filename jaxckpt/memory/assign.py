@@ -1,13 +1,14 @@
-"""A compiler that is stopped once it has assigned buffers: the memory of a large program for a TPU in seconds, not minutes.
+"""Stop a TPU's compiler once it has assigned buffers: the memory of a large program in seconds instead of minutes.
 
-XLA for TPU schedules a program, assigns its buffers and only then generates code; of the minutes that a large program takes, all but a few
-seconds are the last. Where nothing is to run, they are for nothing. The compiler knows no option to stop there, but with a folder to dump
-to it writes the buffer assignment before it goes on: so it runs in a process of its own, on the same program with the same options as JAX
-would hand to it in this one, and is killed when that file is there.
+XLA for TPUs schedules a program, assigns its buffers, and then generates code. For a large program this takes minutes,
+and all but a few seconds are for generating code, which is not needed if the program does not run. The compiler has no
+option to stop before that. But if it has a folder for its dump, it writes the buffer assignment there before it
+generates code. So it runs in a separate process, on the same program and with the same options that JAX would give it
+in this process, and is killed when that file is there.
 
     python -m jaxckpt.memory.assign FOLDER TARGET
 
-is that process; `assign` starts it. It ends with the process that started it.
+is that process. `assign` starts it, and it ends when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ from jaxckpt.memory.targets import Target, target_of
 logger = logging.getLogger("jaxckpt")
 
 SMALL = 8 * 1024
-"""Programs of fewer bytes, as MLIR's bytecode (some 25 operations), compile to the end in about the time another process takes to start."""
+"""A program with fewer bytes of MLIR bytecode (about 25 operations) compiles to the end in the time that another
+process needs to start.
+"""
 
 INTERVAL = 0.02
-"""Seconds between two looks into the folder."""
+"""Seconds between two checks of the folder."""
 
 _REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """What a compiler said before it was stopped.
+    """The result of a compiler that was stopped.
 
     Attributes:
       dump: the scheduled program with its buffer assignment, as XLA dumps it.
-      seconds: from the start of the compiler's process until then.
+      seconds: from the start of the compiler's process until it was stopped.
     """
 
     dump: bytes
@@ -56,25 +59,25 @@ class Assigned:
 
 
 class RefusedError(Exception):
-    """The compiler's error; its text is JAX's."""
+    """The compiler's error, with JAX's text."""
 
 
 def stops(target: Target) -> bool:
-    """Whether the compiler for a target can be stopped: a TPU's that is not here."""
+    """Returns whether the compiler for a target can be stopped: that of a TPU that is not in this machine."""
     return PLATFORMS[target.platform].stops(target.local)
 
 
 def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned | None:
-    """Returns the buffer assignment of a program without having its code generated.
+    """Returns the buffer assignment of a program; its code is not generated.
 
     Args:
       lowered: the program as `jax.stages.Lowered`.
       options: XLA's options for this program.
-      target: one whose compiler `stops`.
+      target: a target for which `stops` is true.
 
     Returns:
-      None where the program is better compiled in this process: it is small, or calls back into this process, or the other one does not
-      work, which the log tells.
+      None if the program must be compiled in this process: it is small, it calls back into this process, or the other
+      process does not work (see the log).
 
     Raises:
       RefusedError: the compiler refuses the program.
@@ -84,7 +87,7 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
         try:
             request = _compat.compile_request(lowered, {**options, **_compat.dump_options(str(folder / "dump"))})
         except UnsupportedJaxError as error:
-            logger.warning("the compiler goes on to the end, which takes longer: %s", error)
+            logger.warning("the compiler runs to the end, which takes longer: %s", error)
             return None
         if request is None or len(request.module) < SMALL:
             return None
@@ -106,17 +109,17 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
 
 
 def _run(folder: pathlib.Path, target: Target, name: str) -> bool:
-    """Runs the compiler until it has assigned buffers; returns whether it ended before, and failed."""
+    """Runs the compiler until it has assigned buffers. Returns whether it ended before that with an error."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    # -P: no file that happens to lie in the working directory takes the place of a module.
+    # -P: a file in the working directory must not replace a module.
     command = [sys.executable, "-P", "-m", "jaxckpt.memory.assign", str(folder), target.name]
     with (
         open(folder / "log", "wb") as log,
         subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log) as process,
     ):
         try:
-            # The file with the assignment is whole when the one after it is there.
+            # The file with the assignment is complete when the next file exists.
             while process.poll() is None and not _dumped(folder, name, "after_buffer_assignment.hlo.pb"):
                 time.sleep(INTERVAL)
             return bool(process.returncode)
@@ -126,12 +129,12 @@ def _run(folder: pathlib.Path, target: Target, name: str) -> bool:
 
 
 def _dumped(folder: pathlib.Path, name: str, what: str) -> list[str]:
-    """Returns the dumps of the program of this name; the compiler may dump helpers beside it."""
+    """Returns the dumps of the program of this name. The compiler may also dump helper programs."""
     return glob.glob(f"{glob.escape(str(folder / 'dump'))}/*.{glob.escape(name)}.*{what}")
 
 
 def main(folder: pathlib.Path, target: str) -> None:
-    """Compiles what `assign` wrote to a folder."""
+    """Compiles the program that `assign` wrote to a folder."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = _compat.CompileRequest.read(folder)
     try:
@@ -144,7 +147,7 @@ def main(folder: pathlib.Path, target: str) -> None:
 
 def _end_with_parent() -> None:
     with contextlib.suppress(OSError):
-        sys.stdin.buffer.read()  # until the parent closes its end, or dies
+        sys.stdin.buffer.read()  # returns when the parent closes its end, or ends
     os._exit(1)
 
 

@@ -1,17 +1,19 @@
-"""What XLA put where, and when: a reader of its buffer assignment.
+"""Reads XLA's buffer assignment: which buffers a program has, where they are, and when they are alive.
 
-The compiler can write its final program, an `HloProto`, to a folder (`report.measure` has it do so). It holds the scheduled program and
-the buffer assignment: allocations, the values packed into each, and the trace of the heap simulator, which says at which instruction each
-value comes to life and at which it dies. From these few messages come the timeline of live bytes and the names of the largest buffers,
-the same way on CPU, CUDA and TPU.
+The compiler can write its final program, an `HloProto`, to a folder (`report.measure` makes it do so). It has the
+scheduled program and the buffer assignment: the allocations, the values in each allocation, and the trace of the heap
+simulator, which says at which instructions the life of a value begins and ends. The timeline of live bytes and the
+names of the largest buffers come from these messages, in the same way for CPU, CUDA and TPU.
 
-The messages are defined in xla/service/hlo.proto and xla/xla_data.proto of https://github.com/openxla/xla; `wire` reads them. They are no
-public interface: a field may get another number, and one that is missing reads as 0. So what is read must agree with itself: see `_check`.
+The messages are defined in xla/service/hlo.proto and xla/xla_data.proto of https://github.com/openxla/xla; `wire` reads
+them. They are not a public interface: the number of a field may change, and a missing field reads as 0. So the messages
+are checked against each other: see `_check`.
 
-How an instant's bytes are counted: an allocation of the program's interface (argument, output, constant) stands for the whole run, since
-the caller holds it. A temporary counts from the instruction that defines it to the last one that reads it. Values that reuse the place of
-an operand (SHARE_WITH in the trace) count once. Padding between buffers, and holes, do not count: the timeline's maximum is at most the
-peak that the compiler reports; by how much less is in `Timeline`.
+Live bytes are counted as follows. An allocation of the program's interface (argument, output, constant) is alive for
+the whole run, because the caller holds it. A temporary is alive from the instruction that defines it to the last
+instruction that reads it. Values that reuse the place of an operand (SHARE_WITH in the trace) count once. Padding and
+holes between buffers do not count. So the maximum of the timeline is at most the peak that the compiler reports;
+`Timeline` says how close they are.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.wire import Message
 
-# Memory spaces, the "colours" of XLA's buffers. 5 is host memory everywhere (xla/layout.h: Layout::kHostMemorySpace). On TPU the others are
-# on the chip: the vector memory (VMEM) or, on v4, the common memory (CMEM), and some that hold a few bytes of semaphores and scalars. On
-# GPU 1 is main memory that collectives can reach.
+# Memory spaces, the "colours" of XLA's buffers. 5 is host memory on all platforms (xla/layout.h:
+# Layout::kHostMemorySpace). On TPUs the others are on the chip: the vector memory (VMEM) or, on v4, the common memory
+# (CMEM), and some with a few bytes of semaphores and scalars. On GPUs, 1 is main memory that collectives can reach.
 _MAIN, _HOST = 0, 5
 
 
@@ -43,9 +45,10 @@ class Buffer:
       name: the HLO instruction that defines its content.
       bytes: its size.
       shape: element type and dimensions as XLA writes them, such as "f32[512,256]".
-      operation: JAX's name of the operation, such as "jit(loss)/jvp()/dot_general"; an argument's name for an argument.
-      source: "file.py:line" of the user's code that made it, or "" where the compiler did.
-      kind: "argument", "output", "temporary" or "constant". An argument whose buffer is donated to an output is an argument.
+      operation: JAX's name of the operation, such as "jit(loss)/jvp()/dot_general"; for an argument, its name.
+      source: "file.py:line" of the user's code that made it, or "" if the compiler made it.
+      kind: "argument", "output", "temporary" or "constant". An argument whose buffer is donated to an output is an
+        argument.
     """
 
     name: str
@@ -64,14 +67,16 @@ class Buffer:
 class Timeline:
     """Live bytes of device memory over the schedule of a compiled program.
 
-    `live_bytes[i]` are live while the instruction at schedule position `positions[i]` runs, `labels[i]` is its operation. The body of a
-    loop stands once in the schedule, just before the loop itself.
+    `live_bytes[i]` bytes are live while the instruction at schedule position `positions[i]` runs; `labels[i]` is its
+    operation. The body of a loop is in the schedule once, just before the loop.
 
-    A value's end is known to within the distance to the next allocation. Padding and holes between buffers do not count. The maximum is
-    the peak of the report to within 1% on CPU, CUDA and TPU, in programs of at least some MiB: the tests hold it to that.
+    The end of a value is known up to the distance to the next allocation. Padding and holes between buffers do not
+    count. The maximum is within 1% of the peak of the report on CPU, CUDA and TPU, for programs of at least a few MiB;
+    tests check that.
 
-    On TPU there are two memories, the HBM and the vector memory on the chip (v4: common memory). The reported peak is that of the one whose
-    temporaries need more, and so is this timeline: HBM's for any program that fills a chip, the vector memory's for small ones.
+    A TPU has two memories, the HBM and the vector memory on the chip (v4: common memory). The reported peak is that of
+    the memory whose temporaries need more, and so is this timeline: HBM for any program that fills a chip, the vector
+    memory for small programs.
     """
 
     positions: tuple[int, ...]
@@ -100,7 +105,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A temporary and the first and the last position of the schedule at which it is live, both included."""
+    """A temporary, with the first and the last position of the schedule at which it is live, both included."""
 
     first: int
     last: int
@@ -109,16 +114,16 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A buffer assignment: what stands for the whole run, what comes and goes, and the schedule.
+    """A buffer assignment: the buffers that are alive for the whole run, the temporaries, and the schedule.
 
     Attributes:
-      standing: buffers of device memory that are there for the whole run: arguments, outputs, constants.
+      standing: buffers of device memory that are alive for the whole run: arguments, outputs, constants.
       main: temporaries in the device's main memory.
       on_chip: temporaries in a TPU's vector memory (v4: common memory).
       labels: the operation at each position of the schedule.
       host_bytes: bytes of all allocations in host memory.
-      argument_bytes, output_bytes: of the device memory that arguments and results are in.
-      alias_bytes: of that of arguments that results are written to, counted in both.
+      argument_bytes, output_bytes: bytes of device memory for arguments and for results.
+      alias_bytes: bytes of arguments that results are written to, counted in both.
     """
 
     standing: tuple[Buffer, ...]
@@ -132,7 +137,7 @@ class Assignment:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """The live bytes at each position of the schedule; of a TPU's two memories, those in the one whose temporaries need more."""
+        """The live bytes at each position of the schedule; for a TPU, in the memory whose temporaries need more."""
         return self._timeline(self.temporaries)
 
     @functools.cached_property
@@ -147,7 +152,7 @@ class Assignment:
 
     @property
     def on_chip_bytes(self) -> int:
-        """How many of the timeline's bytes at the peak are in a TPU's vector memory: on the chip, not in HBM."""
+        """The bytes of the timeline's peak that are in a TPU's vector memory: on the chip, not in HBM."""
         standing = sum(buffer.bytes for buffer in self.standing)
         return self.timeline.peak_bytes - standing if self.temporaries is self.on_chip else 0
 
@@ -170,8 +175,8 @@ class Assignment:
         return Timeline(tuple(range(len(live))), tuple(live), self.labels)
 
 
-# ---------------------------------------------------------------------------------------------------------------- reading
-# Numbers of the fields that are read, by message.
+# -------------------------------------------------------------------------------------------------------------- reading
+# The numbers of the fields that are read, for each message.
 
 
 class _Hlo:  # HloProto
@@ -229,17 +234,19 @@ def read(hlo: bytes, platform: str) -> Assignment:
 
     Args:
       hlo: the bytes, as XLA dumps them ("...after_optimizations.hlo.pb").
-      platform: name of the platform; memory spaces mean different things on each.
+      platform: name of the platform; memory spaces have different meanings on each.
 
     Raises:
-      UnreadableDumpError: it is something else, cut short, or of another layout.
+      UnreadableDumpError: the bytes are something else, incomplete, or have another layout.
     """
     try:
         return _read(Message(hlo), platform)
     except (ValueError, LookupError, RecursionError) as error:
         raise UnreadableDumpError(
-            f"The buffer assignment that XLA for {platform} dumped must be of the layout that this version of jaxckpt reads; it is not: "
-            f"{error if isinstance(error, ValueError) else repr(error)}. Install versions of jax that jaxckpt is tested with."
+            f"The buffer assignment that XLA for {platform} dumped must be of the layout that this version of "
+            f"jaxckpt reads. It is not: "
+            f"{error if isinstance(error, ValueError) else repr(error)}. Install versions of jax that jaxckpt is "
+            f"tested with."
         ) from error
 
 
@@ -265,7 +272,7 @@ def _read(proto: Message, platform: str) -> Assignment:
         given, result = bool(allocation.number(_Allocation.argument)), bool(allocation.number(_Allocation.output))
         argument, output, alias = argument + size * given, output + size * result, alias + size * (given and result)
         if kind != "temporary":
-            # Temporaries may have been put into an output's place; the output itself is the value defined last.
+            # Temporaries may be in the place of an output; the output itself is the value that is defined last.
             last = members[0] if kind == "argument" else max(members, key=program.position_of)
             standing.append(program.buffer(last, kind, size))
         else:
@@ -275,16 +282,18 @@ def _read(proto: Message, platform: str) -> Assignment:
                 values_there = (values[identity] for identity in place.values)
                 widest = max(values_there, key=lambda v: (v.number(_Value.size), program.position_of(v)))
                 buffer = program.buffer(widest, kind, widest.number(_Value.size))
-                lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.spans)
+                lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.intervals)
             simulated = bool(inside) or not size or bool(allocation.number(_Allocation.tuple))
-            _agree(simulated, "nobody says when a temporary is live")
+            _agree(simulated, "the dump does not say when a temporary is live")
     main = spaces.pop(_MAIN)
     on_chip = max(spaces.values(), key=lambda space: sum(life.buffer.bytes for life in space), default=[])
     return Assignment(tuple(standing), tuple(main), tuple(on_chip), program.labels, host, argument, output, alias)
 
 
 def _check(program: _Program, assignment: Message, values: Mapping[int, Message]) -> None:
-    """Raises ValueError where a buffer assignment does not agree with itself or with its program, so that it cannot have been read rightly."""
+    """Raises ValueError if a buffer assignment contradicts itself or its program, so that it cannot have been read
+    correctly.
+    """
     for value in values.values():
         _agree(program.defines(value), "a value is defined by no instruction")
     _agree(program.arguments <= {program.instruction(value) for value in values.values()}, "a parameter has no value")
@@ -330,19 +339,22 @@ def _kind(allocation: Message) -> str:
 
 @dataclass
 class _Place:
-    """Values that live in the same memory, each in the place of an operand, and when any of them is live: first and last positions."""
+    """Values that share a place, each in the place of an operand, with the first and last position at which any of them
+    is live.
+    """
 
     values: list[int] = field(default_factory=list)
     live: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    intervals: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _replay(traces: list[Message], program: _Program, values: Mapping[int, Message]) -> dict[int, _Place]:
     """Replays the heap simulator's events and returns the place of each value by the value's id.
 
-    ALLOC and SHARE_WITH begin a value's life, FREE ends it. The simulator walks the schedule and at each instruction first allocates,
-    then frees. Events name the instruction that defines their value, so the time of an ALLOC is known and that of a FREE lies between
-    the two ALLOCs around it: the earlier is taken, which leaves every maximum what it is.
+    ALLOC and SHARE_WITH begin a value's life, and FREE ends it. The simulator goes through the schedule. At each
+    instruction it first allocates, then frees. An event names the instruction that defines its value. So the time of an
+    ALLOC is known, and the time of a FREE is between the two ALLOCs around it. The earlier time is taken, which changes
+    no maximum.
     """
     places: dict[int, _Place] = {}
     for trace in traces:
@@ -357,9 +369,9 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
                 _agree(value in begun, "a value is freed that was not live")
                 freed.add(value)
                 place = places[value]
-                if place.live:  # a value from before a branch is freed in each of them
+                if place.live:  # a value from before a branch is freed in each branch
                     place.live -= 1
-                    place.spans[-1] = (place.spans[-1][0], position)
+                    place.intervals[-1] = (place.intervals[-1][0], position)
                 continue
             _agree(kind in (_Trace.alloc, _Trace.share), "an event is of an unknown kind")
             _agree(name in program.positions, "an event is of an instruction that never runs")
@@ -367,13 +379,13 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
             owner = value
             if kind == _Trace.share:
                 owner = event.number(_Trace.shares_with)
-                _agree(owner in begun, "a value shares a place that nobody has")
+                _agree(owner in begun, "a value shares a place that no value has")
             begun.add(value)
             place = places[value] = places.setdefault(owner, _Place())
             place.values.append(value)
             if not place.live:
-                first = place.spans.pop()[0] if place.spans and place.spans[-1][1] == position else position
-                place.spans.append((first, len(program.labels) - 1))  # until it is freed
+                first = place.intervals.pop()[0] if place.intervals and place.intervals[-1][1] == position else position
+                place.intervals.append((first, len(program.labels) - 1))  # until it is freed
             place.live += 1
         _agree(freed == begun, "a value is never freed")
     return places
@@ -397,7 +409,7 @@ class _Program:
                 "a schedule is not of its computation's instructions",
             )
             self._instructions |= found
-        _agree(schedule.keys() <= self._computations.keys(), "what is scheduled is not there")
+        _agree(schedule.keys() <= self._computations.keys(), "a scheduled computation is missing")
         for instruction in self._instructions.values():
             known = instruction.text(_Instruction.name) and instruction.message(_Instruction.shape).number(_Shape.type)
             _agree(bool(known), "an instruction has no name or no shape")
@@ -417,7 +429,8 @@ class _Program:
         self.labels = tuple(self._operation(i) or name for i, name in zip(order, names))
 
     def _flatten(self, computation: int, schedule: dict[int, list[int]], seen: set[int]) -> Iterator[int]:
-        # The order of XLA's own HloLiveRange: what an instruction calls (a loop's condition, then its body) comes just before it.
+        # The order of XLA's HloLiveRange: what an instruction calls (a loop's condition, then its body) is just before
+        # it.
         if computation in seen or computation not in schedule:
             return
         seen.add(computation)
@@ -432,7 +445,7 @@ class _Program:
         return value.message(_Value.place).number(_Value.place_instruction)
 
     def defines(self, value: Message) -> bool:
-        """Whether an instruction of the program defines a value."""
+        """Returns whether an instruction of the program defines a value."""
         return self.instruction(value) in self._instructions
 
     def definer(self, value: Message) -> str:
@@ -440,11 +453,11 @@ class _Program:
         return self._instructions[self.instruction(value)].text(_Instruction.name)
 
     def is_argument(self, value: Message) -> bool:
-        """Whether a value is an argument of the program, or a part of one."""
+        """Returns whether a value is an argument of the program, or a part of one."""
         return self.instruction(value) in self.arguments
 
     def position_of(self, value: Message) -> int:
-        """Returns the position at which a value is defined, -1 where that is outside the schedule."""
+        """Returns the position at which a value is defined, or -1 if that is outside the schedule."""
         return self._order.get(self.instruction(value), -1)
 
     def buffer(self, value: Message, kind: str, size: int) -> Buffer:
@@ -463,7 +476,9 @@ class _Program:
         return next((name for m in self._metadata(identity) if (name := m.text(_Metadata.operation))), "")
 
     def _metadata(self, identity: int) -> Iterator[Message]:
-        """Yields an instruction's metadata, then that of its fusion's root, then that of the instruction whose value it moves."""
+        """Yields an instruction's metadata, then that of its fusion's root, then that of the instruction whose value it
+        moves.
+        """
         for _ in range(8):
             instruction = self._instructions.get(identity)
             if instruction is None:
@@ -482,7 +497,7 @@ class _Program:
 
 
 class _Sources:
-    """The source lines of a program, which it holds as one table of stack frames."""
+    """The source lines of a program, which has them in one table of stack frames."""
 
     def __init__(self, index: Message) -> None:
         self._files = index.texts(_Frames.files)
@@ -490,11 +505,13 @@ class _Sources:
         self._frames = index.messages(_Frames.frames)
 
     def line(self, metadata: Message) -> str:
-        """Returns "file.py:12": the innermost frame of the user's own code, or the innermost of all where there is none such."""
-        if metadata.text(_Metadata.file):  # written out, where there is no table
+        """Returns "file.py:12": the innermost frame of the user's code, or the innermost of all frames if there is
+        none.
+        """
+        if metadata.text(_Metadata.file):  # without a table, the names are in the metadata
             return f"{metadata.text(_Metadata.file)}:{metadata.number(_Metadata.line)}"
         stack: list[tuple[str, int]] = []
-        frame = metadata.number(_Metadata.frame)  # from 1 on; 0 is none
+        frame = metadata.number(_Metadata.frame)  # ids begin at 1; 0 means none
         while 0 < frame <= len(self._frames):
             location = self._locations[self._frames[frame - 1].number(_Frames.frame_location) - 1]
             stack.append(

@@ -1,10 +1,11 @@
-"""Compilers' answers on disk, so that planning or measuring the same program again compiles nothing.
+"""Stores compilers' results on disk, so that planning or measuring the same program again compiles nothing.
 
-Off unless the environment variable `JAXCKPT_CACHE_DIR` names a folder. An answer is found by everything that decides it: the lowered program
-with its operations' names, the target, XLA's options and flags, and the versions of jax, its compilers and jaxckpt. Not by source lines: the
-buffers of an answer name those of when it was compiled. A file holds the figures of the report and the compiler's buffer assignment,
-compressed, after a digest of both; it is written whole or not at all. One that is not as it was written is no answer: the program is
-compiled again. What goes wrong with the folder or a file is said in the log, and nothing else comes of it.
+The cache is off unless the environment variable `JAXCKPT_CACHE_DIR` names a folder. The key of a result is everything
+that decides it: the lowered program with its operations' names, the target, XLA's options and flags, and the versions
+of jax, its compilers and jaxckpt. Source lines are not in the key: the buffers of a stored result have the source lines
+of the program that was compiled. A file has a digest, then the figures of the report and the compiler's buffer
+assignment, compressed. It is written whole or not at all. If a file has changed, it is ignored, and the program is
+compiled again. Problems with the folder or a file are written to the log, and have no other effect.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ logger = logging.getLogger("jaxckpt")
 FOLDER = "JAXCKPT_CACHE_DIR"
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NAMED = re.compile(r'loc\("(?:([^"]*/[^"]*)"\(|([^"]*)"\))')
-"""Names of operations ("jit(loss)/Block_0/dot_general") and of arguments among the locations of a program; functions' names have no slash."""
+"""Matches names of operations ("jit(loss)/Block_0/dot_general") and arguments in a program's locations. Names of
+functions have no slash.
+"""
 _COMPILERS = ("jax", "jaxlib", "jaxckpt", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a compiler said of a program.
+    """A compiler's result for a program.
 
     Attributes:
       figures: the fields of a `MemoryReport`.
-      dump: the compiled program with its buffer assignment as XLA dumps it; None where it dumped none.
+      dump: the compiled program with its buffer assignment, as XLA dumps it; None if there is no dump.
     """
 
     figures: Mapping[str, Any]
@@ -47,18 +50,21 @@ class Answer:
 
 
 def enabled() -> bool:
-    """Whether `JAXCKPT_CACHE_DIR` names a folder."""
+    """Returns whether `JAXCKPT_CACHE_DIR` names a folder."""
     return bool(os.environ.get(FOLDER))
 
 
 def surroundings() -> dict[str, str]:
-    """Returns what a compiler's answer depends on besides the program: variables with flags, and versions, "" for what is not there."""
+    """Returns what a result depends on, apart from the program: variables with flags, and versions, with "" for missing
+    ones.
+    """
     versions = {name: _version(name) for name in _COMPILERS}
     return {name: os.environ.get(name, "") for name in _FLAGS} | versions
 
 
 def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path | None:
-    """Returns the file of a program's answer, which may not exist yet; None where `JAXCKPT_CACHE_DIR` can name no folder.
+    """Returns the file for a program's result, which may not exist yet; None if `JAXCKPT_CACHE_DIR` is not a valid
+    folder.
 
     Args:
       lowered: the program as `jax.stages.Lowered`.
@@ -68,8 +74,8 @@ def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -
     """
     try:
         folder = pathlib.Path(os.environ[FOLDER]).expanduser()
-    except RuntimeError as error:  # the home of a user that is not there
-        logger.warning("%s is %r, which can be no folder: %s", FOLDER, os.environ[FOLDER], error)
+    except RuntimeError as error:  # the home of a user that does not exist
+        logger.warning("%s is %r, which cannot be a folder: %s", FOLDER, os.environ[FOLDER], error)
         return None
     names = sorted({operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))})
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
@@ -79,13 +85,13 @@ def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -
 
 
 def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
-    """Returns the answer in a file, with the figures of these names; None where there is none, or none that can be read."""
+    """Returns the result in a file, with figures of these names; None if there is no readable result."""
     try:
         content = read_whole(path)
     except FileNotFoundError:
         return None
     except (OSError, ArgumentError) as error:
-        logger.warning("cannot read %s, which holds what a compiler said of this program: %s", path, error)
+        logger.warning("cannot read %s, which has the compiler's result for this program: %s", path, error)
         return None
     try:
         digest, _, rest = content.partition(b"\n")
@@ -97,23 +103,23 @@ def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
             raise ValueError("the figures of another version")
         return Answer(stored["figures"], zlib.decompress(dump) if stored["dumped"] else None)
     except (ValueError, KeyError, TypeError, zlib.error) as error:
-        logger.warning("%s is no report of a compiler: the program is compiled again: %s", path, error)
+        logger.warning("%s is not a compiler's result; the program is compiled again: %s", path, error)
         return None
 
 
 def store(path: pathlib.Path, answer: Answer) -> None:
-    """Writes an answer; where it cannot be written the log says so, and nothing else happens."""
+    """Writes a result. If it cannot be written, only the log says so."""
     head = {"figures": dict(answer.figures), "dumped": answer.dump is not None}
     rest = json.dumps(head).encode() + b"\n" + zlib.compress(answer.dump or b"")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _digest(rest) + b"\n" + rest)
     except (OSError, ArgumentError) as error:
-        logger.warning("cannot keep what the compiler said in %s: %s", path, error)
+        logger.warning("cannot store the compiler's result in %s: %s", path, error)
 
 
 def _can_be(figure: Any) -> bool:
-    """Whether something can be a figure of a report: bytes, FLOPs or seconds, a name, or nothing."""
+    """Returns whether a value can be a figure of a report: bytes, FLOPs or seconds, a name, or None."""
     return figure is None or isinstance(figure, str) or (type(figure) in (int, float) and figure >= 0)
 
 

@@ -1,11 +1,12 @@
-"""The chips that can be compiled for: what they hold and what they do in a second.
+"""The chips that can be compiled for: their memory and their rates.
 
-All rates are peak rates of dense operations on one device, from the makers' data sheets, for rooflines; nothing reaches them.
+All rates are peak rates of dense operations on one device, from the makers' data sheets. They are for roofline models;
+no program reaches them.
 
-- "float32" is the rate of what XLA does to a float32 matmul by default (`jax.default_matmul_precision` unset): TF32 on NVIDIA GPUs
-  since Ampere, one bfloat16 pass on TPUs, true float32 on the CPU.
-- A type that the chip has no unit for has the rate of what XLA converts it to: float8 on an A100 float16, float8 and float16 on these
-  TPUs bfloat16.
+- "float32" is the rate of a float32 matmul as XLA runs it by default (`jax.default_matmul_precision` unset): TF32 on
+  NVIDIA GPUs since Ampere, one bfloat16 pass on TPUs, true float32 on the CPU.
+- If the chip has no unit for a type, the rate is that of the type that XLA converts it to: float16 for float8 on an
+  A100, bfloat16 for float8 and float16 on these TPUs.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Chip:
 
     Attributes:
       platform: name of its platform: see `jaxckpt.memory.platforms`.
-      kind: a pattern that JAX's `device_kind` of such a device matches.
-      memory_bytes: main memory that a program can use.
-      flops: FLOP/s of dense matmuls by name of dtype (operations, a multiply and an add being two; for int8 likewise).
-      bandwidth: of the main memory, bytes/s.
-      host_bandwidth: of the link to the host, bytes/s in one direction.
-      link_bandwidth: of the links to other devices along one axis of a mesh, bytes/s in one direction.
-      gpu: for the compiler, what sets this GPU apart from others: see `jaxckpt.memory.platforms.cuda.target_config`.
-      slice: for the compiler, the smallest slice of a TPU that has whole hosts, "2x2".
+      kind: a pattern that matches JAX's `device_kind` of such a device.
+      memory_bytes: bytes of main memory that a program can use.
+      flops: FLOP/s of dense matmuls by name of dtype. A multiply and an add are two operations, for int8 too.
+      bandwidth: bytes/s of the main memory.
+      host_bandwidth: bytes/s of the link to the host, in one direction.
+      link_bandwidth: bytes/s of the links to other devices along one axis of a mesh, in one direction.
+      gpu: the properties of this GPU for the compiler: see `jaxckpt.memory.platforms.cuda.target_config`.
+      slice: for the compiler, the smallest slice of TPUs that has whole hosts, "2x2".
     """
 
     platform: str
@@ -61,15 +62,17 @@ def _tera(
     return MappingProxyType({name: rate * 1e12 for name, rate in (rates | others).items()})
 
 
-# GPUs. Rates, bandwidths and PCIe from NVIDIA's data sheets, without sparsity, SXM parts: "NVIDIA A100 Tensor Core GPU" (2021), "NVIDIA H100
-# Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024), "NVIDIA HGX B200" and "NVIDIA DGX B200" (2025; an
-# eighth of a board of eight), "NVIDIA GB200 NVL72" (2025; a 72nd of the rack). PCIe and NVLink: half of the figure for both directions. The host
-# link of a GB200 is NVLink-C2C: 900 GB/s in both directions, which the two GPUs of a board share. Usable memory is what the CUDA driver reports,
-# somewhat less than the 80, 141, 180 and 186 GB of the box (H200: 139.8 GiB as frameworks print it).
-# For the compiler: multiprocessors, float32 units in each, L2 and boost clock from the white papers; shared memory per multiprocessor and the
-# most that one block can opt in to from the table "Technical specifications per compute capability" in the CUDA programming guide. NVIDIA
-# publishes no such figures of Blackwell: multiprocessors, L2, clock, the memory and its bandwidth for the compiler are what the driver reports,
-# as XLA has them (xla/backends/gpu/target_config/specs, b200.txtpb and gb200.txtpb).
+# GPUs. Rates, bandwidths and PCIe are from NVIDIA's data sheets, without sparsity, for SXM parts: "NVIDIA A100 Tensor
+# Core GPU" (2021), "NVIDIA H100 Tensor Core GPU" (2023) and the H100 white paper, "NVIDIA H200 Tensor Core GPU" (2024),
+# "NVIDIA HGX B200" and "NVIDIA DGX B200" (2025; an eighth of a board of eight), "NVIDIA GB200 NVL72" (2025; a 72nd of
+# the rack). For PCIe and NVLink: half of the figure for both directions. The host link of a GB200 is NVLink-C2C: 900
+# GB/s in both directions, which the two GPUs of a board share. Usable memory is what the CUDA driver reports. It is a
+# little less than the 80, 141, 180 and 186 GB of the product (H200: 139.8 GiB as frameworks print it). For the
+# compiler: multiprocessors, float32 units in each, L2 and boost clock are from the white papers. Shared memory of a
+# multiprocessor, and the most that one block can opt in to, are from the table "Technical specifications per compute
+# capability" in the CUDA programming guide. NVIDIA publishes no such figures for Blackwell: its multiprocessors, L2,
+# clock, memory and bandwidth are what the driver reports, from XLA (xla/backends/gpu/target_config/specs, b200.txtpb
+# and gb200.txtpb).
 _HOPPER = {
     "capability": (9, 0),
     "cores": 132,
@@ -81,10 +84,11 @@ _HOPPER = {
 }
 _BLACKWELL = {"capability": (10, 0), "units": 128, "shared": 228, "shared_block": 227}
 _AMPERE = {"capability": (8, 0), "cores": 108, "units": 64, "shared": 164, "shared_block": 163, "l2": 40, "clock": 1.41}
-# TPUs. Rates, HBM bandwidth from Google's pages "TPU v4", "v5e", "v5p" and "v6e" (cloud.google.com/tpu/docs). Usable memory is what libtpu
-# names when a program does not fit ("exceeds available HBM (15.75G)"). Google publishes no rate of the host link; a PCIe generation 3 x16
-# link, for v6e generation 4 or its like, is what the book "How to Scale Your Model" (Austin et al., 2025) reckons with; from there too
-# the rate of a link between chips, of which an axis of a mesh has two.
+# TPUs. Rates and HBM bandwidth are from Google's pages "TPU v4", "v5e", "v5p" and "v6e" (cloud.google.com/tpu/docs).
+# Usable memory is what libtpu reports when a program does not fit ("exceeds available HBM (15.75G)"). Google publishes
+# no rate of the host link. The book "How to Scale Your Model" (Austin et al., 2025) assumes a PCIe link of generation 3
+# x16, and for v6e one like generation 4. The rate of a link between chips is from the same book; an axis of a mesh has
+# two such links.
 CHIPS: dict[str, Chip] = {
     "h100": Chip(
         "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9, 450e9,
@@ -111,21 +115,22 @@ CHIPS: dict[str, Chip] = {
     "v6e": Chip("tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, 1.8e11, slice="2x2"),
     "v4": Chip("tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10, slice="2x2x1"),
 }  # fmt: skip
-"""Every chip's row, by the name that it has in targets' names."""
+"""Name of the chip in targets' names -> its row."""
 
-# This machine's CPU. Memory is what the operating system has. Rates are an estimate, good for a roofline's order of magnitude and no more:
-# a core of some 3 GHz with two 256-bit fused multiply-adds a cycle does 96 GFLOP/s; half of that, and two channels of DDR4.
+# This machine's CPU. Memory is that of the operating system. Rates are an estimate, for the order of magnitude only: a
+# core of about 3 GHz with two 256-bit fused multiply-adds in a cycle does 96 GFLOP/s. The row has half of that, and two
+# channels of DDR4.
 _CPU_CORE_RATE = 48e9
 _CPU_BANDWIDTH = 40e9
 
 
 @functools.cache
 def cpu() -> Chip:
-    """Returns the entry of this machine's CPU."""
+    """Returns the row of this machine's CPU."""
     cores = os.cpu_count() or 1
     rate = cores * _CPU_CORE_RATE / 1e12
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # XLA computes narrow types in float32 on the CPU, and host memory is its own.
+    # XLA for the CPU computes narrow types in float32. Host memory is the CPU's memory.
     return Chip(
         "cpu",
         "cpu",

@@ -1,4 +1,4 @@
-"""Variants of one function side by side: compiled peak, recomputation, estimate, time."""
+"""Compare variants of one function: compiled peak, recomputation, estimate, time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableErr
 from jaxckpt.core import lift, shown
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -26,15 +27,13 @@ from jaxckpt.memory.verify import fill
 FORMAT = 1
 """Version of the JSON form."""
 
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
 
 ROUNDS = range(3, 16)
-"""The least and the most rounds of a timing, the last excluded."""
+"""The least and the most rounds of a timing; the most is excluded."""
 SAME = 0.001
-"""The relative difference up to which two variants are as good as each other, in memory or in FLOPs."""
+"""Two variants are equally good in memory or FLOPs up to this relative difference."""
 TIMING_SECONDS = 60.0
-"""A timing takes as many rounds as fit into so many seconds, within ROUNDS."""
+"""Seconds for a timing: it takes as many rounds as fit in them, within ROUNDS."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,17 @@ class Row:
     """One variant.
 
     Attributes:
-      name: as the caller named it.
-      report: what the compiler says of its step.
-      estimate_bytes: the peak as estimated from the traced step alone: see `jaxckpt.core.liveness`. None where an argument is sharded over
-        several devices: the estimate would be of all of them together.
-      flops: FLOPs of the traced step, recomputation counted.
-      recompute_flops: how many of them are more than the leanest variant has.
-      recompute: `recompute_flops` over the leanest variant's FLOPs.
-      seconds: median time of a step on the local backend; None where nothing was timed.
-      time_ratio: `seconds` over those of the first variant.
-      on_front: whether it is on the Pareto front of peak and recomputation: no other variant beats it, see `pareto_front`.
+      name: the caller's name for it.
+      report: the compiler's report of its step.
+      estimate_bytes: the peak, estimated from the traced step alone: see `jaxckpt.core.liveness`. None if an argument
+        is sharded over several devices, because the estimate would be for all of them together.
+      flops: FLOPs of the traced step, with recomputation.
+      recompute_flops: FLOPs more than those of the variant with the fewest FLOPs.
+      recompute: `recompute_flops` divided by the FLOPs of the variant with the fewest FLOPs.
+      seconds: median time of a step on the local backend; None if nothing was timed.
+      time_ratio: `seconds` divided by those of the first variant.
+      on_front: whether it is on the Pareto front of peak and recomputation, so that no other variant beats it: see
+        `pareto_front`.
     """
 
     name: str
@@ -66,12 +66,14 @@ class Row:
 
     @property
     def peak_bytes(self) -> int:
-        """Compiled peak in bytes, arguments and outputs and all."""
+        """Compiled peak in bytes, with arguments and outputs."""
         return self.report.peak_bytes
 
     @property
     def estimate_error(self) -> float | None:
-        """The estimate's relative error: positive where it says more than the compiler. None where there is no estimate."""
+        """The relative error of the estimate: positive if it is more than the compiled peak. None if there is no
+        estimate.
+        """
         if self.estimate_bytes is None:
             return None
         return self.estimate_bytes / self.peak_bytes - 1 if self.peak_bytes else 0.0
@@ -79,13 +81,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants of one function, in the order they were given: prints as a table, shows as one in a notebook.
+    """Variants of one function, in the given order. It is printed, and shown in a notebook, as a table.
 
     Attributes:
-      rows: one for each variant; the first is what the others are held against.
+      rows: one row for each variant; the others are compared with the first.
       target: name of the target that was compiled for.
-      timed_on: name of the local backend where steps were timed, None where none were.
-      left_out: (name, why) of variants that the target's compiler refuses, for they do not fit the device; they have no row.
+      timed_on: name of the local backend on which steps were timed; None if none were.
+      left_out: (name, reason) of variants without a row, because the target's compiler says that they do not fit the
+        device.
     """
 
     rows: tuple[Row, ...]
@@ -111,13 +114,13 @@ class Comparison:
         return self.rows[0]
 
     def pareto(self) -> tuple[Row, ...]:
-        """Returns the variants that no other beats in both peak and recomputation, the one with the least peak first."""
+        """Returns the variants that no other variant beats in peak and recomputation, in the order of their peaks."""
         return tuple(
             sorted((row for row in self.rows if row.on_front), key=lambda row: (row.peak_bytes, row.recompute_flops))
         )
 
     def advice(self) -> str:
-        """Returns a sentence on what checkpointing can do for the first variant, where that is little; otherwise ""."""
+        """Returns a sentence if checkpointing can save little for the first variant; otherwise ""."""
         return self.baseline.report.advice() or ""
 
     def to_json(self) -> dict[str, Any]:
@@ -133,11 +136,11 @@ class Comparison:
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws memory against recomputation, the Pareto front marked, to a file: .png, .svg or .pdf (extra: plot)."""
+        """Draws memory against recomputation, with the Pareto front, to a file: .png, .svg or .pdf (extra: plot)."""
         shown.save_picture(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one self-contained page: table, picture, timelines, the largest buffers of each variant."""
+        """Writes one self-contained page: table, picture, timelines, and the largest buffers of each variant."""
         shown.save_page(self, path)
 
     def __str__(self) -> str:
@@ -155,26 +158,28 @@ def compare(
     time: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compiles the step of each variant of a function for a target and puts the figures side by side.
+    """Compiles the step of each variant of a function for a target, and compares the figures.
 
-    Peaks come from the compiler. Recomputation is counted on the traced step: its FLOPs beyond those of the leanest variant. The estimate
-    beside each peak is what the traced program lets one expect without compiling, with its error.
+    Peaks come from the compiler. Recomputation is counted on the traced step: its FLOPs minus those of the variant with
+    the fewest FLOPs. Next to each peak is an estimate from the traced step alone, with its error.
 
     Args:
-      variants: name -> function; the first is what the others are held against. They compute the same and differ in their checkpoints.
+      variants: name -> function. The variants compute the same and differ in their checkpoints. The others are compared
+        with the first.
       *args: the functions' arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       target: what to compile for: see `jaxckpt.Target`; None for the local backend.
-      step: makes the step that is measured of a function: `jax.value_and_grad`, which differentiates with respect to the first argument,
-        or a function that also has the optimiser's update in it.
-      time: whether to run each step on the local backend, whatever the target is, with `compiler_options()`: medians of interleaved runs.
-        Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). The step must not donate its arguments.
-      progress: called before each piece of work: see `Progress`.
+      step: makes the training step that is measured from a function: `jax.value_and_grad`, which differentiates with
+        respect to the first argument, or a function that also has the optimiser's update.
+      time: whether to run each step on the local backend, for any target, with `compiler_options()`. Times are medians
+        of interleaved runs. Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). The
+        step must not donate its arguments.
+      progress: called before each task: see `Progress`.
 
     Raises:
-      ArgumentError: `variants` is no mapping of functions, or empty.
+      ArgumentError: `variants` is not a mapping of functions, or is empty.
       NotDifferentiableError: the step is a gradient, and the first argument or the result is not differentiable.
       UnknownTargetError, MissingTargetError: see `jaxckpt.Target`.
-      DoesNotFitError: no variant fits the target's device; those that alone do not are named in `Comparison.left_out`.
+      DoesNotFitError: no variant fits the target's device. If only some do not fit, `Comparison.left_out` names them.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda w, x: jnp.sum(jnp.tanh(x @ w))
@@ -245,10 +250,10 @@ def _comparison(
 
 
 def pareto_front(points: list[tuple[float, float]]) -> list[bool]:
-    """Says of each point (both coordinates: the less the better) that no other beats it.
+    """Returns for each point whether no other point beats it. In both coordinates, less is better.
 
-    One beats another if it is better in one coordinate by more than SAME, a thousandth, and not worse in the other by more than that: nobody
-    takes twice the memory for a ten-thousandth of the FLOPs.
+    A point beats another if it is better in one coordinate by more than SAME, a thousandth, and not worse in the other
+    by more than SAME. For nobody wants twice the memory to save a ten-thousandth of the FLOPs.
 
     >>> pareto_front([(400, 1000), (200, 1100), (300, 1100), (100, 1500), (400, 1000), (800, 999.5)])
     [True, True, False, True, True, False]
@@ -272,7 +277,7 @@ def _check(variants: Any) -> None:
 
 
 def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises NotDifferentiableError where the gradient of `fun` with respect to its first argument does not exist."""
+    """Raises NotDifferentiableError if the gradient of `fun` with respect to its first argument does not exist."""
     if not args:
         raise NotDifferentiableError(f"{name} has nothing to differentiate: it takes no arguments.")
     call = lift.take(fun, args[:1], {})
@@ -280,8 +285,9 @@ def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ..
     if len(wrong) == len(call.paths()):
         got = f"{wrong[0][0]} is {jax.typeof(wrong[0][1]).dtype}" if wrong else "it has no arrays"
         raise NotDifferentiableError(
-            f"{name} has nothing to differentiate: the first argument must be of floating-point dtypes, since gradients are taken with "
-            f"respect to it; {got}. Put the parameters first, or pass a step of your own."
+            f"{name} has nothing to differentiate: the first argument must be of floating-point dtypes, because "
+            f"gradients are taken with "
+            f"respect to it; {got}. Put the parameters first, or pass your own step."
         )
     if (error := not_a_loss(name, fun, args)) is not None:
         raise error
@@ -292,11 +298,11 @@ def time_steps(
 ) -> dict[str, float]:
     """Returns the median seconds of each step on the local backend.
 
-    Runs are interleaved (A B C A B C ...), so that what slows the machine down slows all of them.
+    Runs are interleaved (A B C A B C ...), so that a slower machine slows all of them down.
 
     Args:
       steps: name -> function; the steps must not donate their arguments.
-      args: real arrays, of all steps.
+      args: arrays, the arguments of all steps.
       report: called as `report(done, what)` before each step is compiled.
     """
     compiled = {}
@@ -316,7 +322,9 @@ def time_steps(
 
 
 def _runnable(fun: Callable[..., Any], call: lift.Taken) -> Callable[[], Any]:
-    """Returns what runs a step on its arguments, compiled and run once; the state of objects among them stays what it is."""
+    """Returns a function that runs a step on its arguments. The step is compiled and has run once. The state of objects
+    in the arguments does not change.
+    """
     args = jax.device_put(call.args)
     jitted = jax.jit(call.fun, compiler_options=compiler_options() or None)
     if call.whole and hasattr(fun, "lower"):

@@ -1,36 +1,41 @@
 """Closed forms: what checkpointing saves on a uniform chain, without tracing or compiling anything.
 
-The idea of segments is that of Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016, arXiv:1604.06174):
-keep the input of each segment, recompute a segment when the backward pass comes to it. They give O(sqrt(N)); the exact count follows.
+Segments are from Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016,
+arXiv:1604.06174): keep the input of each segment, and recompute a segment when the backward pass comes to it. The paper
+gives O(sqrt(N)); the exact count follows.
 
-The chain: N layers `x_i = f_i(x_{i-1})`, each activation x_i of `a` bytes, the backward pass of layer i needing x_{i-1} and x_i (a dense
-layer and its nonlinearity do). x_0 is the program's argument and no activation; parameters and their gradients are no activations either.
-What is counted is what else is live at once. Segments of s layers: K = ceil(N / s) of them, the last with r = N - (K - 1) s layers.
+The chain has N layers `x_i = f_i(x_{i-1})`. Each activation x_i has `a` bytes. The backward pass of layer i needs
+x_{i-1} and x_i, as for a dense layer with a nonlinearity. x_0 is the program's argument and not an activation.
+Parameters and their gradients are not activations either. Counted are all other bytes that are live at once. There are
+K = ceil(N / s) segments of s layers; the last has r = N - (K - 1) s layers.
 
-*Without checkpointing* all of x_1 ... x_N live when the backward pass begins. It first turns the cotangent of x_N into that of the layer's
-linear part, in the place of x_N, and from that makes the cotangent of x_{N-1}: while it does, x_1 ... x_{N-1} and two cotangents are live,
+*Without checkpointing*, all of x_1 ... x_N are live when the backward pass begins. First it computes the cotangent of
+the layer's linear part from that of x_N, in the place of x_N. From this it computes the cotangent of x_{N-1}. Then x_1
+... x_{N-1} and two cotangents are live,
 
     without = (N + 1) a.
 
-*With checkpointing* the inputs of segments 2 ... K are kept (that of the first is x_0). Two moments can be the peak:
+*With checkpointing*, the inputs of segments 2 ... K are kept (that of the first is x_0). The peak is at one of two
+times:
 
-  - in the last segment, which is at work when the backward pass begins: K - 1 kept inputs, and its r activations and one more for the
+  - in the last segment, when the backward pass begins: K - 1 kept inputs, its r activations, and one more for the
     second cotangent, as above: K + r;
-  - in the segment before, where everything but its own input is over: K - 2 kept inputs, its s recomputed activations, the cotangent that
-    comes in, in whose place the next is made: K - 1 + s. Segments further to the front have fewer kept inputs.
+  - in the segment before it: K - 2 kept inputs, its s recomputed activations, and the incoming cotangent, in whose
+    place the next one is computed: K - 1 + s. Earlier segments have fewer kept inputs.
 
 So
 
     with = max(K + r, K - 1 + s) a,       K = ceil(N / s), r = N - (K - 1) s, s at most N.
 
-The last segment's values are needed at once, hence it costs the same memory checkpointed or not: this is why `checkpoint_sequential` leaves
-it alone. (A last segment of one layer, left alone, can do with one activation less: its only other value is its input, which may go before
-the next cotangent comes. XLA finds that on an H100, not on the CPU. The formula does not count on it.)
+The values of the last segment are needed at once, so it takes the same memory with and without a checkpoint. This is
+why `checkpoint_sequential` leaves it without one. (A last segment of one layer without a checkpoint can take one
+activation less: its only other value is its input, which may be freed before the next cotangent is computed. XLA does
+that for an H100, but not for the CPU. The formula does not assume it.)
 
-Segments of one layer keep every activation, and one checkpoint around everything brings all of them back: both save nothing. The least is
-near s = sqrt(N), with some 2 sqrt(N) activations.
+Segments of one layer keep every activation, and one checkpoint around everything recomputes all of them at once: both
+save nothing. The minimum is near s = sqrt(N), with about 2 sqrt(N) activations.
 
-`python -m benchmarks.estimates` holds this against compiled programs.
+`python -m benchmarks.estimates` compares this with compiled programs.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from jaxckpt.transforms.sequential import segment_length
 
 
 class MemorySavings(NamedTuple):
-    """Activation bytes of a chain at its peak: a tuple, so that it can be taken apart.
+    """Activation bytes of a chain at its peak, as a tuple, so that it can be unpacked.
 
     Attributes:
       without_checkpoint: bytes.
@@ -60,17 +65,18 @@ class MemorySavings(NamedTuple):
 def estimate_memory_savings(num_layers: int, activation_bytes: int | str, segment_size: int | str = 2) -> MemorySavings:
     """Estimates the peak of activation memory of a uniform chain of layers, without and with checkpointing in segments.
 
-    The formula and what it counts stand at the top of this module. On compiled chains of dense layers it is right within 5% on the CPU and
-    on an H100 wherever activations are large beside parameters (many rows in the batch).
+    The top of this module has the formula, and what it counts. For chains of dense layers it is within 5% of the
+    compiled bytes on the CPU and on an H100, if activations are large compared with parameters (many rows in the
+    batch).
 
     Args:
-      num_layers: layers of the chain, 0 or more.
+      num_layers: number of layers, 0 or more.
       activation_bytes: bytes of one layer's activation, an int or a string such as "16MiB".
-      segment_size: layers in a segment, each segment one checkpoint: an int >= 1, not necessarily a divisor, or "sqrt" for
-        round(sqrt(num_layers)).
+      segment_size: layers in a segment; each segment has one checkpoint. An int >= 1, which need not divide
+        `num_layers`, or "sqrt" for round(sqrt(num_layers)).
 
     Returns:
-      `(without_checkpoint, with_checkpoint, savings_percent)`: bytes, bytes, percent of the first.
+      `(without_checkpoint, with_checkpoint, savings_percent)`: bytes, bytes, and percent of `without_checkpoint`.
 
     Raises:
       ArgumentError: an argument is none of these.

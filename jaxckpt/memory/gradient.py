@@ -1,4 +1,6 @@
-"""The gradient that a step takes where none is written out: in what can be differentiated of a function's first argument."""
+"""The default gradient of a training step: with respect to everything in the first argument that can be
+differentiated.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,22 @@ from jaxckpt.memory.residuals import is_inexact
 StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PLAIN = (jax.value_and_grad, jax.grad)
-"""Steps that are a gradient in all leaves of the first argument."""
+"""Training steps that are a gradient with respect to all leaves of the first argument."""
 
 
 def suited(step: StepMaker, args: tuple[Any, ...]) -> StepMaker:
-    """Returns the step, or what stands for it where JAX's gradient cannot be taken of the first argument as it is.
+    """Returns the step, or its replacement if JAX's gradient does not accept the first argument.
 
-    Of a module of nnx `jax.value_and_grad` becomes `nnx.value_and_grad`, in its Params; of any other tree with leaves that are integers, random
-    keys or no arrays, the gradient in its other leaves.
+    For a module of nnx, `jax.value_and_grad` becomes `nnx.value_and_grad` with respect to its Params. For any other
+    tree with leaves that are integers, random keys or not arrays, it becomes the gradient with respect to the other
+    leaves.
 
     Args:
-      step: as of `jaxckpt.plan`.
+      step: as in `jaxckpt.plan`.
       args: the step's arguments.
 
     Raises:
-      NotDifferentiableError: the first argument has nothing that can be differentiated.
+      NotDifferentiableError: nothing in the first argument can be differentiated.
     """
     if step not in PLAIN or not args:
         return step
@@ -44,17 +47,18 @@ def suited(step: StepMaker, args: tuple[Any, ...]) -> StepMaker:
             for path, leaf in paths
         ]
         raise NotDifferentiableError(
-            "The first argument must have arrays of floating-point or complex types, since the step takes gradients in them; "
-            f"{', '.join(kinds[:3]) or 'it has no arrays'}. Put the parameters first, or pass a step of your own."
+            "The first argument must have arrays of floating-point or complex types, because the step takes "
+            "gradients with respect to them; "
+            f"{', '.join(kinds[:3]) or 'it has no arrays'}. Put the parameters first, or pass your own step."
         )
     return step if all(inexact) else functools.partial(_of_inexact, step)
 
 
 def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> NotDifferentiableError | None:
-    """Returns the error for a function that returns something else than one floating-point scalar, else None.
+    """Returns the error for a function that does not return one floating-point scalar; else None.
 
     Args:
-      name: what to call the function.
+      name: name of the function in the message.
       fun, args: the function, which is traced, and its arguments.
     """
     out = jax.tree.leaves(lift.result_of(fun, args))
@@ -64,13 +68,14 @@ def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> Not
         "nothing"
     ]
     return NotDifferentiableError(
-        f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it returns {', '.join(kinds)}. "
-        "Reduce it to one, or pass a step of your own, such as functools.partial(jax.value_and_grad, has_aux=True)."
+        f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it "
+        f"returns {', '.join(kinds)}. "
+        "Reduce it to one scalar, or pass your own step, such as functools.partial(jax.value_and_grad, has_aux=True)."
     )
 
 
 def _of_inexact(transform: StepMaker, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the gradient of a function in the inexact arrays of its first argument, as a list."""
+    """Returns the gradient of a function with respect to the inexact arrays of its first argument, as a list."""
 
     @functools.wraps(fun)
     def step(first: Any, *rest: Any) -> Any:

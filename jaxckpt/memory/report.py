@@ -1,4 +1,4 @@
-"""Compile a function and read from the compiler what memory it needs."""
+"""Compile a function, and read the memory that it needs from the compiler."""
 
 from __future__ import annotations
 
@@ -31,35 +31,42 @@ from jaxckpt.memory.targets import compiler_options as options_for
 logger = logging.getLogger("jaxckpt")
 
 NEARLY_FULL = 0.8
-"""Share of a TPU's memory above which a program is compiled to the end: its code lies in that memory too, and may be what does not fit."""
+"""A program above this share of a TPU's memory is compiled to the end: its code is in that memory too, and may not
+fit.
+"""
 
 SMALL_SHARE = 0.2
-"""Where temporaries are less than this share of the peak, `MemoryReport.advice` says that checkpointing can do little."""
+"""If temporaries are less than this share of the peak, `MemoryReport.advice` says that checkpointing can save
+little.
+"""
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one device needs to run a compiled program, in bytes. Prints as a block of text.
+    """The memory that one device needs to run a compiled program, in bytes. It is printed as a block of text.
 
     Attributes:
       target: name of the target that it was compiled for.
       peak_bytes: the most memory in use at once on the device: arguments, outputs and temporaries.
-        CPU: argument + output + temp - alias, for XLA's own figure leaves temporaries out there.
-        CUDA: XLA's figure; with buffers in host memory, argument + output + temp - alias, for XLA's figure then takes the host's
-        temporaries for the device's where they are more.
-        TPU: XLA's figure, which is arguments and outputs plus temporaries in HBM, or plus those in the vector memory on the chip where
-        they are more: see `on_chip_bytes`. Host memory is left out as on CUDA.
-      argument_bytes, output_bytes: arguments and results.
-      temp_bytes: all between. On TPU peak - argument - output + alias, for XLA's figure leaves out what is on the chip.
-      alias_bytes: outputs that are written in the place of donated arguments, counted in both of the above.
-      host_bytes: buffers in the host's memory: what was offloaded.
-      on_chip_bytes: how many of the peak's bytes are in a TPU's vector memory (VMEM, on v5e 128 MiB) and so not in HBM. Not 0 only for
-        programs so small that their temporaries fit there; their HBM need is `main_memory_bytes`.
-      main_memory_bytes: the peak in main memory alone; `peak_bytes`, unless something is on the chip.
-      code_bytes: the program itself, which on TPU is in HBM too, beside the peak; 0 elsewhere. None where no code was generated.
-      flops: the compiler's count, a loop's body once. None where it does not count, as on a CUDA device that is not there, or where no
-        code was generated.
-      compile_seconds: how long compiling took, to the end or until buffers were assigned; tracing and lowering come on top.
+        CPU: argument + output + temp - alias, because XLA's figure has no temporaries there.
+        CUDA: XLA's figure. With buffers in host memory: argument + output + temp - alias, because XLA's figure then
+        counts the host's temporaries instead of the device's if they are more. TPU: XLA's figure. It is arguments and
+        outputs, plus the temporaries in HBM or those in the vector memory on the chip, whichever is more: see
+        `on_chip_bytes`. Host memory is left out, as on CUDA.
+      argument_bytes, output_bytes: bytes of arguments and of results.
+      temp_bytes: bytes of temporaries. On TPU: peak - argument - output + alias, because XLA's figure has no on-chip
+        memory.
+      alias_bytes: bytes of outputs that are written in the place of donated arguments; both figures above count them.
+      host_bytes: bytes of buffers in host memory: offloaded values.
+      on_chip_bytes: bytes of the peak that are in a TPU's vector memory (VMEM, 128 MiB on v5e) and not in HBM. Not 0
+        only for small programs whose temporaries fit there; their need of HBM is `main_memory_bytes`.
+      main_memory_bytes: the peak in main memory only. It is `peak_bytes`, unless something is on the chip.
+      code_bytes: bytes of the program. On TPU it is in HBM too, in addition to the peak; 0 elsewhere. None if no code
+        was generated.
+      flops: the compiler's count of FLOPs, with a loop's body counted once. None if the compiler does not count, as for
+        a CUDA device that is not in this machine, or if no code was generated.
+      compile_seconds: seconds that the compiler took, to the end or until buffers were assigned; without tracing and
+        lowering.
     """
 
     target: str
@@ -77,7 +84,7 @@ class MemoryReport:
     _assignment: Assignment | None = field(default=None, repr=False, compare=False)
 
     def largest(self, count: int = 10) -> tuple[Buffer, ...]:
-        """Returns the biggest buffers that are live at the peak, biggest first."""
+        """Returns the largest buffers that are live at the peak, the largest first."""
         return self._read_assignment().largest(count)
 
     def timeline(self) -> Timeline:
@@ -85,13 +92,16 @@ class MemoryReport:
         return self._read_assignment().timeline
 
     def advice(self) -> str | None:
-        """Returns a sentence that says how little checkpointing can save, where temporaries are a small share of the peak, else None."""
+        """Returns a sentence that says how little checkpointing can save, if temporaries are a small share of the peak;
+        else None.
+        """
         if not self.peak_bytes or self.temp_bytes >= SMALL_SHARE * self.peak_bytes:
             return None
         rest = format_bytes(self.peak_bytes - self.temp_bytes)
         return (
             f"Activations are {self.temp_bytes / self.peak_bytes:.0%} of the peak: checkpointing can save at most "
-            f"{format_bytes(self.temp_bytes)} of {format_bytes(self.peak_bytes)}; arguments and outputs take the other {rest}."
+            f"{format_bytes(self.temp_bytes)} of {format_bytes(self.peak_bytes)}; arguments and outputs take the "
+            f"other {rest}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -99,13 +109,15 @@ class MemoryReport:
         return {name: getattr(self, name) for name in _FIGURES}
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws live bytes over the schedule and the largest buffers at the peak to a file: .png, .svg or .pdf (extra: plot)."""
+        """Draws live bytes over the schedule and the largest buffers at the peak to a file: .png, .svg or .pdf (extra:
+        plot).
+        """
         shown.save_picture(self, path)
 
     def _read_assignment(self) -> Assignment:
         if self._assignment is None:
             raise TargetError(
-                f"the compiler for {self.target} gave no buffer assignment that could be read: see the log"
+                f"The compiler for {self.target} gave no buffer assignment that could be read. See the log."
             )
         return self._assignment
 
@@ -153,30 +165,34 @@ def measure(
     compiler_options: Mapping[str, Any] | None = None,
     generate_code: bool = True,
 ) -> MemoryReport:
-    """Compiles a function for a target and returns what memory it needs. Runs nothing and needs no device but for a local target.
+    """Compiles a function for a target, and returns the memory that it needs. It runs nothing. Only a local target
+    needs a device.
 
     Args:
-      fun: a function, or an already jitted one: then what `jax.jit` was told holds (donated and static arguments, shardings).
-      *args: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shapes, dtypes and shardings matter; Python scalars.
-        An argument without a sharding goes where JAX puts it: on the target's first device, or over the mesh of the other arguments.
-        A sharding over a mesh of other devices, or over an abstract mesh, is moved to a mesh of that shape of all the target's devices.
-        Compile-only GPUs know no memory kinds: for one that is not here, an argument in host memory counts as on the device, and the
-        log says so.
+      fun: a function, or a jitted function. The settings of `jax.jit` (donated and static arguments, shardings) are
+        used.
+      *args: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shapes, dtypes and shardings
+        matter; Python scalars. An argument without a sharding is where JAX puts it: on the target's first device, or
+        over the mesh of the other arguments. A sharding over a mesh of other devices, or over an abstract mesh, is
+        moved to a mesh of the same shape of all the target's devices. Compile-only GPUs have no memory kinds: for a GPU
+        that is not in this machine, an argument in host memory counts as on the device, and the log says so.
       target: what to compile for: see `Target`; None for the local backend.
-      compiler_options: XLA's options for this one program. By default `compiler_options(target)`, what checkpointing needs to hold there;
-        `{}` for none, as a bare `jax.jit` compiles.
-      generate_code: whether the compiler goes on to the end. False asks for memory alone: the compiler of a TPU that is not here is then
-        stopped, in a process of its own, once it has assigned buffers, which for a large program takes seconds in place of minutes. All
-        figures are the same, but that `code_bytes` and `flops` are None. Other targets' compilers go to the end, and so do programs that
-        are small, or whose peak is over 80% of the TPU's memory, where the code may be what does not fit.
+      compiler_options: XLA's options for this program. The default is `compiler_options(target)`, which checkpointing
+        needs on that target; `{}` means no options, as for `jax.jit`.
+      generate_code: whether the compiler runs to the end. With False, the compiler for a TPU that is not in this
+        machine runs in a separate process, and is stopped once it has assigned buffers. For a large program this takes
+        seconds instead of minutes. `code_bytes` and `flops` are then None; all other figures are the same. The compiler
+        runs to the end for other targets, for small programs, and for programs whose peak is over 80% of the TPU's
+        memory, because their code may not fit.
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.
       ArgumentError: `fun` cannot be called, the compiler refuses one of `compiler_options`, or
         a sharding's mesh has another size than the target.
-      DoesNotFitError: the compiler gives up because the program does not fit the device; TPU's does.
-      UnreadableDumpError: the buffer assignment that the compiler dumped contradicts its own figures; or it cannot be read, and figures
-        depend on it: on a TPU, and where something is in host memory. (Elsewhere the log says so, and there is no timeline.)
+      DoesNotFitError: the compiler (of TPUs) stops because the program does not fit the device.
+      UnreadableDumpError: the buffer assignment that the compiler dumped contradicts its figures. Or it cannot be read,
+        and figures depend on it: on a TPU, and with buffers in host memory. (Elsewhere the log says so, and there is no
+        timeline.)
 
     >>> import jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -213,7 +229,9 @@ def measure(
 
 
 def _devices(args: Sequence[Any], target: Target) -> list[Any]:
-    """Returns what a lowered program does not say of its devices: their kind, and their order in the meshes of the arguments."""
+    """Returns what a lowered program does not say about its devices: their kind, and their order in the meshes of the
+    arguments.
+    """
     first = target.devices[0]
     moved = [_move(getattr(leaf, "sharding", None), target) for leaf in args]
     meshes = {sharding.mesh for sharding in moved if isinstance(sharding, NamedSharding)}
@@ -222,11 +240,11 @@ def _devices(args: Sequence[Any], target: Target) -> list[Any]:
 
 
 def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> list[Sharding]:
-    """Compiles a function for a target and returns how the compiler lays each leaf of its results over the target's devices.
+    """Compiles a function for a target, and returns the compiler's sharding of each leaf of its results.
 
     Args:
-      fun, *args: as of `measure`.
-      target: of several devices.
+      fun, *args: as in `measure`.
+      target: a target of several devices.
     """
     compiled, _ = _compile(_lower(fun, args, target), options_for(target), target)
     return list(jax.tree.leaves(compiled.output_shardings))
@@ -243,19 +261,22 @@ def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> An
             return fun.trace(*args)  # type: ignore[attr-defined]
         return jax.jit(call.fun).trace(*args)
 
-    # Traced under the local backend, so that what tracing computes (jax.ensure_compile_time_eval) has a device to run on.
+    # Traced under the local backend, so that values computed while tracing (jax.ensure_compile_time_eval) have a
+    # device.
     found = lift.attempt(fun, args, {}, traced)
     with jax.default_device(target.devices[0]):
         lowered = found.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
-    while hasattr(lowered, "lowered"):  # what nnx.jit returns is a wrapper of JAX's
+    while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
         lowered = lowered.lowered
     return lowered
 
 
 def abstract(leaf: Any, target: Target) -> Any:
-    """Returns shape, dtype and sharding of a leaf; what is no array of JAX's (scalars, NumPy arrays, static arguments) stays itself."""
+    """Returns shape, dtype and sharding of a leaf. A leaf that is not a JAX array (a scalar, NumPy array, static
+    argument) is returned unchanged.
+    """
     if isinstance(leaf, jax.Array):
-        # An array that is nowhere in particular goes where the others go.
+        # An array without a fixed place goes where the others are.
         sharding = leaf.sharding if getattr(leaf, "committed", False) else None
     elif isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = leaf.sharding
@@ -306,12 +327,12 @@ def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any
 
 
 def _option_error(text: str, options: Mapping[str, Any]) -> ArgumentError | None:
-    """Returns what a compiler's error says of one of its options; None where it is about something else."""
+    """Returns the error for a compiler's error about one of its options; None if it is about something else."""
     found = re.search(r"(?:No such compile option: '|While setting option )(\w+)(.*)", text)
     if found is None or found[1] not in options:
         return None
     said = (
-        "The compiler knows no such option." if "No such" in found[0] else f"The compiler says: {found[2].lstrip(', ')}"
+        "The compiler has no such option." if "No such" in found[0] else f"The compiler says: {found[2].lstrip(', ')}"
     )
     return ArgumentError(
         "compiler_options", "options of XLA, with values of their types", {found[1]: options[found[1]]}, said
@@ -319,7 +340,7 @@ def _option_error(text: str, options: Mapping[str, Any]) -> ArgumentError | None
 
 
 def _refusal(text: str, target: Target) -> DoesNotFitError | None:
-    """Returns what a compiler's error says of memory; None where it is about something else."""
+    """Returns the error for a compiler's error about memory; None if it is about something else."""
     if not text.startswith("RESOURCE_EXHAUSTED"):
         return None
     needed = PLATFORMS[target.platform].needed_bytes(text)
@@ -327,7 +348,9 @@ def _refusal(text: str, target: Target) -> DoesNotFitError | None:
 
 
 def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[MemoryReport, bytes] | tuple[None, None]:
-    """Returns the report of a program whose buffers are assigned and no more, and XLA's dump; (None, None) where it is to be compiled."""
+    """Returns the report of a program whose compiler was stopped, and XLA's dump; (None, None) if it must be compiled
+    to the end.
+    """
     if not assign.stops(target):
         return None, None
     try:
@@ -335,7 +358,7 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
             assigned = assign.assign(lowered, options, target)
     except assign.RefusedError as error:
         if (refusal := _refusal(str(error), target)) is None:
-            return None, None  # compiled here it fails with JAX's own error
+            return None, None  # if it is compiled here, it fails with JAX's error
         raise refusal from error
     if assigned is None:
         return None, None
@@ -372,7 +395,7 @@ def _dumped(folder: str, platform: str) -> bytes | None:
 
 
 def _read(dump: bytes | None, platform: str, *, needed: bool) -> Assignment | None:
-    """Returns what XLA dumped; where it cannot be read an error if it is needed, else None, and the log says why."""
+    """Returns XLA's dump. If it cannot be read: raises if it is needed; else returns None, and the log says why."""
     try:
         if dump is None:
             raise UnreadableDumpError(f"XLA for {platform} must dump its buffer assignment; it dumped none.")
@@ -385,13 +408,14 @@ def _read(dump: bytes | None, platform: str, *, needed: bool) -> Assignment | No
 
 
 def _check(assignment: Assignment, stats: Any, platform: str) -> None:
-    """Raises UnreadableDumpError where a buffer assignment contradicts the compiler's own figures."""
+    """Raises UnreadableDumpError if a buffer assignment contradicts the compiler's figures."""
     for name in ("argument", "output", "alias"):
         read, said = getattr(assignment, f"{name}_bytes"), getattr(stats, f"{name}_size_in_bytes")
         if read != said:
             raise UnreadableDumpError(
-                f"The buffer assignment that XLA for {platform} dumped must agree with its figures; {name} bytes are {read} in the one and "
-                f"{said} in the others. Install versions of jax that jaxckpt is tested with."
+                f"The buffer assignment that XLA for {platform} dumped must agree with its figures. {name} bytes "
+                f"are {read} in the "
+                f"assignment and {said} in the figures. Install versions of jax that jaxckpt is tested with."
             )
 
 
@@ -407,8 +431,10 @@ def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -
     peak = platform.peak_bytes(stats, host, assignment.timeline.peak_bytes if assignment and host else None)
     if peak <= 0 and (assignment is None or assignment.timeline.peak_bytes):
         raise UnreadableDumpError(
-            f"XLA for {target.platform} must say what memory a program needs; it says a peak of {peak} bytes, and its buffer assignment "
-            f"{'cannot be read' if assignment is None else 'more'}. Install versions of jax that jaxckpt is tested with."
+            f"XLA for {target.platform} must say what memory a program needs; it says a peak of {peak} bytes, and "
+            f"its buffer assignment "
+            f"{'cannot be read' if assignment is None else 'more'}. Install versions of jax that jaxckpt is tested "
+            f"with."
         )
     on_chip = assignment.on_chip_bytes if assignment else 0
     costs = compiled.cost_analysis()

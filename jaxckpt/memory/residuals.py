@@ -1,7 +1,8 @@
-"""residuals: what differentiation keeps from the forward for the backward pass, as JAX sees it before any compiler does.
+"""residuals: the arrays that differentiation keeps from the forward to the backward pass, before any compiler.
 
-XLA recomputes cheap elementwise chains inside fusions, so in unrolled code the sum of the residuals is more than what is really kept; in a
-scan it is exact, since nothing fuses across the loop. `jaxckpt.measure` tells what is really kept.
+XLA recomputes cheap elementwise chains inside fusions. So in unrolled code, the sum of the residuals is more than what
+is really kept. In a scan it is exact, because nothing fuses across the loop. `jaxckpt.measure` reports what is really
+kept.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Residual:
     """One array that is kept.
 
     Attributes:
-      name: its tag, the path of the argument that it is, or the operation that makes it.
-      shape, dtype, bytes: of the array; in a loop with the iterations as first axis.
-      argument: whether it is an argument (or closed over), which is there anyway.
+      name: its tag, its path if it is an argument, or the operation that makes it.
+      shape, dtype, bytes: those of the array; in a loop, the first axis is the iterations.
+      argument: whether it is an argument (or closed over), which is in memory anyway.
       source: "file.py:12 (function)" of the operation that makes it.
     """
 
@@ -42,22 +43,22 @@ class Residual:
 
 @dataclass(frozen=True)
 class ResidualReport:
-    """What differentiation keeps, the largest first.
+    """The arrays that differentiation keeps, the largest first.
 
     Attributes:
-      residuals: every array once.
+      residuals: each array once.
     """
 
     residuals: tuple[Residual, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all residuals."""
         return sum(r.bytes for r in self.residuals)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of those that are no arguments: what keeping costs."""
+        """Bytes of the residuals that are not arguments: the cost of keeping."""
         return sum(r.bytes for r in self.residuals if not r.argument)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -66,7 +67,8 @@ class ResidualReport:
 
     def __str__(self) -> str:
         kept = [r for r in self.residuals if not r.argument]
-        head = f"{format_bytes(self.kept_bytes)} kept in {len(kept)} arrays, besides {len(self.residuals) - len(kept)} arguments"
+        arguments = len(self.residuals) - len(kept)
+        head = f"{format_bytes(self.kept_bytes)} kept in {len(kept)} arrays, without {arguments} arguments"
         lines = [
             f"  {format_bytes(r.bytes):>10}  {r.dtype}{list(r.shape)}  {r.name}  {r.source}".rstrip() for r in kept
         ]
@@ -80,12 +82,12 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
     """Returns what `jax.vjp(fun, *args)` keeps for the backward pass.
 
     Args:
-      fun: a function of pytrees of arrays; it is differentiated in every argument of an inexact dtype.
+      fun: a function of pytrees of arrays. It is differentiated with respect to every argument of an inexact dtype.
       *args: arrays, or anything with a shape and a dtype; nothing is computed.
 
     Raises:
-      ArgumentError: `fun` is no function, or an argument has a leaf that is no array and stands for none.
-      NotDifferentiableError: no argument, or no result, is of an inexact dtype.
+      ArgumentError: `fun` is not a function, or an argument has a leaf that is not an array, a shape or a number.
+      NotDifferentiableError: no argument, or no result, has an inexact dtype.
 
     >>> import jax.numpy as jnp
     >>> report = residuals(lambda x: jnp.sin(x).sum(), jnp.ones(3))
@@ -96,7 +98,7 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
         raise ArgumentError("fun", "a function", fun)
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if not is_operand(leaf):
-            hint = "Close over what is no array: residuals(lambda x: fun(x, 'mode'), x)."
+            hint = "Close over values that are not arrays: residuals(lambda x: fun(x, 'mode'), x)."
             raise ArgumentError(_path(path), "an array, a shape or a number", leaf, hint)
     leaves, tree = jax.tree.flatten(args)
     inexact = [is_inexact(leaf) for leaf in leaves]
@@ -140,7 +142,7 @@ def _path(path: tuple[Any, ...]) -> str:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf can be differentiated in: of a float or complex dtype."""
+    """Returns whether a leaf has a float or complex dtype, so that gradients with respect to it exist."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, (float, complex))
@@ -148,7 +150,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 class _Makers:
-    """Which equation of a jaxpr makes which variable, and which name each bears."""
+    """The equation of a jaxpr that makes each variable, and the name of each variable."""
 
     def __init__(self, jaxpr: Any) -> None:
         self.jaxpr = jaxpr
@@ -160,7 +162,9 @@ class _Makers:
         }
 
     def origin(self, var: Any) -> Any:
-        """Returns the variable that `var` is another name for: through names, barriers and what JAX rounds a residual with."""
+        """Returns the variable that `var` is a copy of: through names, barriers and the rounding of residuals by
+        JAX.
+        """
         while (eqn := self.makers.get(var)) is not None:
             if _compat.equation_name(eqn) is None and not primitives.is_same(
                 eqn.primitive.name, eqn.params, var.aval.dtype
@@ -173,7 +177,7 @@ class _Makers:
         return var
 
     def describe(self, var: Any) -> tuple[str, str]:
-        """Returns name and source line of the operation that makes a variable, in the calls and loops that it is made in."""
+        """Returns name and source line of the operation that makes a variable, also inside calls and loops."""
         eqn = self.makers.get(var)
         if eqn is None:
             return "", ""

@@ -1,7 +1,8 @@
-"""What to compile for: this machine, or a GPU or TPU that is not here.
+"""What to compile for: this machine, or a GPU or TPU that is not in this machine.
 
-The compilers for NVIDIA GPUs and for TPUs run anywhere, and so one learns on a laptop what a step will need on an H100. What differs
-between platforms is in `jaxckpt.memory.platforms`, what between chips of one in `jaxckpt.memory.chips`.
+The compilers for NVIDIA GPUs and for TPUs run on any machine. So a laptop can measure the memory that a step needs on
+an H100. What differs between platforms is in `jaxckpt.memory.platforms`, and what differs between chips is in
+`jaxckpt.memory.chips`.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ from jaxckpt.memory.platforms import PLATFORMS, Place, Platform
 class Target:
     """What to compile for.
 
-    - "cpu", "cuda", "tpu": the devices of this machine (`local`);
-    - "cuda:h100", "cuda:h200", "cuda:b200", "cuda:gb200", "cuda:a100": a GPU that need not be here; eight of them on one host: "cuda:h100x8";
-    - "tpu:v5e:2x2", "tpu:v5p:4x4x4", "tpu:v6e:2x2", "tpu:v4:2x2x1": a slice of TPUs; "tpu:v5e" alone means the smallest, one host.
+    - "cpu", "cuda", "tpu": the devices of this machine (`local`).
+    - "cuda:h100", "cuda:h200", "cuda:b200", "cuda:gb200", "cuda:a100": a GPU, also one that you do not have.
+      "cuda:h100x8": eight on one host.
+    - "tpu:v5e:2x2", "tpu:v5p:4x4x4", "tpu:v6e:2x2", "tpu:v4:2x2x1": a slice of TPUs. "tpu:v5e" means the smallest
+      slice, one host.
 
-    Equal names are equal targets. Making one touches no device; an error about what is not installed comes from `devices`.
+    Targets with equal names are equal. Making a target uses no device. If its compiler is not installed, `devices`
+    raises.
 
     Attributes:
       name: as above, in lower case.
 
     Raises:
-      UnknownTargetError: no target bears that name.
+      UnknownTargetError: there is no target with that name.
 
     >>> target = Target("cuda:h100x8")
     >>> target.platform, target.count, target.local
     ('cuda', 8, False)
-    >>> target.flops["bfloat16"] / target.bandwidth > 250  # FLOPs a byte that an H100 can do while it reads that byte
+    >>> target.flops["bfloat16"] / target.bandwidth > 250  # FLOPs that an H100 does while it reads one byte
     True
     """
 
@@ -62,36 +66,39 @@ class Target:
 
     @property
     def local(self) -> bool:
-        """Whether it is this machine's own backend, on which a program can also run."""
+        """Whether it is a backend of this machine, on which a program can also run."""
         return self._parts.place is None
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """Its devices, compile-only ones where the target is not local. Made at first use, which takes up to a second.
+        """Its devices; compile-only devices if the target is not local. They are made at first use, which takes up to a
+        second.
 
         Raises:
-          MissingTargetError: what compiles for it is not installed, or the local device is not there.
-          UnknownTargetError: no such slice of TPUs can be made.
+          MissingTargetError: the compiler for the target is not installed, or there is no such local device.
+          UnknownTargetError: such a slice of TPUs cannot be made.
           TargetError: libtpu does not start.
         """
         return _devices(self.name)
 
     @property
     def count(self) -> int:
-        """How many devices it has. Asks the backend only where the target is local."""
+        """Number of devices. Asks the backend only if the target is local."""
         place = self._parts.place
         return len(self.devices) if place is None else place.count
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that one device has for a program; of the CPU, the machine's physical memory."""
+        """Bytes of memory that one device has for a program; for the CPU, the machine's physical memory."""
         if self.local and (limit := self._parts.platform.local_memory(lambda: self.devices)):
             return int(limit)
         return self._chip.memory_bytes
 
     @property
     def flops(self) -> Mapping[str, float]:
-        """FLOP/s of dense matmuls on one device by name of dtype: "float32", "bfloat16", "float16", "int8", "float8_e4m3fn" ..."""
+        """FLOP/s of dense matmuls on one device by name of dtype: "float32", "bfloat16", "float16", "int8",
+        "float8_e4m3fn" ...
+        """
         return self._chip.flops
 
     @property
@@ -110,15 +117,15 @@ class Target:
         return self._chip.link_bandwidth
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:
-        """Returns a mesh of all its devices, for the shardings of arguments.
+        """Returns a mesh of all devices, for the shardings of arguments.
 
         Args:
           shape: size of each axis; their product is the number of devices.
           names: a name for each axis.
-          axis_types: as `jax.sharding.Mesh` takes them; None for its default.
+          axis_types: as in `jax.sharding.Mesh`; None for its default.
 
         Raises:
-          ArgumentError: the sizes do not multiply to the number of devices, or there is not a name for each.
+          ArgumentError: the product of the sizes is not the number of devices, or an axis has no name.
         """
         shape, names, devices = tuple(shape), tuple(names), self.devices
         if math.prod(shape) != len(devices) or len(names) != len(shape):
@@ -142,9 +149,7 @@ class Target:
         chip = self._parts.platform.local_chip(lambda: self.devices)
         if chip is None:
             kind = self.devices[0].device_kind
-            raise UnknownTargetError(
-                f"jaxckpt knows no rates of the local device {kind!r}; its memory can be measured."
-            )
+            raise UnknownTargetError(f"jaxckpt has no rates for the local device {kind!r}; its memory can be measured.")
         return chip
 
     def __str__(self) -> str:
@@ -153,7 +158,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a name says; place is None for this machine's own devices."""
+    """The parts of a target's name. The place is None for the devices of this machine."""
 
     name: str
     platform: Platform
@@ -174,10 +179,11 @@ def _parse(name: str) -> _Parts | None:
 
 
 def target_of(target: Target | str | None = None) -> Target:
-    """Returns a target from itself, its name, or None: JAX's default backend of this machine.
+    """Returns the target for a target, a name, or None, which means JAX's default backend on this machine.
 
     Raises:
-      UnknownTargetError: there is none of that name, or JAX's default backend is neither CPU, GPU by NVIDIA nor TPU.
+      UnknownTargetError: there is no target of that name, or JAX's default backend is not a CPU, an NVIDIA GPU or a
+        TPU.
     """
     if isinstance(target, Target):
         return target
@@ -192,16 +198,17 @@ def target_of(target: Target | str | None = None) -> Target:
 
 
 def start_backend() -> None:
-    """Has JAX initialise its backends, if it has not, without the complaints of those that find no device."""
+    """Makes JAX initialise its backends, without the messages of backends that find no device."""
     with quiet():
         jax.devices()
 
 
 def compiler_options(target: Target | str | None = None) -> dict[str, str]:
-    """Returns what `jax.jit(..., compiler_options=...)` needs on a target for checkpointing to hold.
+    """Returns the `compiler_options` of `jax.jit` that checkpointing needs on a target.
 
-    Empty on most. The CPU backend of jax 0.10 merges the recomputation with what it was to replace, where layers are written out one
-    after another (not in a scan): there, these options save the memory that checkpointing is for, and time stays the same.
+    For most targets there are none. The CPU backend of jax 0.10 merges the recomputation with the forward pass in
+    unrolled layers (not in a scan), and checkpointing then saves nothing. These options prevent that. The time of a
+    step does not change.
 
     >>> compiler_options("cuda:h100")
     {}
@@ -209,18 +216,18 @@ def compiler_options(target: Target | str | None = None) -> dict[str, str]:
     return PLATFORMS[target_of(target).platform].options()
 
 
-# ------------------------------------------------------------------------------------------------------ what there is here
+# --------------------------------------------------------------------------------------------------- what there is here
 
 
 @dataclass(frozen=True)
 class TargetStatus:
-    """Whether a target can be compiled for here.
+    """Whether a target can be compiled for on this machine.
 
     Attributes:
-      name: of the target, as `Target` takes it.
+      name: name of the target, as for `Target`.
       available: whether it can be compiled for.
-      reason: what is missing, and what to do about it; "" where nothing is.
-      memory_bytes: memory of one device; None for a local device that is not there.
+      reason: what is missing, and what to do; "" if nothing is missing.
+      memory_bytes: bytes of memory of one device; None if there is no such local device.
     """
 
     name: str
@@ -230,7 +237,7 @@ class TargetStatus:
 
 
 class TargetTable(tuple[TargetStatus, ...]):
-    """All targets; prints as a table."""
+    """All targets, printed as a table."""
 
     __slots__ = ()
 
@@ -245,7 +252,7 @@ class TargetTable(tuple[TargetStatus, ...]):
 
 
 def known() -> tuple[str, ...]:
-    """Returns the names of all targets, one GPU or one host of TPUs each."""
+    """Returns the names of all targets; each is one GPU or one host of TPUs."""
     names: list[str] = []
     for name, platform in PLATFORMS.items():
         chips = [chip for chip, row in CHIPS.items() if row.platform == name]
@@ -254,9 +261,9 @@ def known() -> tuple[str, ...]:
 
 
 def targets() -> TargetTable:
-    """Returns for each target whether it can be compiled for here and, if not, what to install.
+    """Returns whether each target can be compiled for on this machine and, if not, what to install.
 
-    GPUs and TPUs may also be several: "cuda:h100x8", "tpu:v5p:4x4x4".
+    A target may also have several GPUs or TPUs: "cuda:h100x8", "tpu:v5p:4x4x4".
     """
     table = []
     for name in known():
@@ -272,12 +279,12 @@ def targets() -> TargetTable:
 
 
 def _require(platform: Platform, name: str) -> None:
-    """Raises MissingTargetError where the compiler for a platform is not installed; imports none of it."""
+    """Raises MissingTargetError if the compiler for a platform is not installed. Does not import it."""
     if missing := platform.missing():
         raise MissingTargetError(f'to compile for {name}, {missing} is needed: pip install "jaxckpt[{platform.extra}]"')
 
 
-# ---------------------------------------------------------------------------------------------------------------- devices
+# -------------------------------------------------------------------------------------------------------------- devices
 
 
 @functools.cache
@@ -299,7 +306,8 @@ def _local_devices(platform: Platform) -> tuple[Any, ...]:
         elsewhere = next((name for name in known() if name.startswith(f"{platform.name}:")), None)
         if elsewhere is not None:
             message += (
-                f' If there is one: pip install "jaxckpt[{platform.local_extra}]". To compile for one elsewhere, name it: '
+                f' If there is one: pip install "jaxckpt[{platform.local_extra}]". To compile for one elsewhere, '
+                f"name it: "
                 f"{elsewhere!r}."
             )
         raise MissingTargetError(message) from error

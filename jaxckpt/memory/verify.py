@@ -1,4 +1,4 @@
-"""Do two functions agree, in values and in gradients? Checkpointing must change neither."""
+"""Check that two functions agree in values and gradients. Checkpointing must not change them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationE
 from jaxckpt.core import lift
 from jaxckpt.memory.residuals import is_inexact
 
-# Recomputation repeats the same operations, but XLA may order and fuse them in another way. Per dtype, the relative error that this makes; of
-# several dtypes in a program the coarsest counts, since rounding in bfloat16 shows in float32 gradients too.
+# Recomputation repeats the same operations, but XLA may order and fuse them in another way. The table has the relative
+# error of that for each dtype. If a program has several dtypes, the coarsest counts, because rounding in bfloat16 also
+# changes float32 gradients.
 TOLERANCES = {
     "float64": 1e-11,
     "complex128": 1e-11,
@@ -29,20 +30,21 @@ TOLERANCES = {
 COARSEST = 0.25
 """The tolerance of dtypes that are not in the table: float8 and narrower."""
 FLOOR = 0.01
-"""A gradient is held against its own largest value, or this part of the largest of all gradients if that is more: where a gradient is zero
-but for rounding (a bias before a normalisation), the rounding is no error."""
+"""The error of a gradient is relative to its largest value, or to this part of the largest value of all gradients if
+that is more. So if a gradient is zero except for rounding (a bias before a normalisation), the rounding is not an
+error."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found: the functions agree.
+    """The result of `verify` for functions that agree.
 
     Attributes:
-      leaves: how many arrays were compared, outputs and gradients.
-      worst: where the largest error is, such as "gradient of args[0]['w']" or "output".
+      leaves: number of arrays that were compared, outputs and gradients.
+      worst: the array with the largest error, such as "gradient of args[0]['w']" or "output".
       max_abs_error: the largest absolute error in that array.
       max_rel_error: that error divided by the largest magnitude in the reference's array; see `verify`.
-      rtol: the tolerance that `max_rel_error` was held against.
+      rtol: the tolerance for `max_rel_error`.
     """
 
     leaves: int
@@ -70,23 +72,24 @@ def verify(
 ) -> Verification:
     """Compares two functions: every output, and the gradient with respect to every inexact leaf of the arguments.
 
-    Both run compiled, on the local backend. Gradients are pulled back from cotangents drawn once for both, normal with the given seed, one for
-    every inexact output. An array's error is its largest absolute difference over the largest magnitude in the reference's array, for a
-    gradient at least a hundredth of the largest in all gradients; integers, booleans and keys must be equal. NaN agrees with NaN, an
-    infinity with the same infinity.
+    Both run compiled, on the local backend. Both gradients are pulled back from the same cotangents, one for every
+    inexact output, with normal values from the seed. The error of an array is its largest absolute difference, divided
+    by the largest magnitude in the reference's array; for a gradient, the divisor is at least a hundredth of the
+    largest magnitude in all gradients. Integers, booleans and keys must be equal. NaN agrees with NaN, and an infinity
+    with the same infinity.
 
     Args:
-      fun: the function to check, say one with checkpoints.
-      reference: what it should equal.
+      fun: the function to check, for example one with checkpoints.
+      reference: the function that it must equal.
       *args: pytrees for both. A `jax.ShapeDtypeStruct` is filled with seeded data: see `fill`.
-      rtol: the error that is allowed; by default 1e-5 where all is float32, 1e-11 for float64, 1e-2 for float16, 5e-2 for bfloat16, whichever is
-        the coarsest in the reference's program.
-      seed: of cotangents and filled data.
+      rtol: the allowed relative error. By default 1e-5 for float32, 1e-11 for float64, 1e-2 for float16 and 5e-2 for
+        bfloat16; the coarsest dtype in the reference's program decides.
+      seed: the seed of cotangents and filled data.
 
     Raises:
-      VerificationError: they differ; the message has the worst array, its path and its errors.
-      NotDifferentiableError: no argument, or no output, is of an inexact dtype.
-      ArgumentError: `rtol` is no number of at least 0, or `seed` no whole number.
+      VerificationError: the functions differ. The message has the worst array, its path and its errors.
+      NotDifferentiableError: no argument, or no output, has an inexact dtype.
+      ArgumentError: `rtol` is not a number of at least 0, or `seed` is not an integer.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda x: jnp.sum(jnp.sin(x))
@@ -104,7 +107,7 @@ def verify(
     args = fill(args, seed)
     if rtol is None:
         rtol = _tolerance(reference, args)
-    alike = functools.wraps(reference)(lambda *args: fun(*args))  # so that its arguments are called alike
+    alike = functools.wraps(reference)(lambda *args: fun(*args))  # so that its arguments have the same names
     got, expected = (
         lift.attempt(each, args, {}, functools.partial(_outputs_and_gradients, name=_name(each), seed=seed))
         for each in (alike, reference)
@@ -114,18 +117,22 @@ def verify(
     wrong = sum(difference.relative > rtol for difference in differences)
     if wrong:
         raise VerificationError(
-            f"{_name(fun)} and {_name(reference)} differ in {wrong} of {len(differences)} arrays. The worst is {worst.path}: off by "
-            f"{worst.absolute:.6g}, {worst.relative:.3g} of its largest value; {rtol:g} is allowed. A function that is not pure (a changing "
-            "closure, its own random numbers) or a recomputation that reads other values than the forward pass did differs so."
+            f"{_name(fun)} and {_name(reference)} differ in {wrong} of {len(differences)} arrays. The worst is "
+            f"{worst.path}: off by "
+            f"{worst.absolute:.6g}, {worst.relative:.3g} of its largest value; {rtol:g} is allowed. Check that both "
+            f"functions are pure (no changing "
+            "closures, no random numbers without a key), so that a recomputation reads the same values as the "
+            "forward pass."
         )
     return Verification(len(differences), worst.path, worst.absolute, worst.relative, rtol)
 
 
 def fill(args: Any, seed: int = 0) -> Any:
-    """Returns the pytree with each `jax.ShapeDtypeStruct` replaced by seeded data; everything else stays what it is.
+    """Returns the pytree with each `jax.ShapeDtypeStruct` replaced by seeded data. Other leaves do not change.
 
-    Inexact dtypes get normal values over the square root of the array's second-last dimension (1 where it has none), so that a chain of
-    matrices neither explodes nor vanishes. Integers get 0 or 1, which are good indices into anything; booleans get either; keys are new keys.
+    Inexact dtypes get normal values, divided by the square root of the array's second-last dimension (1 if there is
+    none), so that the product of many matrices neither explodes nor vanishes. Integers get 0 or 1, which are valid
+    indices; booleans get both values; keys are new keys.
 
     >>> import jax, jax.numpy as jnp
     >>> fill({"tokens": jax.ShapeDtypeStruct((2, 3), jnp.int32), "scale": 2.0})["tokens"].shape
@@ -159,14 +166,17 @@ def _tolerance(fun: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 
 def _outputs_and_gradients(call: lift.Taken, *, name: str, seed: int) -> tuple[Any, Any]:
-    """Returns (outputs, gradients): gradients shaped as the arguments, None for what is not differentiated."""
+    """Returns (outputs, gradients). Gradients have the structure of the arguments, with None for leaves that are not
+    differentiated.
+    """
     fun = call.everything
     leaves, tree = jax.tree.flatten(call.args if call.whole else call.args[0])
     active = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
     if not active:
         dtypes = sorted({str(jnp.result_type(leaf)) for leaf in leaves})
         raise NotDifferentiableError(
-            f"{name} has nothing to differentiate: no argument is of a floating-point or complex dtype; got {dtypes or 'no arrays'}."
+            f"{name} has nothing to differentiate: no argument is of a floating-point or complex dtype; got "
+            f"{dtypes or 'no arrays'}."
         )
 
     def run(leaves: list[Any]) -> tuple[Any, list[Any]]:
@@ -202,7 +212,9 @@ def _cotangent(leaf: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _compare(got: Any, expected: Any, what: str, floor: float = 0.0) -> list[_Difference]:
-    """Compares two trees leaf by leaf; `floor`: the part of the largest magnitude of all leaves that is the least scale of an error."""
+    """Compares two trees leaf by leaf. An error's scale is at least `floor` times the largest magnitude of all
+    leaves.
+    """
     here, there = str(jax.tree.structure(got)), str(jax.tree.structure(expected))
     if here != there:
         raise VerificationError(f"The {what} differs in structure: {here} against the reference's {there}.")
@@ -211,14 +223,17 @@ def _compare(got: Any, expected: Any, what: str, floor: float = 0.0) -> list[_Di
     for path, a, b in pairs:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise VerificationError(
-                f"The {path} differs in kind: {a.dtype}{list(a.shape)} against the reference's {b.dtype}{list(b.shape)}."
+                f"The {path} differs in kind: {a.dtype}{list(a.shape)} against the reference's "
+                f"{b.dtype}{list(b.shape)}."
             )
     least = floor * max((_largest(_wide(b)) for _, _, b in pairs), default=0.0) if floor else 0.0
     return [_difference(path, _wide(a), _wide(b), least) for path, a, b in pairs]
 
 
 def _wide(array: Any) -> np.ndarray:
-    """Returns a NumPy array that holds the same values: float64, complex128, or the integers as they are; a key's words."""
+    """Returns a NumPy array that holds the same values: float64, complex128, or the integers as they are; a key's
+    words.
+    """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

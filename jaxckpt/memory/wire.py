@@ -1,7 +1,8 @@
-"""The wire format of protocol buffers, as far as reading a few fields of a message takes it.
+"""Reads the wire format of protocol buffers, as far as it is needed for a few fields of a message.
 
-A message is a row of fields, each a key (the field's number and a wire type) and a value. It says where it ends, so a reader needs to know
-only the fields that it wants. https://protobuf.dev/programming-guides/encoding
+A message is a sequence of fields. Each field is a key (the field's number and a wire type) and a value. Its length is
+known without its meaning, so a reader needs to know only the fields that it reads.
+https://protobuf.dev/programming-guides/encoding
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class Message:
-    """A message: the values of its fields by their numbers. A field that is not there reads as 0, "" or an empty message.
+    """A message: the values of its fields by their numbers. A missing field reads as 0, "" or an empty message.
 
     >>> message = Message(bytes([0x08, 0x96, 0x01, 0x12, 0x02, 0x68, 0x69]))  # field 1: 150, field 2: "hi"
     >>> message.number(1), message.text(2), message.number(3)
@@ -84,7 +85,7 @@ def _bytes(field: int, value: Any) -> memoryview:
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
-    """Returns the integer at a position, seven bits a byte, the lowest first, and the position after it."""
+    """Returns the integer at a position (seven bits in each byte, the lowest first) and the position after it."""
     byte = view[at]
     at += 1
     if byte < 128:

@@ -269,6 +269,7 @@ class _Auto:
             costs=settings.costs,
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
+            reverse_only=False,  # what it returns may be differentiated in any way
         )
         peak = plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else 0)
         logger.info("planned %s within %s: peak %s", self._name, format_bytes(plan.budget or 0), format_bytes(peak))

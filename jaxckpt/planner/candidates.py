@@ -154,7 +154,8 @@ class _Joint:
         self.forward: list[Op] = []
         self.backward: list[Op] = []
         for op in graph.ops:
-            if late.intersection(op.inputs):
+            # A rule of the user's may compute something in its backward half that no cotangent goes into: flash attention its scores.
+            if late.intersection(op.inputs) or op.scope.startswith("transpose("):
                 late.update(op.outputs)
                 self.backward.append(op)
             else:

@@ -32,7 +32,7 @@ class Candidate:
       work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later
         stages have written are not counted.
       seconds: the same seconds by the target's rates, not weighed.
-      how: what a plan says of it: the actions of values, or the runs of a loop; None where it is left to JAX as it is.
+      how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it is.
     """
 
     kept: int
@@ -145,19 +145,19 @@ Solution = tuple[Keep | Drop, ...]
 
 
 @dataclass(frozen=True)
-class Cost:
+class SolutionCost:
     """What a solution costs: seconds of recomputation, and bytes at the peak besides the program's arguments."""
 
     time: float
     peak: int
 
 
-def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> Cost:
+def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> SolutionCost:
     """Simulates a solution: the forward pass, then the backward pass from the last item to the first. Solvers are held against this."""
     return _run(chain, tuple(solution), chain.length, 0, 0)
 
 
-def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> Cost:
+def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> SolutionCost:
     """Cost of `items`, which end at stage `stop`, with `live` bytes kept before them and `written` bytes of gradients of later stages."""
     peak, time = live + written, 0.0
     held = []
@@ -181,7 +181,7 @@ def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> C
             peak = max(peak, inner.peak)
         written += segment.gradient
         peak = max(peak, before + written)
-    return Cost(time, peak)
+    return SolutionCost(time, peak)
 
 
 def covers(chain: Chain, solution: Sequence[Keep | Drop]) -> bool:

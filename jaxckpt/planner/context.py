@@ -18,9 +18,11 @@ class Context:
       shards: how arrays lie over the target's devices; all bytes are those on one.
       timed: whether each stretch is run on the local device, and the roofline's times are scaled to what that took.
       actions: the ways to keep a value.
+      once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
     """
 
     target: Target
     shards: Shards = WHOLE
     timed: bool = False
     actions: tuple[Action, ...] = (SAVE,)
+    once: bool = True

@@ -15,6 +15,7 @@ from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan, PlanReport
+from jaxckpt.core.shown import Progress
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
@@ -25,9 +26,6 @@ from jaxckpt.planner.solvers import Solver
 FORMAT = 1
 """Version of the JSON form."""
 BUDGETS = ("25%", "30%", "40%", "50%", "60%", "70%", "80%", "90%")
-
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
 
 
 @dataclass(frozen=True)

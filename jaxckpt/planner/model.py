@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner import stages
@@ -19,19 +20,17 @@ from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Keep, Segment, Solution
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.scans import ScanAnalysis, analyse_scan
+from jaxckpt.planner.scans import LoopCandidates, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 
 WIDEST = 4
-"""So many stages at most are offered as one region."""
+"""Maximum number of stages in one region."""
 
 OPERATIONS = 5000
-"""So many operations at most are differentiated for the analysis, if that is enough for the single stages."""
+"""Maximum number of operations that are differentiated to find candidates; single stages are always differentiated."""
 
 FINER = 0.1
-"""The stage that needs most is cut in two where its halves need so much less."""
-
-Progress = Callable[[int, int, str], None]
+"""Split the stage that needs most bytes if that lowers its need by this fraction."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class _Builder:
         self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
         self.analyses: dict[str, tuple[Candidates, dict[int, int]]] = {}
-        self.scans: dict[str, ScanAnalysis] = {}
+        self.scans: dict[str, LoopCandidates] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
         self.texts: dict[int, str] = {}
 
@@ -158,13 +157,12 @@ class _Builder:
         carried = self._carried(places)
         segments: dict[tuple[int, int], Segment] = {}
         singles: list[tuple[Time, Time, int]] = []
-        windows = self._regions_to_look_at(places)
-        found: dict[tuple[int, int], Candidates | ScanAnalysis] = {}
-        mapped: dict[tuple[int, int], dict[int, int]] = {}
-        for done, (s, t) in enumerate(windows):
-            self.progress(done, len(windows), "analysing stages")
-            found[s, t], mapped[s, t] = self._analyse(places[s], places[t])
-        self.progress(len(windows), len(windows), "")
+        ends = self._segments_with_candidates(places)
+        found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
+        for done, (s, t) in enumerate(ends):
+            self.progress(done, len(ends), "analysing stages")
+            found[s, t] = self._found(places[s], places[t])
+        self.progress(len(ends), len(ends), "")
         for s in range(length):
             one = found[s, s + 1]
             singles.append((one.forward, one.backward, one.forward_work))
@@ -176,12 +174,8 @@ class _Builder:
             for t in range(s + 1, length + 1):
                 candidates: list[Candidate] = []
                 if (s, t) in found:
-                    one, here = found[s, t], mapped[s, t]
-                    candidates = _listed(one)
-                    if isinstance(one, Candidates):
-                        candidates = [
-                            replace(c, how={here[v]: action for v, action in c.how.items()}) for c in candidates
-                        ]
+                    one = found[s, t]
+                    candidates = self._candidates(one, places[s], places[t])
                     # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes out.
                     if isinstance(one, Candidates) and (s, t) == (length - 1, length):
                         candidates.append(Candidate(one.left_bytes, 0.0, one.plain_work))
@@ -228,23 +222,23 @@ class _Builder:
 
     def _least_work(self, start: int, stop: int) -> int:
         """Returns the bytes that a stage needs at once if it keeps as little as can be."""
-        found = self._analysis(start, stop)
+        found = self._found(start, stop)
         return max(found.forward_work, min((each.kept + each.work for each in _listed(found)), default=0))
 
-    def _regions_to_look_at(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the stages, and as many wider stretches of them as `OPERATIONS` allows, equal ones counted once."""
-        windows: list[tuple[int, int]] = []
+    def _segments_with_candidates(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (start, stop) of the stages, and of as many longer segments as `OPERATIONS` allows, equal ones counted once."""
+        ends: list[tuple[int, int]] = []
         known: set[str] = set()
         operations = 0
         for width in range(1, WIDEST + 1):
-            here = [(s, t) for s, t in _windows(len(places) - 1, width) if self._may_join(places, s, t)]
+            here = [(s, t) for s, t in _of_width(len(places) - 1, width) if self._may_join(places, s, t)]
             new = {self._stretch(places[s], places[t])[0]: places[t] - places[s] for s, t in here}
             operations += sum(size for text, size in new.items() if text not in known)
             if width > 1 and operations > OPERATIONS:
                 break
             known |= new.keys()
-            windows += here
-        return windows
+            ends += here
+        return ends
 
     def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:
         """Whether stages may be one region: a scan stays alone."""
@@ -259,20 +253,20 @@ class _Builder:
             self.digests[key] = text, part, {number: index for index, number in numbers.items()}
         return self.digests[key]
 
-    def _analyse(self, start: int, stop: int) -> tuple[Candidates | ScanAnalysis, dict[int, int]]:
-        """Returns the candidates, and the map from the values that the analysis names to those here."""
-        found = self._analysis(start, stop)
-        if isinstance(found, ScanAnalysis):
-            return found, {}
+    def _candidates(self, found: Candidates | LoopCandidates, start: int, stop: int) -> list[Candidate]:
+        """Returns the candidates of start..stop, of what was found for it or for a stretch that is equal to it."""
+        if isinstance(found, LoopCandidates):
+            return _listed(found)
         text, _, numbers = self._stretch(start, stop)
-        return found, {index: numbers[number] for index, number in self.analyses[text][1].items()}
+        here = {index: numbers[number] for index, number in self.analyses[text][1].items()}
+        return [replace(c, how={here[index]: action for index, action in c.how.items()}) for c in found.candidates]
 
-    def _analysis(self, start: int, stop: int) -> Candidates | ScanAnalysis:
+    def _found(self, start: int, stop: int) -> Candidates | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
         if start in self.loops:
-            key = f"{text}:{start}"  # its runs name values of its own body
+            key = f"{text}:{start}"  # its schedules name values of its own body
             if key not in self.scans:
-                self.scans[key] = analyse_scan(self.graph, self.graph.ops[start], self.active, self.context)
+                self.scans[key] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
             return self.scans[key]
         if text not in self.analyses:
             found = candidates_of(
@@ -319,11 +313,11 @@ class _Builder:
         )
 
 
-def _listed(found: Candidates | ScanAnalysis) -> list[Candidate]:
+def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
     """Returns the candidates of a stretch or of a loop."""
     if isinstance(found, Candidates):
         return list(found.candidates)
-    return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.runs) for way in found.choices]
+    return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule) for way in found.candidates]
 
 
 def _stage_of(places: Sequence[int], place: int | None) -> int | None:
@@ -332,7 +326,8 @@ def _stage_of(places: Sequence[int], place: int | None) -> int | None:
     return bisect.bisect_right(places, place) - 1
 
 
-def _windows(length: int, width: int) -> Iterator[tuple[int, int]]:
+def _of_width(length: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of every segment of so many stages."""
     yield from ((s, s + width) for s in range(length - width + 1))
 
 

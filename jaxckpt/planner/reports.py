@@ -8,7 +8,8 @@ import jax
 
 from jaxckpt._errors import InfeasibleBudgetError
 from jaxckpt.core.plan import PlanReport
-from jaxckpt.memory.compare import Progress, time_steps
+from jaxckpt.core.shown import Progress
+from jaxckpt.memory.compare import time_steps
 from jaxckpt.memory.verify import fill
 from jaxckpt.planner.frontier import Frontier, Way, cost_of, point, unplanned_bytes
 from jaxckpt.planner.search import Problem

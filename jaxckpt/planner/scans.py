@@ -1,4 +1,4 @@
-"""The choices for a scan: what each iteration keeps, in which segments, and from which iteration on another way.
+"""The candidates for a scan: what each iteration keeps, in which segments, and from which iteration on another way; or slots for carries.
 
 Nothing fuses across a loop's iterations, so what is kept of a body is what it says, times the iterations. Kept on top are the carries that
 segments start from. Segments inside segments cost one more run of every iteration a level; T. Chen et al. 2016 (arXiv:1604.06174).
@@ -15,16 +15,27 @@ from jaxckpt import _compat
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.loops import can_be_rewritten
-from jaxckpt.core.plan import Run
+from jaxckpt.core.scans import ScanBody
+from jaxckpt.core.schedule import LoopSchedule
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
 from jaxckpt.planner.stages import spread
+from jaxckpt.schedules import Binomial, Nested, Slots, checkpointed, in_turn
+from jaxckpt.schedules.body import perturbed, written_out
+from jaxckpt.schedules.budget import SlotBudget
+from jaxckpt.schedules.pullback import Wanted
 
 MOST = 400
-"""So many choices at most; those that save the fewest bytes over another go first."""
+"""So many candidates at most; those that save the fewest bytes over another go first."""
+SHORTEST = 16
+"""Fewest iterations of a scan that slots are offered for: of fewer, nested segments keep hardly more."""
+_LIMITS, _SMALLER = 24, 1.35
+"""So many times the bytes that slots are given are divided by this."""
+TURNS_A_SECOND = 1e11
+"""FLOP/s by which `SlotBudget.turn_flops` is seconds: those of the machine that it was measured on."""
 _SPLITS = 24
 _LENGTHS = 40
 _DEAR = 0.15
@@ -32,25 +43,25 @@ _DEAR = 0.15
 
 
 @dataclass(frozen=True)
-class ScanChoice:
+class LoopCandidate:
     """One way to run a scan.
 
     Attributes:
-      runs: as of `jaxckpt.core.plan.Loop`; None for the scan as it stands.
+      schedule: of the loop; None for the scan as it stands.
       bytes, time, work: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
     """
 
-    runs: tuple[Run, ...] | None
+    schedule: LoopSchedule | None
     bytes: int
     time: Time
     work: int
 
 
 @dataclass(frozen=True)
-class ScanAnalysis:
-    """A scan: its choices, and what it takes to run it; attributes as of `jaxckpt.planner.candidates.Candidates`."""
+class LoopCandidates:
+    """A scan: its candidates, and what it takes to run it; attributes as of `jaxckpt.planner.candidates.Candidates`."""
 
-    choices: tuple[ScanChoice, ...]
+    candidates: tuple[LoopCandidate, ...]
     forward: Time
     backward: Time
     forward_work: int
@@ -67,13 +78,13 @@ class _Sizes:
     arriving: int
 
 
-def analyse_scan(
+def loop_candidates_of(
     graph: Graph,
     op: Op,
     active: Collection[int],
     context: Context,
-) -> ScanAnalysis:
-    """Returns the choices that there are for a scan of a graph.
+) -> LoopCandidates:
+    """Returns the candidates for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
@@ -103,7 +114,9 @@ def analyse_scan(
     ways = [_as_it_stands(found, sizes, length)]
     if can_be_rewritten(op):
         ways += _ways(found, sizes, length)
-    return ScanAnalysis(
+        if context.once:
+            ways += _slots(op, inside, found, sizes, context)
+    return LoopCandidates(
         tuple(_best(ways)),
         length * found.forward,
         length * found.backward,
@@ -128,12 +141,12 @@ def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, c
         inside |= more
 
 
-def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> ScanChoice:
+def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> LoopCandidate:
     kept = length * (found.residual_bytes + sizes.carry)
-    return ScanChoice(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
+    return LoopCandidate(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
 
 
-def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[ScanChoice]:
+def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandidate]:
     choices = [*found.candidates]
     if choices[-1].seconds > _DEAR * found.forward.seconds and found.residual_bytes > choices[-1].kept:
         choices.append(Candidate(found.residual_bytes, 0.0, found.plain_work))
@@ -141,20 +154,20 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[ScanChoice]
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
     for choice in choices:
         kept = length * (choice.kept + sizes.carry)
-        yield ScanChoice((_run(length, (), choice),), kept, length * _time(choice), choice.work + loop)
+        yield LoopCandidate(_nested(length, (), choice), kept, length * _time(choice), choice.work + loop)
     for less, more in pairwise(choices):
         for n in _spaced(1, length - 1, _SPLITS):
             kept = length * sizes.carry + n * more.kept + (length - n) * less.kept
             time = n * _time(more) + (length - n) * _time(less)
-            runs = (_run(length - n, (), less), _run(n, (), more))
-            yield ScanChoice(runs, kept, time, max(less.work, more.work) + loop + copies)
+            schedule = in_turn(_nested(length - n, (), less), _nested(n, (), more))
+            yield LoopCandidate(schedule, kept, time, max(less.work, more.work) + loop + copies)
     forward = length * found.forward
     for size in _lengths(length):
         rest = copies if length % size else 0
         for choice in choices:
             inner = size * (sizes.carry + choice.kept)
-            yield ScanChoice(
-                (_run(length, (size,), choice),),
+            yield LoopCandidate(
+                _nested(length, (size,), choice),
                 -(-length // size) * sizes.carry,
                 forward + length * _time(choice),
                 inner + choice.work + loop + rest,
@@ -165,16 +178,51 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[ScanChoice]
         for choice in choices[:2]:
             inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.kept)
             again = rest + (copies * size // length if size % deeper else 0)
-            yield ScanChoice(
-                (_run(length, (size, deeper), choice),),
+            yield LoopCandidate(
+                _nested(length, (size, deeper), choice),
                 -(-length // size) * sizes.carry,
                 2 * forward + length * _time(choice),
                 inner + choice.work + loop + again,
             )
 
 
-def _run(count: int, segments: tuple[int, ...], choice: Candidate) -> Run:
-    return Run(count, segments, choice.how or {}, choice.how is not None)
+def _nested(count: int, segments: tuple[int, ...], choice: Candidate) -> Nested:
+    return checkpointed(count, segments, choice.how, remat=choice.how is not None)
+
+
+def _slots(
+    op: Op, inside: Collection[int], found: Candidates, sizes: _Sizes, context: Context
+) -> Iterator[LoopCandidate]:
+    """Yields schedules of slots, for fewer and fewer bytes; none for a scan that is short, has side effects or is not differentiated."""
+    body = op.bodies[0]
+    consts, carries = _compat.num_scan_consts_carry(dict(op.params))
+    length, effects = op.params["length"], _compat.open_jaxpr(op.params["jaxpr"]).effects
+    moving = [index in inside and is_inexact(var.aval) for index, var in zip(body.inputs, body.jaxpr.invars)]
+    if length < SHORTEST or effects or context.shards.devices > 1 or not any(moving) or not sizes.carry:
+        return
+    scan, extra = written_out(op.params["jaxpr"], consts, carries, length, op.params["reverse"])
+    fixed, init, rows = moving[:consts], moving[consts : consts + carries], moving[consts + carries :]
+    fixed = [*(False for _ in extra), *fixed]
+    wanted = Wanted(tuple(fixed), tuple(init), *map(tuple, _moving(scan, fixed, init, rows)))
+    budget = SlotBudget(scan, 0)
+    most = budget.kept_bytes(Binomial(length, 1, length)) + budget.work_bytes(wanted, Binomial(length, 1, length))
+    loop = sizes.gradients + sizes.arriving
+    for i in range(_LIMITS + 1):
+        plan = budget.within(wanted, most / _SMALLER**i)
+        turns = budget.turn_flops(plan) / TURNS_A_SECOND
+        again = (plan.steps - length) * found.forward + Time(turns, turns)
+        schedule = Slots(plan.slots, run_length=plan.run)
+        yield LoopCandidate(schedule, budget.kept_bytes(plan), again, budget.work_bytes(wanted, plan) + loop)
+        if plan.slots == 1:
+            return
+
+
+def _moving(
+    scan: ScanBody, consts: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]
+) -> Iterator[Sequence[bool]]:
+    """Yields which carries, xs and ys have tangents."""
+    carry, ys = perturbed(scan, consts, init, xs)
+    yield from (carry, xs, ys)
 
 
 def _time(choice: Candidate) -> Time:
@@ -196,9 +244,9 @@ def _spaced(first: int, last: int, most: int) -> list[int]:
     return sorted({round(first + (last - first) * i / max(most - 1, 1)) for i in range(most)})
 
 
-def _best(ways: Sequence[ScanChoice]) -> list[ScanChoice]:
+def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
     """Returns the ways that no other beats in bytes, seconds and work, at most `MOST` of them."""
-    best: list[ScanChoice] = []
+    best: list[LoopCandidate] = []
     for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
         if not any(b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work for b in best):
             best.append(way)

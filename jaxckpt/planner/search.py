@@ -23,6 +23,7 @@ from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
+from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -57,9 +58,6 @@ _OPAQUE = {
 }
 """What becomes of operations that the planner takes as they are."""
 
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each piece of work and, with `what` "", after the last."""
-
 
 def plan(
     fun: Callable[..., Any],
@@ -71,6 +69,7 @@ def plan(
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    reverse_only: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
@@ -91,6 +90,8 @@ def plan(
         target, and its rates corrected by what that took.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
       solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of `jaxckpt.planner.solvers.Solver`.
+      reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once: `jaxckpt.Slots`, which need
+        the least memory. False leaves them out; so does a step that differentiates a gradient.
       progress: called before each piece of work.
 
     Returns:
@@ -113,7 +114,16 @@ def plan(
     """
     if verify and callable(fun):
         lift.refuse_traced(fun, args, "plan (unless verify=False)")
-    problem = problem_of(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    problem = problem_of(
+        fun,
+        *args,
+        target=target,
+        step=step,
+        actions=actions,
+        costs=costs,
+        reverse_only=reverse_only,
+        progress=progress,
+    )
     return problem.plan(budget, verify=verify, solver=solver, progress=progress)
 
 
@@ -124,6 +134,7 @@ def problem_of(
     step: StepMaker = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
+    reverse_only: bool = True,
     progress: Progress | None = None,
 ) -> Problem:
     """Returns the analysis of a function, which plans for any number of budgets share; arguments as of `plan`."""
@@ -168,14 +179,15 @@ def problem_of(
         shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
         graph = shards.applied(graph)
     keeping = tuple(action for action in wanted if action.keeps)
-    context = Context(resolved, shards, costs == "measured", keeping)
+    context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
     model = build(graph, differentiated, context, progress)
     return Problem(fun, args, step, resolved, graph, model)
 
 
 @dataclass
 class _Seen:
-    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in.
+    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in; `again`
+    says whether it differentiates the gradient too.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -184,11 +196,12 @@ class _Seen:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     differentiated: tuple[int, ...] = ()
+    again: bool = False
 
 
 def _observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> _Seen:
     """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it was asked for."""
-    calls: list[tuple[_Seen, set[int]]] = []
+    calls: list[tuple[_Seen, set[int], set[int]]] = []
 
     def watch(call: lift.Taken) -> Any:
         purity.refuse_ref_arguments(fun, call.paths())
@@ -196,28 +209,27 @@ def _observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) ->
         abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
-        calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked))
-        leaves = [_watch(asked, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
+        again: set[int] = set()
+        calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked, again))
+        leaves = [_watch(asked, again, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(tree, leaves)
         return call.fun(*args, **kwargs)
 
     watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
     lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
-    for seen, asked in calls:
+    twice = any(again for _, _, again in calls)
+    for seen, asked, _ in calls:
         if asked:
-            return _with(seen, asked)
+            return replace(seen, differentiated=tuple(sorted(asked)), again=twice)
     raise NotDifferentiableError(
         "step must differentiate the function that it is given, as jax.value_and_grad does; it "
         f"{'calls it without taking a gradient' if calls else 'does not call it'}. There is nothing to keep or to recompute then."
     )
 
 
-def _with(seen: _Seen, asked: set[int]) -> _Seen:
-    """Returns the call with the leaves that were asked for."""
-    return replace(seen, differentiated=tuple(sorted(asked)))
+def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]:
+    """Returns an identity; differentiated it enters `place` into `asked`, and into `again` if its gradient is differentiated too."""
 
-
-def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
     @jax.custom_vjp
     def same(x: Any) -> Any:
         return x
@@ -227,8 +239,17 @@ def _watch(asked: set[int], place: int) -> Callable[[Any], Any]:
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
         asked.add(place)
-        return (cotangent,)
+        return (gradient(cotangent),)
 
+    @jax.custom_jvp
+    def gradient(x: Any) -> Any:
+        return x
+
+    def tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        again.add(place)
+        return gradient(*primals), tangents[0]
+
+    gradient.defjvp(tangent)
     same.defvjp(forward, backward)
     return same
 

@@ -94,12 +94,12 @@ class _Reader:
         for place, op in enumerate([*body.ops, None]):
             if op is not None and op.primitive != "scan":
                 continue
-            self._piece(body.ops[start:place])
+            self._stretch(body.ops[start:place])
             if op is not None:
                 self._scan(op)
             start = place + 1
 
-    def _piece(self, ops: Sequence[Op]) -> None:
+    def _stretch(self, ops: Sequence[Op]) -> None:
         asked: dict[Shape, Any] = {}
         # What the program says of a layout comes first, then results that are in memory.
         for op in sorted(

@@ -100,10 +100,10 @@ def cuts(graph: Graph) -> list[int]:
             narrow.append(place)
     ends = [end for place in loops(graph) for end in (place, place + 1)]
     places = sorted({0, *narrow, *ends, len(graph.ops)})
-    return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _pieces(live, a, b))})
+    return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
 
 
-def _pieces(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
+def _equal_cuts(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
     """Yields where a stage is cut that has more than `LONG` operations."""
     while stop - start > LONG:
         start = min(range(start + LONG // 2, start + LONG + 1), key=lambda place: (live[place], place))

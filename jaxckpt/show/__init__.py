@@ -1,1 +1,1 @@
-"""Reports as tables for a terminal, as pictures, as pages."""
+"""Show reports as tables in a terminal, as pictures, and as pages."""

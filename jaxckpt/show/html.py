@@ -1,4 +1,4 @@
-"""Self-contained pages: one file, nothing loaded from elsewhere, readable by day and by night."""
+"""Self-contained pages: one file that loads nothing from elsewhere, with a light and a dark style."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxckpt.memory.report import MemoryReport
 
 BUFFERS = 12
-"""How many of the largest buffers a page lists for each variant."""
+"""Number of largest buffers that a page lists for each variant."""
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --rule: #cbd2d9; --ground: #ffffff; --mark: #e6f0fb; --link: #0967d2 }
@@ -42,15 +42,16 @@ pre { font: 13px/1.45 ui-monospace, monospace; margin: .5rem 0 }
 summary { cursor: pointer; padding: .35rem 0 } details { border-bottom: 1px solid var(--rule) } details table { margin: .25rem 0 1rem }
 """
 
-# In a notebook the page around is not ours: borders and nothing more, colours inherited.
+# In a notebook the page belongs to somebody else: only borders, and inherited colours.
 _FRAGMENT_CSS = (
-    ".jaxckpt td, .jaxckpt th { text-align: right; padding: .2em .7em } .jaxckpt td:first-child, .jaxckpt th:first-child { text-align: left }"
+    ".jaxckpt td, .jaxckpt th { text-align: right; padding: .2em .7em } .jaxckpt td:first-child, .jaxckpt "
+    "th:first-child { text-align: left }"
     " .jaxckpt tr.front td { font-weight: bold }"
 )
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Returns the page of a comparison: table, picture, timelines of the Pareto front, largest buffers of every variant.
+    """Returns the page of a comparison: table, picture, timelines of the Pareto front, largest buffers of each variant.
 
     Raises:
       MissingPackageError: matplotlib, which draws the pictures, is not installed.
@@ -81,7 +82,9 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def report_page(report: MemoryReport, title: str) -> str:
-    """Returns the page of one compiled program: figures, timeline, largest buffers; raises as `comparison_page`."""
+    """Returns the page of one compiled program: figures, timeline, largest buffers. Raises as `comparison_page`
+    does.
+    """
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in report_cells(report))
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -100,7 +103,7 @@ def report_page(report: MemoryReport, title: str) -> str:
 
 
 def comparison_fragment(comparison: Comparison) -> str:
-    """Returns the comparison's table for a notebook."""
+    """Returns the table of a comparison for a notebook."""
     return fragment(_comparison_table(comparison), " ".join(filter(None, [NOTE, comparison.advice()])))
 
 
@@ -121,7 +124,8 @@ def _summary(comparison: Comparison) -> Iterable[str]:
         else ", without recomputing anything"
     )
     yield (
-        f"{least.name} needs least: {format_bytes(least.peak_bytes)} at the peak, {least.peak_bytes / base.peak_bytes:.0%} of the "
+        f"{least.name} needs least: {format_bytes(least.peak_bytes)} at the peak, "
+        f"{least.peak_bytes / base.peak_bytes:.0%} of the "
         f"{format_bytes(base.peak_bytes)} of {base.name}{more}."
     )
 
@@ -140,7 +144,7 @@ def buffers_of(report: MemoryReport) -> str:
 def table_of(
     header: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[str] = (), text_from: int | None = None
 ) -> str:
-    """Returns a table of text; the columns from `text_from` on are aligned left, the last of them is a source."""
+    """Returns a table of text. Columns from `text_from` on are aligned left; the last column is a source line."""
 
     def kind(i: int) -> str:
         if text_from is None or i < text_from:
@@ -157,13 +161,14 @@ def table_of(
 
 def image(figure: Figure, caption: str) -> str:
     """Returns a figure as an image within the page."""
-    # An image keeps the picture's styles and ids to itself. Letters as outlines: the reader may not have the font.
+    # As an image, the picture does not share styles and ids with the page. Letters are outlines: the reader may not
+    # have the font.
     data = base64.b64encode(plot.render(figure, "svg", outlines=True)).decode()
     return f'<figure><img alt="{escape(caption)}" src="data:image/svg+xml;base64,{data}"><figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def details(summary: str, content: str) -> str:
-    """Returns content that opens with a click on its summary."""
+    """Returns content that a click on its summary opens."""
     return f'<details><summary>{escape(summary)}</summary><div class="wide">{content}</div></details>'
 
 
@@ -172,7 +177,7 @@ def _advice(text: str | None) -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Returns a whole page of its parts; empty ones are left out."""
+    """Returns a whole page from its parts, without empty parts."""
     body = "\n".join(filter(None, parts))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -182,5 +187,5 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def escape(value: str) -> str:
-    """Returns text as it stands in a page."""
+    """Returns text as it is written in a page."""
     return html.escape(str(value))

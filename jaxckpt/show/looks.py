@@ -1,4 +1,6 @@
-"""Which types are shown how: imported with the package; what draws is imported when something is drawn (rich and matplotlib take a while)."""
+"""Registers how each type is shown. Drawing code is imported when something is drawn, because importing rich and
+matplotlib takes long.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,10 @@ def _recipe(report: PlanReport) -> str:
     if not plan.regions and not plan.loops:
         return "The step fits as it is: nothing is recomputed."
     regions = list(every_region(plan.regions))
-    actions = [*(region.actions for region in regions), *(run.actions for loop in plan.loops for run in loop.runs)]
+    actions = [
+        *(region.actions for region in regions),
+        *(each for loop in plan.loops for each in loop.schedule.all_actions()),
+    ]
     kept = collections.Counter(str(action) for each in actions for action in each.values())
     values = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(kept.items()))
     parts = [counted(len(regions), "region")] if regions else []

@@ -1,6 +1,7 @@
-"""Pictures, with matplotlib's objects alone: no pyplot, so no global state and no display.
+"""Pictures with matplotlib's objects, without pyplot, so that there is no global state and no display.
 
-`*_figure` functions make a figure, `save_*` functions write it to a file, whole or not at all; the format is the file's suffix.
+`*_figure` functions make a figure. `save_*` functions write it to a file, whole or not at all; the file's suffix
+selects the format.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from jaxckpt.memory.report import MemoryReport
 
 INK, GREY, FAINT, FRONT = "#1f2933", "#7b8794", "#e4e7eb", "#0967d2"
-# Told apart by those who see colours differently too: Okabe and Ito's palette without yellow, which is too light for lines.
+# Okabe and Ito's palette, which is also for readers with colour blindness; without yellow, which is too light for
+# lines.
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
@@ -42,7 +44,7 @@ STYLE: Any = {
 
 
 def save_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
-    """Writes the picture of a comparison: peak against recomputation, the Pareto front marked.
+    """Writes the picture of a comparison: peak against recomputation, with the Pareto front.
 
     Raises:
       ArgumentError: matplotlib writes no files with that suffix, or the folder does not exist.
@@ -52,18 +54,20 @@ def save_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
 
 
 def save_report(report: MemoryReport, path: str | os.PathLike[str]) -> None:
-    """Writes the picture of a report: live bytes over the schedule, and the largest buffers at the peak; raises as `save_comparison`."""
+    """Writes the picture of a report: live bytes over the schedule, and the largest buffers at the peak. Raises as
+    `save_comparison` does.
+    """
     save(path, lambda: report_figure(report))
 
 
 def save(path: str | os.PathLike[str], make: Callable[[], Figure]) -> None:
-    """Writes the figure that `make` returns; raises as `save_comparison`, before it makes anything."""
+    """Writes the figure that `make` returns. Raises as `save_comparison` does, before it calls `make`."""
     suffix = check_suffix(path)
     write_whole(path, render(make(), suffix))
 
 
 def check_suffix(path: str | os.PathLike[str]) -> str:
-    """Returns the kind of picture that a file's name asks for, such as "png"; raises as `save_comparison`."""
+    """Returns the kind of picture for a file's name, such as "png". Raises as `save_comparison` does."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -72,7 +76,7 @@ def check_suffix(path: str | os.PathLike[str]) -> str:
     if suffix not in known:
         raise ArgumentError(
             "plot",
-            "a file name that ends as pictures do, in .png, .svg or .pdf",
+            "a file name that ends in .png, .svg or .pdf",
             str(path),
             did_you_mean(suffix, known),
         )
@@ -85,7 +89,8 @@ def render(figure: Figure, suffix: str, *, outlines: bool = False) -> bytes:
     Args:
       figure: what to draw.
       suffix: "png", "svg", "pdf" ...
-      outlines: whether letters in an SVG are outlines, which look the same where the font is missing, or text, which can be searched.
+      outlines: whether letters in an SVG are outlines, which look the same without the font, or text, which can be
+        searched.
     """
     import matplotlib
 
@@ -97,9 +102,10 @@ def render(figure: Figure, suffix: str, *, outlines: bool = False) -> bytes:
 
 
 def comparison_figure(comparison: Comparison, *, title: bool = True) -> Figure:
-    """Returns the figure of peak memory against recomputation, with a title or without.
+    """Returns the figure of peak memory against recomputation, with or without a title.
 
-    Filled points are the Pareto front, joined by its staircase; the band at the foot is the arguments, which no checkpoint makes smaller.
+    Filled points are the Pareto front, with its staircase. The band at the bottom is the arguments, which no checkpoint
+    makes smaller.
     """
     require_matplotlib()
     import matplotlib
@@ -163,15 +169,15 @@ def _label(
     divisor: float,
     lines: Sequence[tuple[float, float]],
 ) -> None:
-    """Writes each point's name beside it, at the nearest place where it covers no point, no line and no other name.
+    """Writes the name of each point at the nearest place where it covers no point, no line and no other name.
 
-    Points in one place get one label.
+    Points at the same place get one label.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # fixes the layout, which everything below is measured in
+    canvas.draw()  # fixes the layout, because everything below is measured in it
     renderer = canvas.get_renderer()
     inside = axes.get_window_extent(renderer)
     scale = figure.dpi / 72
@@ -180,7 +186,7 @@ def _label(
     taken = [Bbox.from_bounds(x - 5 * scale, y - 5 * scale, 10 * scale, 10 * scale) for x, y in points]
     taken += [Bbox([to_pixels(a), to_pixels(b)]).padded(scale) for a, b in itertools.pairwise(lines)]
     taken.append(legend.get_window_extent(renderer))
-    # The front first: it is what one looks for. Then from the top down.
+    # First the front, because readers look for it. Then from the top to the bottom.
     order = sorted(range(len(rows)), key=lambda i: (not rows[i].on_front, -points[i][1], rows[i].recompute))
     labelled: set[int] = set()
     for i in order:
@@ -200,7 +206,7 @@ def _label(
             if inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
             if not any(box.padded(1.5 * scale).overlaps(other) for other in taken)
         )
-        reach, box = next(free, places[0])  # where all is full, the first place, whatever is there
+        reach, box = next(free, places[0])  # if no place is free, the first place
         taken.append(box)
         text.set_transform(axes.transData)
         left, base = to_data((box.x0 - at_origin.x0, box.y0 - at_origin.y0))
@@ -230,10 +236,10 @@ def _places(width: float, height: float, scale: float) -> list[tuple[float, floa
 
 
 def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True) -> Figure:
-    """Returns the figure of live bytes over the compiled schedule, a line for each report, its peak marked.
+    """Returns the figure of live bytes over the compiled schedule: a line for each report, with its peak.
 
-    Programs differ in length; each goes from 0 to 100% of its own schedule. Equal ones share a line. The legend has the compiler's peaks, in
-    which padding and holes between buffers count too; in the lines they do not.
+    Programs differ in length, so each goes from 0 to 100% of its own schedule. Equal programs share a line. The legend
+    has the compiler's peaks, which count padding and holes between buffers. The lines do not count them.
     """
     require_matplotlib()
     import matplotlib
@@ -250,7 +256,9 @@ def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True)
 
 
 def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
-    """Returns the figure of one report: live bytes over the compiled schedule, and below the largest buffers that are live at the peak."""
+    """Returns the figure of one report: live bytes over the compiled schedule, and below it the largest buffers that
+    are live at the peak.
+    """
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -312,7 +320,7 @@ def add_title(axes: Axes, text: str) -> None:
 
 
 def unit_of(largest: float) -> tuple[str, float]:
-    """Returns (name, bytes) of the unit in which sizes up to `largest` are told."""
+    """Returns (name, bytes) of the unit for sizes up to `largest`."""
     for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if largest >= size:
             return unit, size
@@ -320,10 +328,10 @@ def unit_of(largest: float) -> tuple[str, float]:
 
 
 def require_matplotlib() -> None:
-    """Raises MissingPackageError where matplotlib is not installed."""
+    """Raises MissingPackageError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            "Pictures need matplotlib, which is not installed: pip install 'jaxckpt[plot]'."
+            "Pictures need matplotlib, which is not installed. Install it with: pip install 'jaxckpt[plot]'."
         ) from error

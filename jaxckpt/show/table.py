@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from jaxckpt.memory.targets import TargetTable
 
 WIDTH = 120
-"""Columns of text that is not printed to a terminal."""
+"""Width, in columns, of text that is not printed to a terminal."""
 LEAST_WIDTH = 80
-"""Columns that tables need; a narrower terminal breaks their lines."""
+"""Width, in columns, that tables need. A narrower terminal breaks their lines."""
 
 
 def to_text(renderable: Any, width: int = WIDTH) -> str:
@@ -39,7 +39,7 @@ def to_text(renderable: Any, width: int = WIDTH) -> str:
 
 
 def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Returns the table's header and rows as text; the terminal, the page and the benchmarks show the same."""
+    """Returns the table's header and rows as text. The terminal, the page and the benchmarks show the same."""
     header = ["variant", "peak", "of first", "recomputed", "estimate", "error"]
     if comparison.timed_on is not None:
         header += [f"time on {comparison.timed_on}", "of first"]
@@ -62,17 +62,20 @@ def _cells(row: Row, comparison: Comparison) -> list[str]:
 
 
 NOTE = (
-    "*: Pareto front of peak and recomputation. peak: compiled, arguments and outputs and all. recomputed: FLOPs beyond the leanest "
+    "*: Pareto front of peak and recomputation. peak: compiled, with arguments and outputs. recomputed: FLOPs more "
+    "than the leanest "
     "variant's. estimate: of the peak, from the traced step, with its error."
 )
 
 
 def comparison_view(comparison: Comparison) -> Group:
-    """Returns what is printed of a comparison: its table, what the columns mean, and the advice where there is one."""
+    """Returns the printed form of a comparison: its table, the meaning of the columns, and the advice if there is
+    one.
+    """
     header, rows = comparison_cells(comparison)
     table = plain_table()
     for i, name in enumerate(header):
-        # Figures are never cut: where there is no room, long names of variants go over several lines.
+        # Figures are never cut. If there is not enough room, long names of variants take several lines.
         words = name.replace(" ", "\n", 1)
         table.add_column(words, justify="right" if i else "left", no_wrap=i > 0, overflow="fold", vertical="bottom")
     for row, cells in zip(comparison, rows):
@@ -82,18 +85,22 @@ def comparison_view(comparison: Comparison) -> Group:
 
 
 def plain_table(**settings: Any) -> Table:
-    """Returns an empty table in the style of all others; settings as of rich's `Table`."""
+    """Returns an empty table in the common style. The settings are those of rich's `Table`."""
     return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **settings)
 
 
 def titled(title: str, table: Table, note: str = "", advice: str | None = None) -> Group:
-    """Returns a table with lines above and below it; rich's own title and caption are no wider than the table."""
+    """Returns a table with lines of text above and below it. Rich's title and caption cannot be wider than the
+    table.
+    """
     lines = ([Text(note, style="dim")] if note else []) + ([Text(advice)] if advice else [])
     return Group(Text(title, style="bold"), table, *lines)
 
 
 def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
-    """Returns (what, how much) for each figure of a report; what only some programs have is left out where it is 0."""
+    """Returns (name, value) for each figure of a report. Figures that only some programs have are left out if they are
+    0.
+    """
     optional = {
         "arguments reused for outputs": report.alias_bytes,
         "host memory": report.host_bytes,
@@ -114,7 +121,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
 
 
 def report_view(report: MemoryReport, title: str) -> Group:
-    """Returns what is printed of a compiled program: its figures, and the advice where there is one."""
+    """Returns the printed form of a compiled program: its figures, and the advice if there is one."""
     table = plain_table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -130,7 +137,9 @@ def report_values(report: MemoryReport) -> dict[str, Any]:
 
 
 def buffer_cells(report: MemoryReport, count: int) -> tuple[list[str], list[list[str]]]:
-    """Returns header and rows of what is live at the peak, the largest first; equal buffers of one operation are one row."""
+    """Returns header and rows of the buffers that are live at the peak, the largest first. Equal buffers of one
+    operation are one row.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
     for buffer in report.largest(sys.maxsize):
         operation = buffer.operation if buffer.kind == "argument" else readable_operation(buffer.operation)
@@ -144,7 +153,7 @@ _PARTS_OF_JAX = {"", "rematted_computation", *primitives.holding(Holds.CALL, Hol
 
 
 def readable_operation(name: str) -> str:
-    """Returns an operation's name as XLA has it from JAX in words: what pass it is of, and the user's scopes.
+    """Returns a readable form of XLA's name of an operation: its pass, and the user's scopes.
 
     >>> readable_operation("jit(loss)/transpose(jvp(jvp()))/checkpoint/rematted_computation/Block/mlp/tanh")
     'recomputed Block/mlp/tanh'
@@ -168,18 +177,19 @@ def _largest_groups(groups: dict[tuple[str, ...], list[int]], count: int | None)
 
 
 def buffers_view(report: MemoryReport, count: int) -> Group:
-    """Returns what is printed of the largest buffers that are live at the peak."""
+    """Returns the printed form of the largest buffers that are live at the peak."""
     return titled(
         "Live at the peak, the largest", _text_table(*buffer_cells(report, count), text_from=2, folded=(4, 5))
     )
 
 
 def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
-    """Returns what is printed of what differentiation keeps, the largest first; equal arrays of one source line are one row.
+    """Returns the printed form of the arrays that differentiation keeps, the largest first. Equal arrays of one source
+    line are one row.
 
     Args:
-      report: of `jaxckpt.residuals`.
-      count: rows at most; None for all. What is left out is added up in the last row.
+      report: the result of `jaxckpt.residuals`.
+      count: the most rows; None for all. The last row is the sum of the rows that are left out.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     arguments = [residual for residual in report.residuals if residual.argument]
@@ -192,14 +202,15 @@ def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
         rest = sorted(groups.values(), key=lambda sizes: -sum(sizes))[count:]
         rows = [*rows[:count], [format_bytes(sum(map(sum, rest))), str(sum(map(len, rest))), "of other kinds", "", ""]]
     return titled(
-        f"{format_bytes(report.kept_bytes)} kept for the backward pass in {counted(sum(map(len, groups.values())), 'array')}",
+        f"{format_bytes(report.kept_bytes)} kept for the backward pass in "
+        f"{counted(sum(map(len, groups.values())), 'array')}",
         _text_table(["bytes", "arrays", "array", "name", "source"], rows, text_from=2, folded=(3, 4)),
-        f"Arguments are there anyway: {len(arguments)}, {format_bytes(report.total_bytes - report.kept_bytes)}.",
+        f"Arguments are in memory anyway: {len(arguments)}, {format_bytes(report.total_bytes - report.kept_bytes)}.",
     )
 
 
 def targets_view(targets: TargetTable) -> Group:
-    """Returns what is printed of what can be compiled for here, and what to install for the rest."""
+    """Returns the printed form of the targets: those that can be compiled for, and what to install for the others."""
     rows = [
         [
             format_bytes(status.memory_bytes) if status.memory_bytes else "",
@@ -212,7 +223,9 @@ def targets_view(targets: TargetTable) -> Group:
 
 
 def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, folded: Container[int]) -> Table:
-    """Returns a table of text; columns before `text_from` are numbers, and those in `folded` give way where there is no room."""
+    """Returns a table of text. Columns before `text_from` are numbers. Columns in `folded` become narrower if there is
+    not enough room.
+    """
     table = plain_table()
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i < text_from else "left", no_wrap=i not in folded, overflow="fold")
@@ -222,12 +235,12 @@ def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, fol
 
 
 def _near(source: str) -> str:
-    """Returns a source line with its path from the working directory where it lies below that."""
+    """Returns a source line. A path below the working directory is made relative to it."""
     return source.removeprefix(os.getcwd() + os.sep)
 
 
 def markdown(header: list[str], rows: Iterable[list[str]]) -> str:
-    """Returns a table in Markdown; the first column aligned left, the others right.
+    """Returns a table in Markdown. The first column is aligned left, the others right.
 
     >>> print(markdown(["a", "b"], [["x", "1"]]))
     | a | b |
@@ -241,12 +254,12 @@ def markdown(header: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def format_array(dtype: Any, shape: Iterable[int]) -> str:
-    """Returns an array's kind as "float32[8, 1024]"."""
+    """Returns dtype and shape of an array, such as "float32[8, 1024]"."""
     return f"{dtype}{list(shape)}"
 
 
 def format_count(count: float) -> str:
-    """Returns a large number with three digits and its prefix, to be followed by what is counted.
+    """Returns a large number with three digits and a prefix. The unit follows it.
 
     >>> format_count(1234567890), format_count(-2500), format_count(0)
     ('1.23 G', '-2.5 k', '0 ')

@@ -69,18 +69,18 @@ def _around(address: Address, graph: Graph) -> str:
 def _stretches(regions: Sequence[Region], loops: Sequence[Loop], start: int, stop: int) -> list[_Stretch]:
     """Returns what covers the operations start..stop in order, gaps included."""
     pieces = [_Stretch(region.start, region.stop, region=region) for region in regions]
-    inside = [(piece.start, piece.stop) for piece in pieces]
+    inside = [(stretch.start, stretch.stop) for stretch in pieces]
     pieces += [
         _Stretch(loop.op, loop.op + 1, loop=loop)
         for loop in loops
         if start <= loop.op < stop and not any(a <= loop.op < b for a, b in inside)
     ]
     covered, at = [], start
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if piece.start > at:
-            covered.append(_Stretch(at, piece.start))
-        covered.append(piece)
-        at = piece.stop
+    for stretch in sorted(pieces, key=lambda stretch: stretch.start):
+        if stretch.start > at:
+            covered.append(_Stretch(at, stretch.start))
+        covered.append(stretch)
+        at = stretch.stop
     return [*covered, *([_Stretch(at, stop)] if at < stop else [])]
 
 
@@ -90,7 +90,7 @@ def _tree(stretches: Sequence[_Stretch], graph: Graph, indent: str) -> Iterator[
         last = place == len(groups) - 1
         branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
         if len(first) == 1:
-            yield from _piece(first[0], graph, indent + branch, indent + under, count)
+            yield from _stretch_lines(first[0], graph, indent + branch, indent + under, count)
             continue
         yield f"{indent}{branch}{count} times, operations {first[0].start}–{first[0].start + count * _length(first)}:"
         yield from _tree(first, graph, indent + under)
@@ -102,7 +102,7 @@ def _length(stretches: Sequence[_Stretch]) -> int:
 
 def _groups(stretches: Sequence[_Stretch], graph: Graph) -> Iterator[tuple[Sequence[_Stretch], int]]:
     """Yields (pattern, how often it comes in a row), so that what is told is shortest at each point."""
-    kinds = [_kind(piece, graph) for piece in stretches]
+    kinds = [_kind(stretch, graph) for stretch in stretches]
     at = 0
     while at < len(stretches):
         best, times = 1, 1
@@ -119,64 +119,74 @@ def _groups(stretches: Sequence[_Stretch], graph: Graph) -> Iterator[tuple[Seque
 _PLAIN = "left to JAX, which keeps what derivatives need"
 
 
-def _kind(piece: _Stretch, graph: Graph) -> Any:
+def _kind(stretch: _Stretch, graph: Graph) -> Any:
     """Returns what two stretches have in common that are told as one: operations, shapes, and what is kept, by its place."""
-    ops = graph.ops[piece.start : piece.stop]
+    ops = graph.ops[stretch.start : stretch.stop]
     program = tuple((op.primitive, tuple(graph.values[i].shape for i in op.outputs)) for op in ops)
-    return program, _treatment(piece, graph, piece.start)
+    return program, _treatment(stretch, graph, stretch.start)
 
 
-def _treatment(piece: _Stretch, graph: Graph, origin: int) -> Any:
-    if piece.loop is not None:
-        first = min((i for run in piece.loop.runs for i in run.actions), default=0)
+def _treatment(stretch: _Stretch, graph: Graph, origin: int) -> Any:
+    if stretch.loop is not None:
+        told = stretch.loop.schedule.iterations(graph.ops[stretch.loop.op].params["length"])
+        first = min((i for some in told for i in some.actions or {}), default=0)
         return tuple(
-            (run.count, run.segments, tuple(sorted(i - first for i in run.actions)), run.checkpoint)
-            for run in piece.loop.runs
+            (replace(some, actions=None), None if some.actions is None else _numbered(some.actions, first))
+            for some in told
         )
-    if piece.region is None:
+    if stretch.region is None:
         return None
     where = {
         index: (place, i)
-        for place, op in enumerate(graph.ops[piece.start : piece.stop])
+        for place, op in enumerate(graph.ops[stretch.start : stretch.stop])
         for i, index in enumerate(op.outputs)
     }
-    kept = tuple(sorted((str(where.get(index, index)), repr(action)) for index, action in piece.region.actions.items()))
+    kept = tuple(
+        sorted((str(where.get(index, index)), repr(action)) for index, action in stretch.region.actions.items())
+    )
     inner = tuple(
         (
             region.start - origin,
             region.stop - origin,
             _treatment(_Stretch(region.start, region.stop, region), graph, origin),
         )
-        for region in piece.region.regions
+        for region in stretch.region.regions
     )
     return kept, inner
 
 
-def _piece(piece: _Stretch, graph: Graph, first: str, rest: str, count: int) -> Iterator[str]:
-    ops = graph.ops[piece.start : piece.stop]
+def _numbered(actions: Mapping[int, Action], first: int) -> Any:
+    """Returns actions with the values counted from `first`."""
+    return tuple((index - first, repr(action)) for index, action in sorted(actions.items()))
+
+
+def _stretch_lines(stretch: _Stretch, graph: Graph, first: str, rest: str, count: int) -> Iterator[str]:
+    ops = graph.ops[stretch.start : stretch.stop]
     times = f"{count} times " if count > 1 else ""
-    where = f"{times}{_what(ops)}  (operations {piece.start}–{piece.start + count * (piece.stop - piece.start)})"
-    if piece.loop is not None:
+    where = (
+        f"{times}{_what(ops)}  (operations {stretch.start}–{stretch.start + count * (stretch.stop - stretch.start)})"
+    )
+    if stretch.loop is not None:
         yield f"{first}{where}"
-        yield from _loop_lines(piece.loop, graph, rest)
-    elif piece.region is None:
+        yield from _loop_lines(stretch.loop, graph, rest)
+    elif stretch.region is None:
         yield f"{first}{where}: {_PLAIN}"
     else:
-        yield f"{first}{where}: {_keeps(piece.region.actions, graph)}{' each' if count > 1 and piece.region.actions else ''}"
-        yield from _value_lines(piece.region.actions, graph, rest)
-        if piece.region.regions:
+        yield f"{first}{where}: {_keeps(stretch.region.actions, graph)}{' each' if count > 1 and stretch.region.actions else ''}"
+        yield from _value_lines(stretch.region.actions, graph, rest)
+        if stretch.region.regions:
             yield f"{rest}runs again as"
-            yield from _tree(_stretches(piece.region.regions, (), piece.start, piece.stop), graph, rest)
+            yield from _tree(_stretches(stretch.region.regions, (), stretch.start, stretch.stop), graph, rest)
 
 
 def _loop_lines(loop: Loop, graph: Graph, indent: str) -> Iterator[str]:
-    for place, run in enumerate(loop.runs):
-        last = place == len(loop.runs) - 1
+    told = loop.schedule.iterations(graph.ops[loop.op].params["length"])
+    for place, some in enumerate(told):
+        last = place == len(told) - 1
         branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
-        segments = "".join(f", in segments of {length}" for length in run.segments)
-        keeps = _keeps(run.actions, graph, each=True) if run.checkpoint else _PLAIN
-        yield f"{indent}{branch}{counted(run.count, 'iteration')}{segments}: {keeps}"
-        yield from _value_lines(run.actions, graph, indent + under, each=True)
+        keeps = some.unsaid or _PLAIN if some.actions is None else _keeps(some.actions, graph, each=True)
+        yield f"{indent}{branch}{counted(some.count, 'iteration')}{some.how}: {keeps}"
+        yield from _value_lines(some.actions or {}, graph, indent + under, each=True)
 
 
 def _keeps(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> str:

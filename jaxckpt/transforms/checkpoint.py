@@ -1,4 +1,4 @@
-"""checkpoint: one function, its intermediate values kept or recomputed as a policy says."""
+"""checkpoint: one function, with intermediate values kept or recomputed as a policy says."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jaxckpt.transforms import statics
 
 
 def tag(x: Any, name: str) -> Any:
-    """Returns `x` as it is, its leaves named for policies: `jax.ad_checkpoint.checkpoint_name` on every leaf.
+    """Returns `x` with its leaves named for policies: `jax.ad_checkpoint.checkpoint_name` on every leaf.
 
     Args:
       x: a pytree of arrays.
-      name: what a policy's tag globs match.
+      name: the tag, which a policy's tag globs match.
 
     Raises:
-      ArgumentError: the name is no string, or empty; or a leaf of `x` is no array.
+      ArgumentError: the name is not a string, or is empty; or a leaf of `x` is not an array.
 
     >>> import jax, jax.numpy as jnp
     >>> layer = lambda x, w: jnp.tanh(tag(x @ w, "up"))
@@ -52,30 +52,30 @@ def checkpoint(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Returns `fun` with its intermediate values recomputed in the backward pass, but for those that the policy keeps.
+    """Returns `fun` with its intermediate values recomputed in the backward pass, except those that the policy keeps.
 
-    One checkpoint around a whole model saves nothing, because all of its recomputation comes back at once: put it around each layer, or
-    each few layers (`checkpoint_sequential`).
+    One checkpoint around a whole model saves nothing, because all recomputed values are in memory at once. Checkpoint
+    each layer, or each few layers (`checkpoint_sequential`).
 
     Args:
-      fun: a function of pytrees of arrays, with any number of outputs, or a module of equinox or nnx that is called. Leaves that are no
-        arrays (functions, strings) are passed as they are; modules of nnx among the arguments change as `fun` changes them, once a call.
-        Left out: a decorator is returned.
-      policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`. With None, or JAX's
-        own, or a policy that keeps nothing or everything, the result is `jax.checkpoint(fun)`.
-        Another `Policy` is decided when `fun` is traced, at each call with new shapes.
-      prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass. False is right only inside `lax.scan`,
-        where nothing can be merged, and is faster there. A sequence says it for each argument of `fun` that is not static: a bool, or a
-        pytree of bools that is a prefix of the argument.
-      static_argnums: positional arguments that are no arrays and select the program. Hashable ones are traced once for each type and value,
-        others at each call.
+      fun: a function of pytrees of arrays with any number of outputs, or a callable module of equinox or nnx. Leaves
+        that are not arrays (functions, strings) are passed on unchanged. A call changes modules of nnx among the
+        arguments as `fun` does, once. If it is omitted, a decorator is returned.
+      policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`.
+        For None, one of JAX's policies, and a policy that keeps nothing or everything, the result is
+        `jax.checkpoint(fun)`. Any other `Policy` is decided when `fun` is traced, at each call with new shapes.
+      prevent_cse: whether the compiler must not merge the recomputation with the forward pass. False is right only
+        inside `lax.scan`, where nothing can be merged, and it is faster there. A sequence has an entry for each
+        argument of `fun` that is not static: a bool, or a pytree of bools that is a prefix of the argument.
+      static_argnums: positional arguments that are not arrays and select the program. `fun` is traced once for each
+        type and value of a hashable argument, and at each call for other arguments.
       static_argnames: names of such arguments.
 
     Raises:
       ArgumentError: the policy is invalid, or an argument number is out of range.
       UnmatchedTagError: at the call: a strict policy's glob matches no tag.
-      EffectsError: where it is differentiated, with a `Policy`: the function has side effects that the recomputation would repeat. Within
-        `jax.jit`, and without a `Policy`, it is JAX's own NotImplementedError.
+      EffectsError: when it is differentiated, with a `Policy`: the function has side effects that the recomputation
+        would repeat. Inside `jax.jit`, and without a `Policy`, the error is JAX's NotImplementedError.
 
     >>> import jax, jax.numpy as jnp
     >>> @checkpoint(policy="dots")
@@ -111,7 +111,9 @@ def checkpoint(
 
 
 def _is_model(fun: Any) -> bool:
-    """Whether a function is a pytree of arrays that is called, as a module of equinox is: its arrays are arguments then."""
+    """Returns whether a function is a callable pytree of arrays, such as a module of equinox. Its arrays are then
+    arguments.
+    """
     if jax.tree_util.all_leaves([fun]):
         return False
     try:
@@ -126,7 +128,7 @@ def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _barriers(prevent_cse: Any) -> bool | tuple[Any, ...]:
-    """Returns `prevent_cse` as jax.checkpoint takes it."""
+    """Returns `prevent_cse` in the form for jax.checkpoint."""
     if isinstance(prevent_cse, bool):
         return prevent_cse
     if isinstance(prevent_cse, Sequence) and all(isinstance(leaf, bool) for leaf in jax.tree.leaves(list(prevent_cse))):
@@ -137,7 +139,7 @@ def _barriers(prevent_cse: Any) -> bool | tuple[Any, ...]:
 def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...]) -> Callable[..., Any]:
     """Returns the function under a policy that is decided on the traced program.
 
-    Equal calls of one function (a layer used at every depth) are analysed once.
+    Equal calls of a function (a layer that is used at every depth) are analysed once.
     """
     barriers = tuple(jax.tree.flatten(prevent_cse))
     settings = policy, tuple(barriers[0]), barriers[1]
@@ -153,8 +155,10 @@ def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tupl
                 holder[key] = found
         if found.effects and any(map(_compat.is_linearized, leaves)):
             raise EffectsError(
-                f"fun ({getattr(fun, '__name__', fun)}) must be free of side effects to be checkpointed and differentiated, for the "
-                f"recomputation would repeat them; it has {found.effects}. Move io_callback, pure effects and the like out of it, or "
+                f"fun ({getattr(fun, '__name__', fun)}) must have no side effects to be checkpointed and "
+                f"differentiated, because the "
+                f"recomputation would repeat them; it has {found.effects}. Move io_callback and other effects out "
+                f"of it, or "
                 "checkpoint less."
             )
         return jax.tree.unflatten(found.out_tree, map(array, found.run(*found.consts, *leaves)))
@@ -164,7 +168,9 @@ def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tupl
 
 @dataclass(frozen=True)
 class _Emitted:
-    """A function under a policy: `run` of `consts` and the arguments' leaves. `effects` names those that no recomputation may repeat."""
+    """A function under a policy: `run` takes `consts` and the arguments' leaves. `effects` names the effects that must
+    not repeat.
+    """
 
     run: Callable[..., list[Any]]
     consts: list[Any]
@@ -179,8 +185,9 @@ def _emit(
         graph = trace_with_calls(purity.refusing(fun), args, kwargs)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
-            f"{getattr(fun, '__qualname__', fun)} is checkpointed, so its arguments are traced. Where its program depends on the value of one "
-            "(`if train:`, `range(n)`), name that one in static_argnums or static_argnames of jaxckpt.checkpoint."
+            f"{getattr(fun, '__qualname__', fun)} is checkpointed, so its arguments are traced. If its program "
+            f"depends on the value of an argument "
+            "(`if train:`, `range(n)`), name that argument in static_argnums or static_argnames of jaxckpt.checkpoint."
         )
         raise
     purity.refuse_refs(fun, graph)
@@ -195,18 +202,22 @@ def _emit(
 
 @_compat.weakref_lru_cache
 def _emitted(fun: Callable[..., Any]) -> dict[Any, _Emitted]:
-    """Returns what has been emitted for a function, in the present configuration of JAX; dropped with the function."""
+    """Returns the cache of emitted functions for a function, in the present configuration of JAX. It lives as long as
+    the function.
+    """
     return {}
 
 
 def _calling(
     fun: Callable[..., Any], static: statics.Static | None, engine: Callable[[Any], Callable[..., Any]], *, old: bool
 ) -> Callable[..., Any]:
-    """Returns the function that closes over its static arguments and hands the others to what `engine` makes of it.
+    """Returns a function that closes `fun` over its static arguments, and passes the others to the checkpointed
+    function.
 
     Args:
-      engine: makes the checkpointed function of one without static arguments.
-      old: whether checkpoints are to be the old ones where JAX's new ones are not finished: see `_compat.working_checkpoints`.
+      engine: makes the checkpointed function from a function without static arguments.
+      old: whether to use the old jax.checkpoint instead of the new one, which is not finished: see
+        `_compat.working_checkpoints`.
     """
     whole = anything(engine(fun), fun, engine)
 

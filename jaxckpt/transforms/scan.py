@@ -1,37 +1,34 @@
 """scan: lax.scan with a schedule that says which carries are kept for the backward pass.
 
-The step is traced once, by lax.scan itself. A nested schedule then becomes scans of checkpointed scans, plain JAX, with all that JAX can do to
-them; `Slots` goes to `jaxckpt.transforms.binomial`.
+The body is traced once, by lax.scan itself. How it runs then is the schedule's: see `jaxckpt.schedules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.ad_checkpoint
-import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
+from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax, policy_of
-from jaxckpt.transforms.binomial import scan_with_slots
-from jaxckpt.transforms.budget import Runs, fit
+from jaxckpt.schedules import Binomial, Schedule, schedule_of
+from jaxckpt.schedules.body import is_inexact, take_apart
+from jaxckpt.schedules.budget import SlotBudget, fit
+from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.transforms.checkpoint import checkpoint
-from jaxckpt.transforms.schedules import Nested, Schedule, Slots, resolve
-from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, take_apart
 
 # The name of carries that are kept on the host, with a number of its own at each level: a checkpoint moves all that bears its name, in inner
 # segments and in inner scans too, which keep their carries for no longer than they run.
 _CARRY = "jaxckpt.scan:carry:"
-
-Body = Callable[[Values, Values], tuple[Values, Values]]
 
 
 def scan(
@@ -61,8 +58,9 @@ def scan(
         comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
       schedule: "none" (lax.scan as it is), "every" (each step checkpointed), "sqrt" (segments of square-root length, one more run of each
         step), "log" (segments of segments, 4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a
-        tuple of ints (nested lengths, outermost first; their product at least the length), or `Slots(n)`: at most n carries' bytes, placed
-        by the binomial optimum. Lengths need not divide: a shorter last segment takes what is left, and nothing is padded.
+        tuple of ints (nested lengths, outermost first; their product at least the length), `Slots(n)`: at most n carries' bytes, placed by the
+        binomial optimum; or any other `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left,
+        and nothing is padded.
       policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
       carry: SAVE, or OFFLOAD to keep the carries between segments in host memory; nothing moves where none are kept.
       budget: bytes ("64MiB") that differentiating the scan may take, instead of a schedule: the one with the least recomputation that fits.
@@ -80,7 +78,7 @@ def scan(
       TypeError, ValueError: lax.scan's own.
 
     >>> import jax, jax.numpy as jnp
-    >>> from jaxckpt.transforms.schedules import Slots
+    >>> from jaxckpt.schedules import Slots
     >>> def loss(w, schedule):
     ...     return scan(lambda c, x: (jnp.sin(w * c + x), None), 0.0, jnp.arange(1000.0), schedule=schedule)[0]
     >>> [round(float(jax.grad(loss)(0.5, schedule)), 4) for schedule in ("none", "sqrt", Slots(10))]
@@ -97,21 +95,27 @@ def scan(
         raise ArgumentError("schedule", "left out where there is a budget, which chooses it", schedule)
     policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
-    resolve(0, schedule)
+    schedule_of(0, schedule)
     taken = take_apart(f, init, xs, length, reverse, unroll)
     if taken is None:
         return lax.scan(f, init, xs, length, reverse, unroll)
-    plan = resolve(taken.step.length, schedule) if limit is None else fit(taken.step, limit, policy=policy is not None)
-    if not isinstance(plan, Nested):
-        kept = None
-        if policy is not None:
-            taken, kept = _kept_by(policy, taken)
-        if not isinstance(plan, Slots):
-            assert limit is not None
-            return taken.finish(*scan_with_slots(taken, Runs(taken.step, limit, kept), kept=kept, carry=action))
-        run = taken.step.length if unroll is True else max(int(unroll), 1)
-        return taken.finish(*scan_with_slots(taken, plan.count, run=run, kept=kept, carry=action))
-    return taken.finish(*_scan_nested(taken, plan, policy, action, unroll))
+    call = _Call(
+        body=taken.body,
+        consts=taken.consts,
+        init=taken.init,
+        xs=taken.xs,
+        unroll=unroll,
+        carry=action,
+        policy=policy,
+        name=_first_name(taken.body.jaxpr, action),
+    )
+    if limit is None:
+        return taken.finish(*schedule_of(taken.body.length, schedule).run(call))
+    plan = fit(taken.body, limit, policy=policy is not None)
+    if isinstance(plan, Binomial):
+        call, kept = call.keeping(None)
+        return taken.finish(*scan_with_slots(call, SlotBudget(call.body, limit, kept), kept=kept))
+    return taken.finish(*plan.run(call))
 
 
 def _carry_action(carry: Action | str) -> Action:
@@ -121,126 +125,90 @@ def _carry_action(carry: Action | str) -> Action:
     return action
 
 
-# --------------------------------------------------------------------------------------------------------- nested schedules
-
-
-def _scan_nested(taken: Scan, plan: Nested, policy: Any, carry: Action, unroll: int | bool) -> tuple[Values, Values]:
-    step = taken.step
-
-    def body(state: Values, x: Values) -> tuple[Values, Values]:
-        return step.run(taken.consts, state, x)
-
-    # Inside a scan nothing can be merged with the forward pass, so there is no need to prevent it.
-    inner = body if policy is None else checkpoint(body, policy=policy, prevent_cse=False)
-    return _run(plan, body, inner, policy, _names(plan, step, carry), step.reverse, unroll, taken.init, taken.xs)
-
-
-def _names(plan: Nested, step: Step, carry: Action) -> tuple[str, ...]:
-    """Returns the names of the carries that each level keeps on the host, outermost first; none where they stay on the device.
+def _first_name(jaxpr: Any, carry: Action) -> int | None:
+    """Returns the number of the first name for carries that are kept on the host; None where they stay on the device.
 
     Numbers go up from those in the body: the same program has the same names wherever it is traced.
     """
     if carry == SAVE:
-        return ()
-    tags = {tag for value in graph_of(_compat.close_jaxpr(step.jaxpr, ())).values for tag in value.tags}
+        return None
+    tags = {tag for value in graph_of(_compat.close_jaxpr(jaxpr, ())).values for tag in value.tags}
     numbers = [tag.removeprefix(_CARRY) for tag in tags if tag.startswith(_CARRY)]
-    first = max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
-    return tuple(f"{_CARRY}{number}" for number in reversed(range(first, first + plan.levels)))
+    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
 
-def _run(
-    plan: Nested,
-    body: Body,
-    inner: Body,
-    policy: Any,
-    names: tuple[str, ...],
-    reverse: bool,
-    unroll: int | bool,
-    init: Values,
-    xs: Values,
-) -> tuple[Values, Values]:
-    """Runs the steps of a nest; `inner` is the step as it is in plain stretches, `body` without the policy, `names` as of `_names`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Call(ScanRun):
+    """A call of `jaxckpt.scan`.
 
-    def steps(f: Body, init: Values, xs: Values, length: int) -> tuple[Values, Values]:
-        return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
+    Attributes:
+      policy: what is kept of each iteration that is checkpointed or gone through again.
+      name: as of `_first_name`; each level of segments has the next one.
+    """
 
-    if plan.inner is None:
-        return steps(_checkpointed(body, policy, names) if plan.remat else inner, init, xs, plan.length)
-    deeper, size, main = plan.inner, plan.inner.length, plan.count * plan.inner.length
+    policy: Any
+    name: int | None
 
-    def segment(state: Values, rows: Values) -> tuple[Values, Values]:
-        return _run(deeper, body, inner, policy, names[1:], reverse, unroll, state, rows)
+    def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
+        # Inside a scan nothing can be merged with the forward pass, so there is no need to prevent it.
+        if actions:
+            hint = "Values have numbers in plans; here a policy says what is kept."
+            raise ArgumentError("schedule", "one without actions", dict(actions), hint)
+        body = lambda state, x: self.body.run(self.consts, state, x)
+        if actions is None:
+            return body if self.policy is None else checkpoint(body, policy=self.policy, prevent_cse=False)
+        if self.name is None:
+            return checkpoint(body, policy=self.policy, prevent_cse=False)
+        if self.policy is not None:
+            rule, hint = "None with schedule='every' and carry=OFFLOAD", "Use a segment length, such as schedule=1."
+            raise ArgumentError("policy", rule, self.policy, hint)
+        return self._away(body)
 
-    first, rest = _cut(xs, main, plan.rest, reverse)
-    segments = [x.reshape(plan.count, size, *x.shape[1:]) for x in first]
-    state, ys = lax.scan(_checkpointed(segment, None, names), init, segments, length=plan.count, reverse=reverse)
-    ys = [y.reshape(main, *y.shape[2:]) for y in ys]
-    if plan.rest:
-        state, last = steps(inner, state, rest, plan.rest)
-        ys = [jnp.concatenate([b, a] if reverse else [a, b]) for a, b in zip(ys, last)]
-    return state, ys
+    def segment(self, run: Iteration, *, alone: bool = False) -> Iteration:
+        return checkpoint(run, prevent_cse=False) if self.name is None else self._away(run)
 
+    def _away(self, f: Iteration) -> Iteration:
+        """Returns iterations under a checkpoint of which the carry that they start from is kept on the host."""
+        assert self.name is not None
+        name = f"{_CARRY}{self.name + self.depth}"
 
-def _cut(xs: Values, main: int, rest: int, reverse: bool) -> tuple[Values, Values]:
-    """Returns the rows of the segments, and those of the steps that come after them."""
-    if not rest:
-        return xs, []
-    if reverse:
-        return [x[rest:] for x in xs], [x[:rest] for x in xs]
-    return [x[:main] for x in xs], [x[main:] for x in xs]
+        def named(state: Values, x: Values) -> tuple[Values, Values]:
+            away = [
+                jax.ad_checkpoint.checkpoint_name(leaf, name) if is_inexact(jax.typeof(leaf)) else leaf
+                for leaf in state
+            ]
+            return f(away, x)
 
+        offload = _compat.keep_names([], [name])
 
-def _checkpointed(f: Body, policy: Any, names: tuple[str, ...]) -> Body:
-    """Returns a step or a segment under a checkpoint, of which the carry that it starts from is kept: on the host by the first name, if any."""
-    if not names:
-        return checkpoint(f, policy=policy, prevent_cse=False)
-    if policy is not None:
-        raise ArgumentError(
-            "policy",
-            "None with schedule='every' and carry=OFFLOAD",
-            policy,
-            "Use a segment length, such as schedule=1.",
-        )
+        def run(state: Values, x: Values) -> tuple[Values, Values]:
+            with _compat.working_checkpoints():
+                return jax.checkpoint(named, policy=offload, prevent_cse=False)(state, x)
 
-    name = names[0]
+        return run
 
-    def named(state: Values, x: Values) -> tuple[Values, Values]:
-        away = [
-            jax.ad_checkpoint.checkpoint_name(leaf, name) if is_inexact(jax.typeof(leaf)) else leaf for leaf in state
-        ]
-        return f(away, x)
-
-    offload = _compat.keep_names([], [name])
-
-    def run(state: Values, x: Values) -> tuple[Values, Values]:
-        with _compat.working_checkpoints():
-            return jax.checkpoint(named, policy=offload, prevent_cse=False)(state, x)
-
-    return run
-
-
-# ------------------------------------------------------------------------------------------------------ what a policy keeps
-
-
-def _kept_by(policy: Any, taken: Scan) -> tuple[Scan, list[Any]]:
-    """Returns the scan with its step traced for the policy, and the variables of the step that the policy keeps."""
-    resolved = policy_of(policy)
-    assert resolved is not None
-    rules = resolved if isinstance(resolved, Policy) else from_jax(resolved)
-    graph = trace(
-        lambda *flat: _compat.eval_jaxpr(taken.step.jaxpr, [], *flat), *(var.aval for var in taken.step.jaxpr.invars)
-    )
-    actions = rules.decide(graph)
-    if others := {action for action in actions.values() if action.keeps and action != SAVE}:
-        named = " or ".join(sorted(map(repr, others)))
-        rule = f"without {named} where the schedule is Slots(n): what a run keeps is needed at once"
-        raise ArgumentError("policy", rule, policy, "carry=OFFLOAD moves the carries.")
-    jaxpr = _compat.open_jaxpr(graph.jaxpr)
-    # A tag gives a second variable to a value; keeping the first is enough.
-    makers = [eqn for eqn in jaxpr.eqns if _compat.equation_name(eqn) is None]
-    made = {var for eqn in makers for var in eqn.outvars if not isinstance(var, _compat.DropVar)}
-    kept = [var for var, index in graph.body.values.items() if index in actions and var in made]
-    opened = _compat.build_jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
-    extra = _compat.jaxpr_consts(graph.jaxpr)
-    step = replace(taken.step, jaxpr=opened, consts=taken.step.consts + len(extra))
-    return replace(taken, step=step, consts=[*extra, *taken.consts]), kept
+    def keeping(self, actions: Mapping[int, Action] | None) -> tuple[_Call, list[Any] | None]:
+        if actions:
+            hint = "Values have numbers in plans; here a policy says what is kept."
+            raise ArgumentError("schedule", "one without actions", dict(actions), hint)
+        if self.policy is None:
+            return self, None
+        resolved = policy_of(self.policy)
+        assert resolved is not None
+        rules = resolved if isinstance(resolved, Policy) else from_jax(resolved)
+        body = self.body
+        graph = trace(lambda *flat: _compat.eval_jaxpr(body.jaxpr, [], *flat), *(var.aval for var in body.jaxpr.invars))
+        decided = rules.decide(graph)
+        if others := {action for action in decided.values() if action.keeps and action != SAVE}:
+            named = " or ".join(sorted(map(repr, others)))
+            rule = f"without {named} where the schedule is Slots(n): what a run keeps is needed at once"
+            raise ArgumentError("policy", rule, self.policy, "carry=OFFLOAD moves the carries.")
+        jaxpr = _compat.open_jaxpr(graph.jaxpr)
+        # A tag gives a second variable to a value; keeping the first is enough.
+        makers = [eqn for eqn in jaxpr.eqns if _compat.equation_name(eqn) is None]
+        made = {var for eqn in makers for var in eqn.outvars if not isinstance(var, _compat.DropVar)}
+        kept = [var for var, index in graph.body.values.items() if index in decided and var in made]
+        opened = _compat.build_jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
+        extra = _compat.jaxpr_consts(graph.jaxpr)
+        traced = replace(body, jaxpr=opened, consts=body.consts + len(extra))
+        return replace(self, body=traced, consts=[*extra, *self.consts]), kept

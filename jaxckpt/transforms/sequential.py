@@ -12,16 +12,16 @@ from jaxckpt._errors import ArgumentError, JaxckptError, StructureError
 from jaxckpt.core.lift import result_of
 from jaxckpt.transforms.checkpoint import checkpoint
 
-Layer = Callable[[Any], Any]
+LayerFunction = Callable[[Any], Any]
 
 
 def checkpoint_sequential(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerFunction],
     *,
     segment_size: int | str = 2,
     policy: Any = None,
     checkpoint_last: bool = False,
-) -> Layer:
+) -> LayerFunction:
     """Returns the layers one after the other as one function, each run of `segment_size` of them under a checkpoint.
 
     Args:
@@ -51,7 +51,7 @@ def checkpoint_sequential(
     size = segment_length(segment_size, len(layers))
     segments = [range(start, min(start + size, len(layers))) for start in range(0, len(layers), size)]
 
-    def run_segment(which: range) -> Layer:
+    def run_segment(which: range) -> LayerFunction:
         def segment(x: Any) -> Any:
             for i in which:
                 x = _call(layers[i], i, x)
@@ -93,7 +93,7 @@ def segment_length(segment_size: int | str, count: int) -> int:
     raise ArgumentError("segment_size", 'an int of at least 1, or "sqrt"', segment_size)
 
 
-def _call(layer: Layer, i: int, x: Any) -> Any:
+def _call(layer: LayerFunction, i: int, x: Any) -> Any:
     try:
         return layer(x)
     except Exception as error:
@@ -101,7 +101,7 @@ def _call(layer: Layer, i: int, x: Any) -> Any:
         raise
 
 
-def _note(layer: Layer, i: int, x: Any) -> str:
+def _note(layer: LayerFunction, i: int, x: Any) -> str:
     return f"layers[{i}] ({_name(layer)}) raised this. It was given {_described(x)}."
 
 
@@ -109,7 +109,7 @@ _MISFITS = (TypeError, ValueError, AttributeError, LookupError)
 """What a function may raise that is given another structure, or other shapes, than it takes."""
 
 
-def _misfit(layers: Sequence[Layer], x: Any, error: Exception) -> StructureError | None:
+def _misfit(layers: Sequence[LayerFunction], x: Any, error: Exception) -> StructureError | None:
     """Returns the error of a layer that does not take what the one before it returned; None where the error is the layer's own.
 
     It is found by running the layers on shapes alone: the layer raises the error again, and does not where it is given
@@ -138,7 +138,7 @@ def _misfit(layers: Sequence[Layer], x: Any, error: Exception) -> StructureError
     return None
 
 
-def _run(layer: Layer, given: list[Any]) -> Exception | None:
+def _run(layer: LayerFunction, given: list[Any]) -> Exception | None:
     """Runs a layer on the last of `given`, which are shapes, and adds its result to them; returns what it raises."""
     try:
         given.append(_shapes(result_of(layer, (given[-1],))))
@@ -158,5 +158,5 @@ def _described(x: Any) -> str:
     return str(jax.tree.map(describe, x))
 
 
-def _name(layer: Layer) -> str:
+def _name(layer: LayerFunction) -> str:
     return str(getattr(layer, "__name__", type(layer).__name__))

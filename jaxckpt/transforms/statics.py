@@ -1,4 +1,6 @@
-"""Static arguments: what is no array and selects the program. A function is closed over them, once for each type and value."""
+"""Static arguments: they are not arrays, and select the program. A function is closed over them, once for each type and
+value.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ class Static:
 
     Attributes:
       fun: the function.
-      numbers: of positional arguments; negative ones count from the last argument of the call.
-      names: of keyword arguments.
-      positions: of positional arguments that bear one of the names.
+      numbers: numbers of positional arguments; negative numbers count from the last argument of the call.
+      names: names of keyword arguments.
+      positions: positions of positional arguments that have one of the names.
     """
 
     fun: Callable[..., Any]
@@ -32,7 +34,8 @@ class Static:
     def closed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Returns a function of the other arguments, and those. It is the same one for static arguments of equal types and values.
+        """Returns a function of the other arguments, and these arguments. Static arguments of equal types and values
+        give the same function.
 
         Raises:
           ArgumentError: a number is out of the range of the call's positional arguments.
@@ -56,10 +59,11 @@ class Static:
 
 
 def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
-    """Returns which arguments of a function are static; None where none are.
+    """Returns which arguments of a function are static; None if none are.
 
     Raises:
-      ArgumentError: `numbers` holds something else than ints, or `names` something else than names of the function's arguments.
+      ArgumentError: `numbers` has something other than ints, or `names` something other than names of the function's
+        arguments.
     """
     listed = (numbers,) if isinstance(numbers, int) and not isinstance(numbers, bool) else numbers
     if not isinstance(listed, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in listed):
@@ -85,7 +89,7 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
 
 @dataclass(frozen=True)
 class _Fixed:
-    """A static argument; equal where type and value are, at every depth: see `typed`."""
+    """A static argument. Two are equal if their types and values are equal at every depth: see `typed`."""
 
     value: Any = field(compare=False)
     key: Any = field(init=False)

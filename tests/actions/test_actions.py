@@ -10,7 +10,8 @@ import pytest
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Action, ArgumentError, Plan, Policy, Region, tag
 from jaxckpt.actions import KINDS, action_from, given
-from jaxckpt.core.plan import Loop, Run
+from jaxckpt.core.plan import Loop
+from jaxckpt.schedules import checkpointed
 from tests.actions.half import HALF, Half, half_is_known
 from tests.helpers import executions
 
@@ -127,7 +128,11 @@ def test_in_a_loop_of_a_plan():
     (scan,) = (op for op in graph.ops if op.primitive == "scan")
     hidden = [value.index for value in graph.values if "hidden" in value.tags]
     plans = [
-        Plan((), graph.fingerprint, loops=(Loop(graph.ops.index(scan), (Run(5, (), dict.fromkeys(hidden, action)),)),))
+        Plan(
+            (),
+            graph.fingerprint,
+            loops=(Loop(graph.ops.index(scan), checkpointed(5, (), dict.fromkeys(hidden, action))),),
+        )
         for action in (SAVE, HALF)
     ]
     kept = [jaxckpt.residuals(plan.apply(scanned), W, X).kept_bytes for plan in plans]
@@ -195,7 +200,7 @@ def test_what_is_no_action_is_refused():
         action_from("hafl")
     with pytest.raises(ArgumentError, match="RECOMPUTE and SAVE"):
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(SAVE, HALF))
-    with pytest.raises(ArgumentError, match="no budget of the host's memory"):
+    with pytest.raises(ArgumentError, match="no budget for host memory"):
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(RECOMPUTE, SAVE, OFFLOAD))
 
 

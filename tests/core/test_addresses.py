@@ -6,7 +6,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import SAVE, Plan, PlanMismatchError, Policy, Region, tag
-from jaxckpt.core.regions import Loop, Run
+from jaxckpt.core.regions import Loop
+from jaxckpt.schedules import checkpointed
 from tests.actions.half import HALF, half_is_known
 from tests.helpers import assert_trees_close, executions
 
@@ -107,7 +108,7 @@ def test_a_loop_in_a_loop_is_run_in_segments():
     graph = jaxckpt.trace(fun, W, X)
     address, body = body_of(graph, 1)
     place = next(place for place, op in enumerate(body.ops) if op.primitive == "scan")
-    plan = Plan((), graph.fingerprint, loops=(Loop(place, (Run(8, (4,)),), address),))
+    plan = Plan((), graph.fingerprint, loops=(Loop(place, checkpointed(8, (4,)), address),))
     assert kept(plan.apply(fun)) == (0, (3 * 2 + 1) * X.nbytes)  # one for the square of the result
     assert_trees_close(jax.grad(plan.apply(fun))(W, X), jax.grad(fun)(W, X), rtol=1e-4, atol=1e-3)
     assert Plan.from_json(plan.to_json()) == plan

@@ -8,7 +8,8 @@ import pytest
 import jaxckpt
 from jaxckpt import SAVE, PlanMismatchError
 from jaxckpt.core.graph import count_flops, trace
-from jaxckpt.core.plan import Loop, Plan, Run
+from jaxckpt.core.plan import Loop, Plan
+from jaxckpt.schedules import checkpointed, in_turn
 
 LENGTH, WIDTH = 12, 16
 
@@ -31,7 +32,7 @@ def looped(reverse, *runs):
     args = arguments()
     graph = trace(lambda *a: loss(*a, reverse), *args)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
-    return Plan((), graph.fingerprint, loops=(Loop(place, runs),)), graph, place
+    return Plan((), graph.fingerprint, loops=(Loop(place, in_turn(*runs)),)), graph, place
 
 
 def body_value(graph, place, primitive):
@@ -42,14 +43,14 @@ def body_value(graph, place, primitive):
 @pytest.mark.parametrize(
     "runs",
     [
-        (Run(12),),
-        (Run(12, (4,)),),
-        (Run(12, (5,)),),
-        (Run(12, (6, 2)),),
-        (Run(11, (4, 3)), Run(1)),
-        (Run(3), Run(5, (2,)), Run(4, (4,))),
-        (Run(5), Run(7, checkpoint=False)),
-        (Run(8, (3,), checkpoint=False), Run(4, (), checkpoint=False)),
+        (checkpointed(12),),
+        (checkpointed(12, (4,)),),
+        (checkpointed(12, (5,)),),
+        (checkpointed(12, (6, 2)),),
+        (checkpointed(11, (4, 3)), checkpointed(1)),
+        (checkpointed(3), checkpointed(5, (2,)), checkpointed(4, (4,))),
+        (checkpointed(5), checkpointed(7, remat=False)),
+        (checkpointed(8, (3,), remat=False), checkpointed(4, (), remat=False)),
     ],
 )
 def test_a_loop_has_the_scan_s_values_and_gradients(runs, reverse):
@@ -69,37 +70,37 @@ def flops(plan, reverse=False):
 
 def test_segments_run_the_body_once_more_and_kept_matmuls_do_not_run_again():
     matmul = 2 * 64 * WIDTH * WIDTH
-    bare, *_ = looped(False, Run(12))
+    bare, *_ = looped(False, checkpointed(12))
     graph = trace(loss, *arguments())
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     dot = body_value(graph, place, "dot_general")
     plain = count_flops(jax.grad(loss), *arguments())
     assert flops(bare) - plain >= 12 * matmul
-    kept, *_ = looped(False, Run(12, (), {dot: SAVE}))
+    kept, *_ = looped(False, checkpointed(12, (), {dot: SAVE}))
     assert flops(kept) - plain < matmul
-    half, *_ = looped(False, Run(6, (), {dot: SAVE}), Run(6))
+    half, *_ = looped(False, checkpointed(6, (), {dot: SAVE}), checkpointed(6))
     assert 6 * matmul <= flops(half) - plain < 7 * matmul
-    nested, *_ = looped(False, Run(12, (4,)))
+    nested, *_ = looped(False, checkpointed(12, (4,)))
     assert flops(nested) - flops(bare) >= 11 * matmul
 
 
 def test_iterations_that_are_left_as_they_stand_do_not_run_again():
     matmul = 2 * 64 * WIDTH * WIDTH
     plain = count_flops(jax.grad(loss), *arguments())
-    stands, *_ = looped(False, Run(12, checkpoint=False))
+    stands, *_ = looped(False, checkpointed(12, remat=False))
     assert flops(stands) - plain < matmul
-    half, *_ = looped(False, Run(5), Run(7, checkpoint=False))
+    half, *_ = looped(False, checkpointed(5), checkpointed(7, remat=False))
     assert 5 * matmul <= flops(half) - plain < 6 * matmul
-    segments, *_ = looped(False, Run(12, (4,), checkpoint=False))
-    once, *_ = looped(False, Run(12))
+    segments, *_ = looped(False, checkpointed(12, (4,), remat=False))
+    once, *_ = looped(False, checkpointed(12))
     assert flops(segments) == pytest.approx(flops(once), abs=matmul), (
         "a segment that stands as it is runs once more, not twice"
     )
 
 
 def test_segments_keep_their_carries_and_no_others():
-    segmented, *_ = looped(False, Run(12, (4,)))
-    each, *_ = looped(False, Run(12))
+    segmented, *_ = looped(False, checkpointed(12, (4,)))
+    each, *_ = looped(False, checkpointed(12))
     carry = 64 * WIDTH * 4
 
     def kept(plan):
@@ -113,32 +114,36 @@ def test_a_loop_goes_through_json_and_prints():
     graph = trace(loss, *arguments())
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     dot = body_value(graph, place, "dot_general")
-    plan = Plan((), graph.fingerprint, loops=(Loop(place, (Run(8, (4,), {dot: SAVE}), Run(4))),))
+    plan = Plan(
+        (), graph.fingerprint, loops=(Loop(place, in_turn(checkpointed(8, (4,), {dot: SAVE}), checkpointed(4))),)
+    )
     assert Plan.from_json(plan.to_json()) == plan
     text = plan.describe(graph)
     assert "8 iterations, in segments of 4" in text and "dot_general" in text
     assert "8 iterations in 4s, then 4 iterations" in str(plan)
-    stands = Plan((), graph.fingerprint, loops=(Loop(place, (Run(9), Run(3, checkpoint=False))),))
+    stands = Plan((), graph.fingerprint, loops=(Loop(place, in_turn(checkpointed(9), checkpointed(3, remat=False))),))
     assert (
         Plan.from_json(stands.to_json())
         == stands
-        != Plan((), graph.fingerprint, loops=(Loop(place, (Run(9), Run(3))),))
+        != Plan((), graph.fingerprint, loops=(Loop(place, in_turn(checkpointed(9), checkpointed(3))),))
     )
     assert "3 iterations: as they stand" in stands.describe(graph)
     assert "9 iterations, then 3 iterations as they stand" in str(stands)
 
 
-@pytest.mark.parametrize("change", [lambda p: (p, Run(11)), lambda p: (p - 1, Run(12)), lambda p: (p, Run(13))])
+@pytest.mark.parametrize(
+    "change", [lambda p: (p, checkpointed(11)), lambda p: (p - 1, checkpointed(12)), lambda p: (p, checkpointed(13))]
+)
 def test_a_loop_that_is_no_scan_of_the_function_is_refused(change):
-    _, graph, place = looped(False, Run(12))
+    _, graph, place = looped(False, checkpointed(12))
     op, run = change(place)
     with pytest.raises(PlanMismatchError):
-        plan = Plan((), graph.fingerprint, loops=(Loop(op, (run,)),))
+        plan = Plan((), graph.fingerprint, loops=(Loop(op, run),))
         plan.apply(lambda *a: loss(*a, False))(*arguments())
 
 
 def test_a_run_without_iterations_is_refused():
     with pytest.raises(PlanMismatchError):
-        Run(0)
+        checkpointed(0)
     with pytest.raises(PlanMismatchError):
-        Run(3, (0,))
+        checkpointed(3, (0,))

@@ -15,7 +15,8 @@ import pytest
 import jaxckpt
 from jaxckpt import OFFLOAD, SAVE, MemoryEstimate, Plan, PlanMismatchError, Region
 from jaxckpt.core import plan as plan_module
-from jaxckpt.core.plan import Loop, PlanReport, Run
+from jaxckpt.core.plan import Loop, PlanReport
+from jaxckpt.schedules import Mixed, checkpointed, in_turn
 from tests.helpers import assert_trees_close, executions, kept_shapes
 
 X = jnp.linspace(0.0, 1.0, 24).reshape(4, 6)
@@ -331,11 +332,12 @@ def test_a_report_goes_with_the_plan_through_pickle_copy_and_json(tmp_path):
         lambda: Region(0, 4, {"3": SAVE}),
         lambda: Region(0, 4, {3: "save"}),
         lambda: Region(0, 4, {}, ("x",)),
-        lambda: Run(1.0),
-        lambda: Run(2, (1.5,)),
-        lambda: Run(2, checkpoint=None),
-        lambda: Loop(0.5, ()),
+        lambda: checkpointed(1.0),
+        lambda: checkpointed(2, (1.5,)),
+        lambda: checkpointed(2, remat=None),
+        lambda: Loop(0.5, checkpointed(2)),
         lambda: Loop(0, (3,)),
+        lambda: Loop(0, None),
         lambda: Plan((3,), ""),
         lambda: Plan((), "", prevent_cse="no"),
         lambda: Plan((), "", notes="all"),
@@ -374,13 +376,13 @@ HIDDEN = next(v.index for v in LOOPED.values if v.kind == "intermediate" and not
         ([Region(0, SCAN, {INSIDE: SAVE})], []),
         ([Region(0, SCAN + 1, {HIDDEN: SAVE})], []),
         ([Region(0, SCAN + 1, {}, (Region(0, SCAN, {OUTSIDE: SAVE}),))], []),
-        ([], [Loop(99, (Run(6),))]),
-        ([], [Loop(SCAN - 1, (Run(6),))]),
-        ([], [Loop(SCAN, (Run(5),))]),
-        ([], [Loop(SCAN, ())]),
-        ([], [Loop(SCAN, (Run(6),)), Loop(SCAN, (Run(6),))]),
-        ([], [Loop(SCAN, (Run(6, (), {OUTSIDE: SAVE}),))]),
-        ([], [Loop(SCAN, (Run(6, (), {10**6: SAVE}),))]),
+        ([], [Loop(99, checkpointed(6))]),
+        ([], [Loop(SCAN - 1, checkpointed(6))]),
+        ([], [Loop(SCAN, checkpointed(5))]),
+        ([], [Loop(SCAN, Mixed(()))]),
+        ([], [Loop(SCAN, checkpointed(6)), Loop(SCAN, checkpointed(6))]),
+        ([], [Loop(SCAN, checkpointed(6, (), {OUTSIDE: SAVE}))]),
+        ([], [Loop(SCAN, checkpointed(6, (), {10**6: SAVE}))]),
     ],
 )
 def test_a_plan_that_names_what_is_not_in_the_function_is_an_error_at_check_and_call(regions, loops):
@@ -395,7 +397,9 @@ def test_plans_that_fit_pass_the_check():
     kept = Region(0, len(LOOPED.ops), {INSIDE: SAVE, OUTSIDE: SAVE})
     for plan in (
         Plan((kept,), LOOPED.fingerprint),
-        Plan((), LOOPED.fingerprint, loops=(Loop(SCAN, (Run(4, (2,), {INSIDE: SAVE}), Run(2))),)),
+        Plan(
+            (), LOOPED.fingerprint, loops=(Loop(SCAN, in_turn(checkpointed(4, (2,), {INSIDE: SAVE}), checkpointed(2))),)
+        ),
     ):
         plan.check(LOOPED)
         args = jnp.ones((6, 4, 4)), jnp.ones((2, 4))
@@ -429,8 +433,8 @@ def test_a_missing_file_and_a_folder_are_the_systems_errors(tmp_path):
 
 def test_plans_are_copied_and_pickled_also_with_what_was_measured():
     measured = jaxckpt.measure(jax.grad(chain), X, WS, target="cpu")
-    run = Run(4, (2,), {3: SAVE, 5: OFFLOAD})
-    bare = dataclasses.replace(BARE, loops=(Loop(3, (run, Run(1, checkpoint=False))),))
+    run = checkpointed(4, (2,), {3: SAVE, 5: OFFLOAD})
+    bare = dataclasses.replace(BARE, loops=(Loop(3, in_turn(run, checkpointed(1, remat=False))),))
     plan = dataclasses.replace(FULL.report, plan=bare, measured=measured).plan
     for value in (NESTED, run, plan.loops[0], FULL, plan):
         for again in (copy.copy(value), copy.deepcopy(value), *(pickle.loads(pickle.dumps(value, p)) for p in (2, 5))):
@@ -452,13 +456,15 @@ def test_equal_plans_have_equal_hashes_whatever_they_were_made_from():
     assert plans[0] == plans[1] and len(set(plans)) == 1
     assert plans[1].to_json() == plans[0].to_json()
     assert len({one, dataclasses.replace(one, tied=True), dataclasses.replace(one, checkpoint=False)}) == 3
-    assert len({Loop(0, (Run(2),)), Loop(0, [Run(2)]), Loop(1, (Run(2),))}) == 2
+    assert len({Loop(0, checkpointed(2)), Loop(np.int64(0), checkpointed(np.int32(2))), Loop(1, checkpointed(2))}) == 2
 
 
 def test_one_of_a_thing_is_told_as_one():
     plan = Plan((Region(0, 8, {FIRST: SAVE}),), GRAPH.fingerprint)
     assert "1 region," in plan.describe(GRAPH) and "keeps 1 value " in f"{plan} "
-    loops = Plan((), LOOPED.fingerprint, loops=(Loop(SCAN, (Run(5, (), {INSIDE: SAVE}), Run(1))),))
+    loops = Plan(
+        (), LOOPED.fingerprint, loops=(Loop(SCAN, in_turn(checkpointed(5, (), {INSIDE: SAVE}), checkpointed(1))),)
+    )
     for text in (str(loops), loops.describe(LOOPED)):
         assert "1 iteration" in text and "1 iterations" not in text and "5 iterations" in text
     assert "1 values" not in loops.describe(LOOPED)

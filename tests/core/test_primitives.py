@@ -18,7 +18,7 @@ from jaxckpt.core import primitives, reads
 from jaxckpt.core.graph import count_flops, trace
 from jaxckpt.core.primitives import TABLE, UNKNOWN, Holds, Kernel, Result
 from jaxckpt.planner.costs import is_dear
-from jaxckpt.transforms.pullback import is_cheap
+from jaxckpt.schedules.pullback import is_cheap
 from tests.helpers import gradient_executions
 
 ROOT = pathlib.Path(jaxckpt.__file__).parent

@@ -498,12 +498,12 @@ def without(tree: Any, name: str) -> Any:
         (
             layers() | {"BlockStack_0": 1},
             "Block_{}",
-            r"nothing yet where 'BlockStack_0' is to be; got \"a leaf at 'BlockStack_0'",
+            r"without leaves at 'BlockStack_0', where the result goes; got \"a leaf at 'BlockStack_0'",
         ),
-        (layers(), "Blok_{}", r"'Blok_\{\}' is somewhere; .* Did you mean 'Block_"),
+        (layers(), "Blok_{}", r"contains 'Blok_\{\}'; .* Did you mean 'Block_"),
         (layers(), "Block", r'names must be a path with one "\{\}"'),
         (layers(), "Block_{}_{}", r'names must be a path with one "\{\}"'),
-        (layers(), "Block{}", r"into must be given where the layers are called 'Block\{\}'"),
+        (layers(), "Block{}", r"into must be given for layers with the names 'Block\{\}'"),
     ],
 )
 def test_trees_that_cannot_be_stacked_are_errors(tree, names, message):
@@ -513,11 +513,11 @@ def test_trees_that_cannot_be_stacked_are_errors(tree, names, message):
 
 def test_trees_that_cannot_be_unstacked_are_errors():
     stacked = stack_layers(layers(), "Block_{}")
-    with pytest.raises(ArgumentError, match=r"'BlockStack_0' is somewhere"):
+    with pytest.raises(ArgumentError, match=r"contains 'BlockStack_0'"):
         unstack_layers(layers(), "Block_{}")
     with pytest.raises(ArgumentError, match=r"have a row for each layer; .*3 rows at .*, .*5 rows at .*more"):
         unstack_layers({"BlockStack_0": {**stacked["BlockStack_0"], "more": np.ones((5, 2))}}, "Block_{}")
-    with pytest.raises(ArgumentError, match=r"nothing yet where 'Block_\{\}' is to be; .*'Block_1/bias'"):
+    with pytest.raises(ArgumentError, match=r"without leaves at 'Block_\{\}', where the result goes; .*'Block_1/bias'"):
         unstack_layers(stacked | {"Block_1": {"bias": 1}}, "Block_{}")
 
 
@@ -539,7 +539,7 @@ class Narrower(nnx.Module):
 
 
 def test_a_block_that_does_not_return_what_it_takes_is_an_error():
-    with pytest.raises(StructureError, match=r"first argument is: float32\[64,8\]; Wider returned float32\[64,9\]"):
+    with pytest.raises(StructureError, match=r"first argument: float32\[64,8\]; Wider returned float32\[64,9\]"):
         scan_layers(Wider, 2)().init(KEY, X)
     with pytest.raises(StructureError, match=r"float32\[64,8\]; Narrower returned \(bfloat16\[64,8\], int32\[\]\)"):
         scan_layers(Narrower, 2)()(X)
@@ -559,7 +559,7 @@ def test_a_block_that_does_not_return_what_it_takes_is_an_error():
         (Block, 9, {"policy": "dotz"}, "policy must be .* Did you mean 'dots'"),
         (Block, 9, {"names": "Block"}, 'names must be a path with one "{}"'),
         (Block, 9, {"names": "a/{}"}, "names must be a name, not a path"),
-        (Layer, 9, {"names": "a_{}"}, "names must be left out where the block is nnx's"),
+        (Layer, 9, {"names": "a_{}"}, "names must be omitted for a block of nnx"),
     ],
 )
 def test_bad_arguments_are_errors_at_once(block, length, options, message):

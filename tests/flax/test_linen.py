@@ -298,7 +298,7 @@ def test_an_array_to_branch_on_is_declared_or_named_in_the_error():
 def test_argument_numbers_out_of_range_are_errors(numbers):
     with pytest.raises(
         ArgumentError,
-        match=r"static_argnums .* Block.__call__: 0 \(x\), 1 \(train\), 2 \(scale\); .*Self is not counted",
+        match=r"static_argnums .* Block.__call__: 0 \(x\), 1 \(train\), 2 \(scale\); .*`self` is not counted",
     ):
         checkpoint(Block, static_argnums=numbers)
 

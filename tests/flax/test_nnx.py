@@ -217,7 +217,7 @@ def test_argument_numbers_out_of_range_are_errors():
         ArgumentError, match=r"static_argnums .* Block.__call__: 0 \(x\), 1 \(train\), 2 \(scale\); got 3"
     ):
         checkpoint(Block, static_argnums=3)
-    with pytest.raises(ArgumentError, match=r"0 \(x\); got 1. Self is not counted"):
+    with pytest.raises(ArgumentError, match=r"0 \(x\); got 1. `self` is not counted"):
         checkpoint(Block.half, static_argnums=1)(Block(nnx.Rngs(0)), X)
     with pytest.raises(ArgumentError, match=r"0 \(x\), 1 \(block\); got 2"):
         checkpoint(lambda x, block: block(x), static_argnums=2)(X, Block(nnx.Rngs(0)))

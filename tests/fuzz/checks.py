@@ -15,6 +15,7 @@ import numpy as np
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError, NotDifferentiableError, Plan, Policy, UnmatchedTagError
 from jaxckpt.core.graph import Body, Graph, graph_of
+from jaxckpt.core.reads import is_effect
 from jaxckpt.planner.search import problem_of
 from jaxckpt.policies import policy_of
 from tests.fuzz.cases import Case, Failed, Invalid
@@ -108,7 +109,7 @@ def _nothing_kept_unasked(
         for name in {_unnumbered(value.label), *value.tags}:
             allowed[name] += value.kept_bytes
     shapes = {(value.shape, _part(value.dtype)) for value in values}
-    hidden = {tag for value in graph.values if not value.addressable for tag in value.tags}
+    hidden = {tag for value in graph.values if not value.addressable or value.primitive in RULES for tag in value.tags}
     sizes: Counter = Counter()
     for residual in report.residuals:
         if residual.argument:
@@ -121,7 +122,7 @@ def _nothing_kept_unasked(
             )
         if name in _INSIDE:  # what comes out of a branch or a nested checkpoint is reported by that alone
             continue
-        if name in hidden and name not in allowed:  # a kept value that a rule of the user's names anew
+        if name in hidden:  # a kept value that a rule of the user's, or what follows a nested checkpoint, names anew
             continue
         if name not in allowed:
             raise Failed(
@@ -179,10 +180,11 @@ def _nothing_kept_computed_again(
     before, after = _executions(reference.closed), _executions(actual.closed)
     again: Counter = Counter()
     inside = {index for op in graph.walk() if op.primitive in RULES for body in op.bodies for index in _indices(body)}
+    printed = set(_read_by_effects(graph.body))
     for op in graph.walk():
         if op.index in inside:  # a rule may run it once more, and a checkpoint around the rule do so again
             again[op.primitive] += 3 * op.repeats
-        elif any(index not in kept for index in op.outputs):
+        elif any(index not in kept for index in op.outputs) or op.index in printed:
             again[op.primitive] += op.repeats
     for primitive in SPARED:
         if inside and primitive in ("sin", "cos"):  # a rule may have the one for the other
@@ -195,6 +197,17 @@ def _nothing_kept_computed_again(
                 "nothing is computed again that is kept",
                 f"{primitive} runs {after[primitive]} times, {before[primitive]} without a checkpoint; {again[primitive]} more are dropped",
             )
+
+
+def _read_by_effects(body: Body) -> Iterator[int]:
+    """Yields the operations that a print or the like depends on: JAX runs it again, on values from before they are named."""
+    read: set[int] = set()
+    for op in reversed(body.ops):
+        if is_effect(op.equation) or not read.isdisjoint(op.outputs):
+            read.update(op.inputs)
+            yield op.index
+        for inner in op.bodies:
+            yield from _read_by_effects(inner)
 
 
 def _indices(body: Body) -> Iterator[int]:

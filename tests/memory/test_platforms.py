@@ -206,4 +206,4 @@ def test_no_other_file_asks_which_platform_it_is():
         and not {"_compat", "_compat.py", "platforms"} & set(path.relative_to(root).parts)
     ]
     # `for platform in ("cpu", "cuda")` asks both.
-    assert [name for name in asking if name != "transforms/budget.py"] == []
+    assert [name for name in asking if name != "schedules/budget.py"] == []

@@ -12,8 +12,9 @@ from jaxckpt.core.graph import count_flops, trace
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.planner.candidates import candidates_of
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.scans import analyse_scan
+from jaxckpt.planner.scans import loop_candidates_of
 from jaxckpt.planner.stages import active_values
+from jaxckpt.schedules import Mixed, Nested
 
 CPU = Target("cpu")
 
@@ -127,18 +128,18 @@ def scanned():
     graph = trace(layers, *SCAN_ARGS)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     weights = next(value.index for value in graph.values if value.kind == "argument")
-    found = analyse_scan(graph, graph.ops[place], active_values(graph, [weights]), Context(CPU))
+    found = loop_candidates_of(graph, graph.ops[place], active_values(graph, [weights]), Context(CPU))
     return graph, place, found
 
 
 def test_every_way_to_run_a_scan_keeps_the_bytes_that_it_says():
     graph, place, found = scanned()
-    assert any(choice.runs and choice.runs[0].segments for choice in found.choices)
-    assert any(choice.runs and len(choice.runs) == 2 for choice in found.choices)
+    assert any(isinstance(choice.schedule, Nested) and choice.schedule.inner for choice in found.candidates)
+    assert any(isinstance(choice.schedule, Mixed) for choice in found.candidates)
     weights = SCAN_ARGS[0].nbytes  # other views of an argument may be counted as residuals, which costs no memory
     carry = SCAN_ARGS[1].nbytes
-    for choice in found.choices:
-        loops = () if choice.runs is None else (Loop(place, choice.runs),)
+    for choice in found.candidates:
+        loops = () if choice.schedule is None else (Loop(place, choice.schedule),)
         plan = Plan((), graph.fingerprint, loops=loops)
         kept = jaxckpt.residuals(lambda *args, plan=plan: plan.apply(layers)(*args), *SCAN_ARGS).kept_bytes
         assert choice.bytes <= kept <= choice.bytes + 2 * weights + 2 * carry
@@ -149,9 +150,9 @@ def test_the_fastest_way_runs_no_matmul_again_and_the_leanest_runs_them_all():
     matmul, plain = 2 * 64 * 32 * 32, count_flops(jax.grad(layers), *SCAN_ARGS)
 
     def again(choice):
-        loops = () if choice.runs is None else (Loop(place, choice.runs),)
+        loops = () if choice.schedule is None else (Loop(place, choice.schedule),)
         return count_flops(jax.grad(Plan((), graph.fingerprint, loops=loops).apply(layers)), *SCAN_ARGS) - plain
 
-    ordered = sorted(found.choices, key=lambda c: c.time.effort)
+    ordered = sorted(found.candidates, key=lambda c: c.time.effort)
     assert again(ordered[0]) < matmul
-    assert again(min(found.choices, key=lambda c: c.bytes)) >= 24 * matmul
+    assert again(min(found.candidates, key=lambda c: c.bytes)) >= 24 * matmul

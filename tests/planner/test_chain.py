@@ -1,6 +1,6 @@
 """What a solution costs, by hand."""
 
-from jaxckpt.planner.chain import Candidate, Carried, Chain, Cost, Drop, Keep, Segment, cost, covers
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, SolutionCost, cost, covers
 
 
 def test_the_simulator_counts_gradients_from_when_they_are_written():
@@ -16,7 +16,7 @@ def test_the_simulator_counts_gradients_from_when_they_are_written():
         2, {k: Segment(s.forward_time, s.forward_work, 0, s.candidates) for k, s in segments.items()}, chain.carried
     )
     assert cost(light, (Keep(0, 1, 0), Keep(1, 2, 0))).peak == 38
-    assert cost(light, (Drop(0, 1, (Keep(0, 1, 0),)), Keep(1, 2, 0))) == Cost(1.0, 33)
+    assert cost(light, (Drop(0, 1, (Keep(0, 1, 0),)), Keep(1, 2, 0))) == SolutionCost(1.0, 33)
 
 
 def test_a_dropped_stretch_keeps_only_what_later_stages_of_its_own_run_use():
@@ -29,7 +29,7 @@ def test_a_dropped_stretch_keeps_only_what_later_stages_of_its_own_run_use():
     chain = Chain(3, segments, (Carried(10, 0, (2,)),))
     assert [chain.output(0, j, 3) for j in (1, 2)] == [10, 10]
     assert chain.output(0, 1, 2) == 0
-    assert cost(chain, (Keep(0, 1, 0), Keep(1, 2, 0), Keep(2, 3, 0))) == Cost(0.0, 11)
+    assert cost(chain, (Keep(0, 1, 0), Keep(1, 2, 0), Keep(2, 3, 0))) == SolutionCost(0.0, 11)
     # a later use may need it later than an earlier one
     twice = Chain(3, segments, (Carried(10, 0, (1, 2)),))
     assert [twice.output(0, 1, stop) for stop in (2, 3)] == [10, 10]

@@ -112,9 +112,9 @@ def test_a_stage_of_many_operations_is_not_tried_at_every_place(monkeypatch):
 
     differentiated, original = [], model.candidates_of
 
-    def counted(named, start, stop, *rest):
+    def counted(named, start, stop, *rest, **more):
         differentiated.append(stop - start)
-        return original(named, start, stop, *rest)
+        return original(named, start, stop, *rest, **more)
 
     monkeypatch.setattr(model, "OPERATIONS", 600)
     monkeypatch.setattr(model, "candidates_of", counted)

@@ -8,8 +8,9 @@ import pytest
 
 from jaxckpt.actions import OFFLOAD, SAVE
 from jaxckpt.core.graph import trace
-from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, PlanReport, Region, Run
+from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, PlanReport, Region
 from jaxckpt.planner.frontier import Frontier, Point, Way
+from jaxckpt.schedules import checkpointed, in_turn
 from jaxckpt.show import plans, plot, table
 from jaxckpt.show.tree import plan_lines
 from jaxckpt.transforms.checkpoint import tag
@@ -84,11 +85,11 @@ def test_a_loop_is_told_by_its_runs():
     graph = trace(scanned, W, X)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     inner = graph.ops[place].bodies[0].ops[0].outputs[0]
-    shown = text([], [Loop(place, (Run(4, (), {inner: SAVE}), Run(6, (3,))))], graph)
+    shown = text([], [Loop(place, in_turn(checkpointed(4, (), {inner: SAVE}), checkpointed(6, (3,))))], graph)
     assert "4 iterations: keeps 1 value, 128.0 KiB of each, and its carry" in shown
     assert "6 iterations, in segments of 3: keeps the carry" in shown
     assert "scan of" in shown
-    shown = text([], [Loop(place, (Run(4), Run(6, checkpoint=False)))], graph)
+    shown = text([], [Loop(place, in_turn(checkpointed(4), checkpointed(6, remat=False)))], graph)
     assert "6 iterations: left to JAX, which keeps what derivatives need" in shown
 
 

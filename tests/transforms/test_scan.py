@@ -20,10 +20,9 @@ from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
 from jaxckpt.policies import Policy, op
-from jaxckpt.transforms import pullback
+from jaxckpt.schedules import Nested, Slots, extra_steps, pullback, schedule_of
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Nested, Slots, extra_steps, resolve
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes, kept_shapes
 
 TARGETS = [
@@ -254,7 +253,7 @@ def binomial_steps(length: int, run: int, slots: int) -> int:
 
 @pytest.mark.parametrize("schedule", ["sqrt", "log", 7, (5, 3, 4), "every", "none"])
 def test_nested_schedules_run_the_step_as_often_as_described(schedule: Any) -> None:
-    nest = resolve(53, schedule)
+    nest = schedule_of(53, schedule)
     assert isinstance(nest, Nested)
     assert count_steps(53, schedule=schedule) == nest.steps
 
@@ -312,7 +311,7 @@ def test_every_schedule_keeps_what_it_should_and_no_more(target: str) -> None:
     assert 0.9 * STEPS <= kept["every"] <= padding * STEPS + spare
     residuals = kept["none"] / STEPS  # of a step, in carries
     for schedule in ("sqrt", "log", 60, (4, 60), (3, 8, 10)):
-        nest = resolve(STEPS, schedule)
+        nest = schedule_of(STEPS, schedule)
         assert isinstance(nest, Nested)
         assert kept[schedule] <= padding * (nest.carries + nest.residuals * residuals) + spare, schedule
     assert kept[Slots(12)] <= padding * 12 + spare

@@ -14,10 +14,10 @@ from jax import lax
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.report import measure
-from jaxckpt.transforms.budget import fit
+from jaxckpt.schedules import Nested, Slots, describe
+from jaxckpt.schedules.body import take_apart
+from jaxckpt.schedules.budget import fit
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Nested, Slots, describe
-from jaxckpt.transforms.step import take_apart
 from tests.helpers import assert_trees_close
 
 BATCH, WIDTH = 16, 128
@@ -149,7 +149,7 @@ def chosen(name: str, length: int, budget: int) -> Any:
     def look(xs: Any) -> Any:
         taken = take_apart(functools.partial(step, weights), start if len(start) > 1 else start[0], xs, None, False, 1)
         assert taken is not None
-        found.append(fit(taken.step, budget))
+        found.append(fit(taken.body, budget))
 
     jax.eval_shape(look, xs)
     return found[0]

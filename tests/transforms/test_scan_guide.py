@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxckpt.transforms.schedules import Slots
+from jaxckpt.schedules import Slots
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIZES = ["--updates=2", "--steps=1500", "--sequences=16", "--width=64"]

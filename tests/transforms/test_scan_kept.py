@@ -14,9 +14,9 @@ from jax import lax
 
 from jaxckpt.actions import SAVE
 from jaxckpt.policies import Policy, op
+from jaxckpt.schedules import Slots
 from jaxckpt.transforms.checkpoint import tag
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 from tests.helpers import assert_trees_close, gradient_executions
 
 WEIGHTS = jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.3, size=(4, 4)), jnp.float32)

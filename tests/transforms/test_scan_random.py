@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxckpt.schedules import Slots
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 from tests.helpers import assert_trees_close
 
 FAST = {"xla_backend_optimization_level": "0"}

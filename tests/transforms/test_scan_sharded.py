@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target
+from jaxckpt.schedules import Slots
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 
 PROGRAM = """
 import json

@@ -14,8 +14,8 @@ from jax import lax
 
 from jaxckpt._errors import ForwardModeError
 from jaxckpt.actions import OFFLOAD, SAVE
+from jaxckpt.schedules import Slots
 from jaxckpt.transforms.scan import scan
-from jaxckpt.transforms.schedules import Slots
 from tests.helpers import assert_trees_close
 
 FAST = {"xla_backend_optimization_level": "0"}

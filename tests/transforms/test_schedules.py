@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.transforms.schedules import (
+from jaxckpt.schedules import (
     Binomial,
     Nested,
     Places,
-    RunCosts,
     Slots,
+    TurnCosts,
     binomial,
     describe,
     extra_steps,
@@ -24,8 +24,8 @@ from jaxckpt.transforms.schedules import (
     places_bytes,
     plain,
     repetitions,
-    resolve,
     revolve,
+    schedule_of,
     segmented,
     split,
 )
@@ -160,9 +160,9 @@ def leaves(nest: Nested) -> Iterator[tuple[int, int]]:
 def test_nested_lengths_cover_every_step_once_and_say_how_often_it_runs(length: int, lengths: list[int]) -> None:
     if np.prod(lengths) < length:
         with pytest.raises(ArgumentError, match=f"product is at least the length, {length}"):
-            resolve(length, tuple(lengths))
+            schedule_of(length, tuple(lengths))
         return
-    nest = resolve(length, tuple(lengths))
+    nest = schedule_of(length, tuple(lengths))
     assert isinstance(nest, Nested)
     steps = list(leaves(nest))
     assert len(steps) == nest.length == length
@@ -183,7 +183,7 @@ def test_an_int_is_the_steps_in_a_segment_and_the_rest_is_shorter(length: int, s
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 97, 1000, 1024, 10007])
 def test_sqrt_keeps_few_carries_and_runs_each_step_at_most_twice(length: int) -> None:
-    nest = resolve(length, "sqrt")
+    nest = schedule_of(length, "sqrt")
     assert isinstance(nest, Nested)
     assert nest.steps <= 2 * length
     assert nest.carries + nest.residuals <= 2.2 * max(length, 1) ** 0.5 + 1
@@ -191,7 +191,7 @@ def test_sqrt_keeps_few_carries_and_runs_each_step_at_most_twice(length: int) ->
 
 @pytest.mark.parametrize("length", [100, 1000, 1009, 10007, 100_000])
 def test_log_keeps_fewer_carries_than_sqrt_and_no_more_than_five_a_level(length: int) -> None:
-    log, sqrt = resolve(length, "log"), resolve(length, "sqrt")
+    log, sqrt = schedule_of(length, "log"), schedule_of(length, "sqrt")
     assert isinstance(log, Nested) and isinstance(sqrt, Nested)
     assert log.carries + log.residuals < sqrt.carries + sqrt.residuals
     assert log.carries <= 5 * np.log(length) / np.log(4)
@@ -206,11 +206,11 @@ def test_log_keeps_fewer_carries_than_sqrt_and_no_more_than_five_a_level(length:
     slots=st.integers(1, 200),
     row=st.floats(0.2, 12.0),
     again=st.booleans(),
-    costs=st.builds(RunCosts, st.floats(0.0, 30.0), st.floats(0.0, 3.0), st.floats(0.0, 3.0)),
+    costs=st.builds(TurnCosts, st.floats(0.0, 30.0), st.floats(0.0, 3.0), st.floats(0.0, 3.0)),
 )
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_runs_never_take_more_steps_than_revolve_nor_more_bytes_than_the_slots(
-    length: int, slots: int, row: float, again: bool, costs: RunCosts
+    length: int, slots: int, row: float, again: bool, costs: TurnCosts
 ) -> None:
     plan = binomial(length, slots, row=row, again=again, costs=costs)
     assert plan.steps <= length + 1 + extra_steps(length, slots)
@@ -242,7 +242,7 @@ def test_a_slot_holds_residuals_where_that_saves_steps() -> None:
 
 def test_runs_are_as_long_as_what_they_save_is_dear() -> None:
     def run(turn: float, kept: float) -> int:
-        return binomial(1024, 96, row=1.0, costs=RunCosts(turn, kept)).run
+        return binomial(1024, 96, row=1.0, costs=TurnCosts(turn, kept)).run
 
     assert run(0.1, 2.0) == 1  # keeping takes longer than the steps that are saved
     assert 1 < run(0.0, 0.0) < run(8.0, 0.0)  # a dear turn is worth a few steps more

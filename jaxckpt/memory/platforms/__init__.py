@@ -1,6 +1,8 @@
-"""One platform a file, all of them subclasses of `Platform`. `PLATFORMS` has them by the names that targets' names begin with.
+"""Platforms: one file and one subclass of `Platform` for each. `PLATFORMS` has them by name; a target's name begins
+with it.
 
-Another chip of a platform is a row of `jaxckpt.memory.chips.CHIPS`; another platform is a file like these and a line below.
+To add a chip of a known platform, add a row to `jaxckpt.memory.chips.CHIPS`. To add a platform, add a file here and a
+line below.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ PLATFORMS: dict[str, Platform] = {}
 
 
 def add(platform: Platform) -> None:
-    """Makes a platform known: to `jaxckpt.Target` by its name, and to estimates by how its compiler fuses."""
+    """Registers a platform: its name for `jaxckpt.Target`, and how its compiler fuses for estimates."""
     PLATFORMS[platform.name] = platform
     FUSING[platform.name] = platform.fusing
 

@@ -1,4 +1,4 @@
-"""What differs between the platforms that XLA compiles for, as the questions that the rest of the package asks one."""
+"""The base class of platforms: the questions that the rest of the package asks about a platform of XLA."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory.chips import CHIPS, Chip
 
 Devices = Callable[[], Sequence[Any]]
-"""Returns the devices of this machine; raises MissingTargetError where there are none."""
+"""Returns the devices of this machine; raises MissingTargetError if there are none."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The devices that a target's name asks for, which need not be here.
+    """The devices of a target's name, which may be missing in this machine.
 
     Attributes:
-      name: what stands after the platform's name and a colon, in its one form: "h100x8", "v5e:2x2".
+      name: the part of the target's name after the platform and a colon, in normal form: "h100x8", "v5e:2x2".
       chip: the key of the chip's row in `jaxckpt.memory.chips.CHIPS`.
-      count: how many devices.
+      count: number of devices.
     """
 
     name: str
@@ -33,17 +33,17 @@ class Place:
 
 
 class Platform(abc.ABC):
-    """One platform; `jaxckpt.memory.platforms.add` makes it known. What is not said here is as on most platforms.
+    """One platform. `jaxckpt.memory.platforms.add` registers it. The methods here have the answers of most platforms.
 
     Attributes:
-      name: what targets' names begin with.
-      backend: what `jax.default_backend()` calls it.
-      lowering: what XLA calls it.
-      extra: the extra of jaxckpt to install to compile for a device that is not here.
-      local_extra: the extra to install to use one that is.
+      name: the beginning of its targets' names.
+      backend: its name in `jax.default_backend()`.
+      lowering: its name in XLA.
+      extra: the extra of jaxckpt that compiles for a device that is not in this machine.
+      local_extra: the extra of jaxckpt that uses a device of this machine.
       fusing: how its compiler fuses.
       needs_assignment: whether figures of memory depend on the buffer assignment that the compiler dumps.
-      code_in_memory: whether a program lies in the device's memory, too.
+      code_in_memory: whether the code of a program is in the device's memory, too.
     """
 
     name: str
@@ -58,19 +58,23 @@ class Platform(abc.ABC):
     def lowering(self) -> str:  # noqa: D102 (an attribute, see the class)
         return self.name
 
-    # ------------------------------------------------------------------------------------------------------------ devices
+    # ---------------------------------------------------------------------------------------------------------- devices
 
     @abc.abstractmethod
     def parse(self, text: str) -> Place | None:
-        """Returns what a target's name says after the platform's, in lower case; None where it is no such name."""
+        """Returns the devices for the part of a target's name after the platform, in lower case; None if it is not such
+        a name.
+        """
 
     def smallest(self, chip: str) -> str:
-        """Returns the name, after the platform's, of the smallest target with this chip."""
+        """Returns the name, without the platform, of the smallest target with this chip."""
         return chip
 
     @abc.abstractmethod
     def missing(self) -> str:
-        """Returns what has to be installed to compile for a device that is not here; "" where nothing is missing. Imports none of it."""
+        """Returns what must be installed to compile for a device that is not in this machine; "" if nothing is missing.
+        Imports nothing of it.
+        """
 
     @abc.abstractmethod
     def devices(self, place: Place) -> tuple[Any, ...]:
@@ -82,23 +86,25 @@ class Platform(abc.ABC):
         """
 
     def local_devices(self) -> tuple[Any, ...]:
-        """Returns the devices of this machine; raises RuntimeError where there are none."""
+        """Returns the devices of this machine; raises RuntimeError if there are none."""
         return tuple(jax.devices(self.name))
 
     def local_chip(self, devices: Devices) -> Chip | None:
-        """Returns the row of the devices of this machine, or None where there is none; asks for the devices only if it needs them."""
+        """Returns the row for the devices of this machine, or None if there is none. Asks for the devices only if it
+        needs them.
+        """
         kind = devices()[0].device_kind
         rows = (chip for chip in CHIPS.values() if chip.platform == self.name)
         return next((chip for chip in rows if re.search(chip.kind, kind)), None)
 
     def local_memory(self, devices: Devices) -> int | None:
-        """Returns the bytes that a device of this machine lets programs use; None where it does not say."""
+        """Returns the bytes that programs can use on a device of this machine; None if the device does not say."""
         return (devices()[0].memory_stats() or {}).get("bytes_limit")
 
-    # ---------------------------------------------------------------------------------------------------------- compiling
+    # -------------------------------------------------------------------------------------------------------- compiling
 
     def options(self) -> dict[str, str]:
-        """Returns the compiler options that checkpointing needs to hold."""
+        """Returns the compiler options that checkpointing needs."""
         return {}
 
     def own_options(self, local: bool) -> dict[str, Any]:
@@ -106,43 +112,51 @@ class Platform(abc.ABC):
         return {}
 
     def has_host_memory(self, local: bool) -> bool:
-        """Whether its devices know of the host's memory."""
+        """Returns whether its devices can use host memory."""
         return True
 
     def stops(self, local: bool) -> bool:
-        """Whether its compiler can be stopped once it has assigned buffers, and is worth it: see `jaxckpt.memory.assign`."""
+        """Returns whether stopping its compiler once it has assigned buffers is possible and useful: see
+        `jaxckpt.memory.assign`.
+        """
         return False
 
     def machine(self) -> Any:
-        """Returns what of this machine a compiled program depends on, as plain values: a part of the key that measurements are stored by."""
+        """Returns the properties of this machine that a compiled program depends on, as plain values. They are in the
+        key of stored results.
+        """
         return None
 
     def needed_bytes(self, text: str) -> int | None:
-        """Returns the bytes that a program needs, of the compiler's words that it does not fit; None where they do not say."""
+        """Returns the bytes that a program needs, from the compiler's message that it does not fit; None if the message
+        does not say.
+        """
         return None
 
-    # ------------------------------------------------------------------------------------------------------------ reading
+    # ---------------------------------------------------------------------------------------------------------- reading
 
     def space(self, colour: int) -> int:
-        """Returns the memory that buffers of a colour of XLA's are in: 0 for main memory, other numbers for memories on the chip."""
+        """Returns the memory for a colour of XLA's buffers: 0 for main memory, other numbers for memories on the
+        chip.
+        """
         return 0
 
     def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
         """Returns the peak of device memory.
 
         Args:
-          stats: the compiler's figures, as of `jax.stages.Compiled.memory_analysis`.
+          stats: the compiler's figures, from `jax.stages.Compiled.memory_analysis`.
           host: bytes in host memory.
-          timeline: the peak of the buffer assignment; None where it could not be read.
+          timeline: the peak of the buffer assignment; None if it could not be read.
         """
         return int(stats.peak_memory_in_bytes)
 
     def temp_bytes(self, stats: Any, peak: int) -> int:
-        """Returns what is neither arguments nor results at the peak."""
+        """Returns the bytes at the peak that are neither arguments nor results."""
         return int(stats.temp_size_in_bytes)
 
 
 def summed(stats: Any) -> int:
-    """Returns arguments, results and temporaries, what shares a buffer counted once."""
+    """Returns the bytes of arguments, results and temporaries. Shared buffers count once."""
     given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(given + stats.temp_size_in_bytes)

@@ -13,22 +13,22 @@ from jaxckpt.memory.platforms.base import Devices, Place, Platform, summed
 
 
 class Cpu(Platform):
-    """XLA for CPUs: always here, and nowhere else."""
+    """XLA for the CPU of this machine."""
 
     name = "cpu"
     backend = "cpu"
     fusing = Fusing(stores_shared=True)
 
     def parse(self, text: str) -> Place | None:
-        """Returns None: there are no CPUs but this machine's."""
+        """Returns None: the only CPU is that of this machine."""
         return None
 
     def missing(self) -> str:
-        """Returns "": JAX brings its compiler."""
+        """Returns "": JAX has its compiler."""
         return ""
 
     def devices(self, place: Place) -> tuple[Any, ...]:
-        """Returns the local ones."""
+        """Returns the local devices."""
         return self.local_devices()
 
     def local_chip(self, devices: Devices) -> Chip | None:
@@ -36,17 +36,17 @@ class Cpu(Platform):
         return chips.cpu()
 
     def local_memory(self, devices: Devices) -> int | None:
-        """Returns None: memory is shared with everything else on the machine."""
+        """Returns None: the memory is shared with all other programs of the machine."""
         return None
 
     def options(self) -> dict[str, str]:
-        """Returns what keeps XLA from merging the recomputation with the forward pass."""
+        """Returns the options that prevent XLA from merging the recomputation with the forward pass."""
         return _compat.checkpoint_options("cpu")
 
     def machine(self) -> Any:
-        """Returns the number of cores, by which XLA splits work."""
+        """Returns the number of cores, because XLA splits work by it."""
         return os.cpu_count()
 
     def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
-        """Returns the sum: XLA's own figure leaves temporaries out here."""
+        """Returns the sum, because XLA's figure has no temporaries on the CPU."""
         return summed(stats)

@@ -1,4 +1,6 @@
-"""GPUs by NVIDIA. Their compiler runs anywhere, given a description of the GPU, which is rendered from the chip's row."""
+"""NVIDIA's GPUs. Their compiler runs on any machine. It needs a description of the GPU, which is made from the chip's
+row.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _NAME = re.compile(r"(\w+?)(?:x(\d+))?")
 
 
 class Cuda(Platform):
-    """XLA for GPUs by NVIDIA."""
+    """XLA for NVIDIA's GPUs."""
 
     name = "cuda"
     backend = "gpu"
@@ -30,7 +32,7 @@ class Cuda(Platform):
         return Place(found[1] + (f"x{count}" if count > 1 else ""), found[1], count)
 
     def missing(self) -> str:
-        """Returns the plugin or the assembler; CUDA's libraries are needed only to run."""
+        """Returns the plugin or the assembler. CUDA's libraries are needed only to run programs."""
         if _compat.cuda_plugin() is None:
             return "JAX's CUDA plugin"
         assembler = shutil.which("ptxas") or any(installed(f"nvidia.{module}") for module in ("cuda_nvcc", "cu13"))
@@ -41,23 +43,28 @@ class Cuda(Platform):
         return _compat.cuda_topology(place.chip, target_config(CHIPS[place.chip]), place.count)
 
     def own_options(self, local: bool) -> dict[str, Any]:
-        """Returns that kernels are not tuned where there is nothing to tune them on: XLA then takes its default ones and looks for no device."""
+        """Returns the option for default kernels if the GPU is not in this machine: XLA then looks for no device to
+        tune kernels on.
+        """
         return {} if local else _compat.untuned_options()
 
     def has_host_memory(self, local: bool) -> bool:
-        """Returns whether it is here: JAX's compile-only GPUs know no memory kinds."""
+        """Returns whether the GPU is in this machine: JAX's compile-only GPUs have no memory kinds."""
         return local
 
     def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
-        """Returns XLA's figure, or the sum where something is on the host: XLA takes the host's temporaries for the device's then."""
+        """Returns XLA's figure, or the sum if something is on the host: XLA then counts the host's temporaries as the
+        device's.
+        """
         return summed(stats) if host else super().peak_bytes(stats, host, timeline)
 
 
 def target_config(chip: Chip) -> str:
-    """Returns the description of a GPU that XLA compiles for: a text proto, GpuTargetConfigProto of xla/stream_executor.
+    """Returns the description of a GPU for XLA: a text proto, GpuTargetConfigProto of xla/stream_executor.
 
-    What is not in the table is the same on all GPUs of these three generations (CUDA programming guide, "Technical specifications per
-    compute capability"), but for the version of cuDNN, which decides only what XLA may ask of it.
+    Values that are not in the table are the same for all GPUs of these three generations (CUDA programming guide,
+    "Technical specifications per compute capability"). The exception is the version of cuDNN, which decides only what
+    XLA may use of it.
     """
     gpu, (major, minor) = chip.gpu, chip.gpu["capability"]
     return f"""

@@ -1,4 +1,4 @@
-"""Whether a module is installed, without importing it."""
+"""Check whether a module is installed, without importing it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 
 def installed(module: str) -> bool:
-    """Returns whether a module could be imported; imports none but its parent packages."""
+    """Returns whether a module can be imported. Imports only its parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its parent package

@@ -1,4 +1,4 @@
-"""TPUs. Their compiler, libtpu, runs anywhere and knows its chips itself."""
+"""TPUs. Their compiler, libtpu, runs on any machine and knows its chips."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Tpu(Platform):
     code_in_memory = True
 
     def parse(self, text: str) -> Place | None:
-        """Returns a slice: "v5e:2x2"; "v5e" is the smallest, one host."""
+        """Returns a slice such as "v5e:2x2"; "v5e" is the smallest slice, one host."""
         found = _NAME.fullmatch(text)
         if found is None or found[1] not in CHIPS:
             return None
         dimensions = found[2] or CHIPS[found[1]].slice
-        if not dimensions:  # of another platform's chip
+        if not dimensions:  # a chip of another platform
             return None
         return Place(f"{found[1]}:{dimensions}", found[1], math.prod(map(int, dimensions.split("x"))))
 
@@ -50,9 +50,9 @@ class Tpu(Platform):
         return "" if installed("libtpu") or os.environ.get("TPU_LIBRARY_PATH") else "libtpu"
 
     def devices(self, place: Place) -> tuple[Any, ...]:
-        """Returns compile-only TPUs; raises as of `Platform.devices`."""
-        # TPUs come in hosts of four; without being told, libtpu of jax 0.10 makes no slice that is less than a host. A v4 chip is two
-        # devices, unless it is told to be one ("megacore"), as it is in practice.
+        """Returns compile-only TPUs; raises as `Platform.devices` does."""
+        # A host has four TPUs. By default, libtpu of jax 0.10 makes no slice that is less than a host. A v4 chip is two
+        # devices by default; with the option "megacore" it is one, as in practice.
         options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if place.count == 1 else {}
         if place.chip == "v4":
             options["chip_config_name"] = "megacore"
@@ -64,25 +64,25 @@ class Tpu(Platform):
             raise kind(f"libtpu makes no slice 'tpu:{place.name}': {reason}") from error
 
     def stops(self, local: bool) -> bool:
-        """Returns whether no TPU is here: one that is belongs to this process alone."""
+        """Returns whether this machine has no TPU: only one process can use a TPU."""
         return not local and not tpu_visible()
 
     def needed_bytes(self, text: str) -> int | None:
-        """Returns the figure of "256.00G exceeds available HBM (15.75G)", or of "Used 256.00G of 15.75G"."""
+        """Returns the figure in "256.00G exceeds available HBM (15.75G)" or "Used 256.00G of 15.75G"."""
         found = _NO_ROOM.search(text)
         return parse_bytes(f"{found[1]}{found[2]}iB" if found[2] else found[1]) if found else None
 
     def space(self, colour: int) -> int:
-        """Returns the colour: all but 0 are on the chip."""
+        """Returns the colour: all colours but 0 are on the chip."""
         return colour
 
     def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
-        """Returns XLA's figure, or the device's part of the buffer assignment where something is on the host."""
+        """Returns XLA's figure, or the device's part of the buffer assignment if something is on the host."""
         if not host:
             return super().peak_bytes(stats, host, timeline)
         return summed(stats) if timeline is None else timeline
 
     def temp_bytes(self, stats: Any, peak: int) -> int:
-        """Returns all between: XLA's figure leaves out what is on the chip."""
+        """Returns the peak minus arguments and results: XLA's figure has no on-chip memory."""
         given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         return int(peak - given)

@@ -20,33 +20,33 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.actions import OFFLOAD, SAVE, Action
-from jaxckpt.transforms.budget import Runs
-from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
-from jaxckpt.transforms.reverse_only import no_forward_mode, no_second_reverse
-from jaxckpt.transforms.rows import read_row, write_row
-from jaxckpt.transforms.schedules import Binomial, binomial, places
-from jaxckpt.transforms.step import Scan, Step, Values, is_inexact, perturbed, pick, split, zeros
+from jaxckpt.actions import OFFLOAD, Action
+from jaxckpt.core.scans import ScanBody, ScanRun, Values
+from jaxckpt.schedules.body import is_inexact, perturbed, pick, split, zeros
+from jaxckpt.schedules.budget import SlotBudget
+from jaxckpt.schedules.optimum import Binomial, binomial, places
+from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
+from jaxckpt.schedules.reverse_only import no_forward_mode, no_second_reverse
+from jaxckpt.schedules.rows import read_row, write_row
 
 
 def scan_with_slots(
-    scan: Scan, slots: int | Runs, *, run: int = 1, kept: Sequence[Any] | None = None, carry: Action = SAVE
+    scan: ScanRun, slots: int | SlotBudget, *, run: int | None = None, kept: Sequence[Any] | None = None
 ) -> tuple[Values, Values]:
     """Runs a scan; differentiated in reverse it keeps no more than `slots` carries.
 
     Args:
-      scan: what to run.
+      scan: what to run; its body with calls written out.
       slots: carries whose bytes may be kept, the initial one counted; or what chooses runs and slots by bytes.
-      run: steps that one turn of the backward loop takes. 1: as many as are best for the slots, what is kept of them being paid for in
-        slots. More: so many, and what is kept of them comes on top.
-      kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
-      carry: where the kept carries lie, SAVE or OFFLOAD.
+      run: iterations that one turn of the backward loop takes; what is kept of them comes on top. None: as many as are best for the slots,
+        what is kept of them being paid for in slots.
+      kept: variables of the body to keep in a run; None for those that make its backward pass cheap.
 
     Returns:
-      The carries after the last step and the ys.
+      The carries after the last iteration and the ys.
     """
-    engine = _Engine(scan.step, slots, run, kept, carry)
-    counts = (scan.step.consts, scan.step.carries, scan.step.xs)
+    engine = _Engine(scan.body, slots, run, kept, scan.carry)
+    counts = (scan.body.consts, scan.body.carries, scan.body.xs)
 
     @jax.custom_vjp
     def call(operands: Values) -> tuple[Values, Values]:
@@ -67,11 +67,11 @@ def scan_with_slots(
     call.defvjp(forward, reverse, symbolic_zeros=True)
     operands = [*scan.consts, *scan.init, *scan.xs]
     last, ys = call(no_forward_mode(operands))
-    results = _without_tangents(scan.step, [*last, *ys], operands)
+    results = _without_tangents(scan.body, [*last, *ys], operands)
     return results[: len(last)], results[len(last) :]
 
 
-def _without_tangents(step: Step, results: Values, operands: Values) -> Values:
+def _without_tangents(step: ScanBody, results: Values, operands: Values) -> Values:
     """Returns the results of a scan, without tangents where lax.scan would give them none."""
 
     @jax.custom_jvp
@@ -101,7 +101,9 @@ class _Static:
 class _Engine:
     """The loops of one scan."""
 
-    def __init__(self, step: Step, slots: int | Runs, run: int, kept: Sequence[Any] | None, carry: Action) -> None:
+    def __init__(
+        self, step: ScanBody, slots: int | SlotBudget, run: int | None, kept: Sequence[Any] | None, carry: Action
+    ) -> None:
         self.step, self.slots, self.run, self.carry = step, slots, run, carry
         self.kept = dear_values(step) if kept is None else list(kept)
 
@@ -110,12 +112,12 @@ class _Engine:
         step = self.step
         carry, ys = perturbed(step, consts, init, xs)
         wanted = Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
-        if isinstance(self.slots, Runs):
+        if isinstance(self.slots, SlotBudget):
             plan = self.slots.choose(wanted)
             return backward(step, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1), plan
-        if self.run > 1 or self.kept is not None:
+        if self.run != 1 and (self.run is not None or self.kept is not None):
             work = backward(step, wanted, self.kept, defer=True)
-            if self.run > 1:
+            if self.run is not None:
                 run = min(self.run, step.length)
                 plan = Binomial(step.length, run, min(self.slots, -(-step.length // run)), work.again)
             else:
@@ -232,7 +234,7 @@ class _Parts(NamedTuple):
 class _Loops:
     """Taking carries forward: by steps, by runs, and as the schedule places them."""
 
-    def __init__(self, step: Step, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
+    def __init__(self, step: ScanBody, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
         self.step, self.plan, self.consts, self.init, self.xs = step, plan, consts, init, xs
         self.home = _Home(carry, step.carry_avals)
         # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before the loop.

@@ -38,14 +38,14 @@ def no_second_reverse(values: list[Any]) -> list[Any]:
 def _forward(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(
         "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in forward mode (jax.jvp, "
-        f"jax.jacfwd). {_INSTEAD}"
+        f"jax.jacfwd), nor can a plan that has it. {_INSTEAD}"
     )
 
 
 def _twice(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(
-        "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in reverse more than once; "
-        f"jax.jvp of jax.grad (forward over reverse) is fine. {_INSTEAD}"
+        "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in reverse more than once, nor "
+        f"can a plan that has it; jax.jvp of jax.grad (forward over reverse) is fine. {_INSTEAD}"
     )
 
 

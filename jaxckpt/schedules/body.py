@@ -1,12 +1,11 @@
-"""One step of a scan as a program: what it runs, and what in it depends on what is differentiated.
+"""The body of a scan as a program: taken out of a call or of an operation, and what in it depends on what is differentiated.
 
-`lax.scan` itself traces the step, so its rules and its error messages hold. The step is then a jaxpr, (constants, carry, x) -> (carry, y),
+`lax.scan` itself traces the function, so its rules and its error messages hold. The body is then a jaxpr, (constants, carry, x) -> (carry, y),
 with calls written out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,65 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core.graph import graph_of
 from jaxckpt.core.inline import inline
-
-Values = list[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The body of a scan.
-
-    Attributes:
-      jaxpr: open, without constants of its own; inputs are constants, carries and xs, results are carries and ys.
-      consts, carries, xs: how many inputs of each kind.
-      length: steps of the scan.
-      reverse: whether the last row of xs comes first.
-    """
-
-    jaxpr: Any
-    consts: int
-    carries: int
-    xs: int
-    length: int
-    reverse: bool
-
-    @property
-    def carry_avals(self) -> list[Any]:
-        """The carries' abstract values."""
-        return [var.aval for var in self.jaxpr.invars[self.consts : self.consts + self.carries]]
-
-    @property
-    def y_avals(self) -> list[Any]:
-        """One row of each of the ys."""
-        return [var.aval for var in self.jaxpr.outvars[self.carries :]]
-
-    @property
-    def carry_bytes(self) -> int:
-        """Bytes of one carry, all leaves."""
-        return sum(map(nbytes, self.carry_avals))
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of one step."""
-        return graph_of(_compat.close_jaxpr(self.jaxpr, ())).flops
-
-    def run(self, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        """Runs the step once: the next carry and the row of ys."""
-        out = _compat.eval_jaxpr(self.jaxpr, [], *consts, *carry, *x)
-        return out[: self.carries], out[self.carries :]
-
-    def row(self, i: Any) -> Any:
-        """Returns the row of xs and ys that step i reads and writes."""
-        return self.length - 1 - i if self.reverse else i
+from jaxckpt.core.scans import ScanBody, Values
+from jaxckpt.core.scans import nbytes as nbytes
 
 
 @dataclass(frozen=True, eq=False)
-class Scan:
-    """A call of lax.scan: its step, its operands, and what makes the caller's result of the carries and ys that come out."""
+class TracedScan:
+    """A call of lax.scan: its body, its operands, and what makes the caller's result of the carries and ys that come out."""
 
-    step: Step
+    body: ScanBody
     consts: Values
     init: Values
     xs: Values
@@ -83,7 +33,7 @@ class Scan:
 
 def take_apart(
     f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool, unroll: int | bool
-) -> Scan | None:
+) -> TracedScan | None:
     """Traces `lax.scan` and takes the scan out of what it traced; None where there is none (length 0, jax.disable_jit).
 
     Raises:
@@ -99,39 +49,38 @@ def take_apart(
         return None
     scan = outer.eqns[where[-1]]
     consts, carries = _compat.num_scan_consts_carry(scan.params)
-    body = inline(scan.params["jaxpr"])
-    inner = _compat.open_jaxpr(body)
-    closed = _compat.build_jaxpr([], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner.debug_info)
+    body, extra = written_out(scan.params["jaxpr"], consts, carries, scan.params["length"], scan.params["reverse"])
 
     inputs = [*outer.constvars, *outer.invars]
     values = [*_compat.jaxpr_consts(traced), *jax.tree.leaves((init, xs))]
-    before = piece(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
-    extra = _compat.jaxpr_consts(body)
-    step = Step(
-        closed,
-        consts + len(extra),
-        carries,
-        len(scan.invars) - consts - carries,
-        scan.params["length"],
-        scan.params["reverse"],
-    )
+    before = as_function(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
 
     def finish(carry: Values, ys: Values) -> Any:
-        after = piece(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
+        after = as_function(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
         return jax.tree.unflatten(jax.tree.structure(shape), after(*values, *carry, *ys))
 
-    return Scan(step, [*extra, *before[:consts]], before[consts : consts + carries], before[consts + carries :], finish)
+    fixed = [*extra, *before[:consts]]
+    return TracedScan(body, fixed, before[consts : consts + carries], before[consts + carries :], finish)
+
+
+def written_out(closed: Any, consts: int, carries: int, length: int, reverse: bool) -> tuple[ScanBody, Values]:
+    """Returns a scan's body with calls written out, and the values of the constants that it has before the others then.
+
+    Args:
+      closed: the body as JAX has it, closed.
+      consts, carries, length, reverse: of the scan.
+    """
+    inner = inline(closed)
+    opened = _compat.open_jaxpr(inner)
+    jaxpr = _compat.build_jaxpr([], [*opened.constvars, *opened.invars], opened.outvars, opened.eqns, opened.debug_info)
+    extra = list(_compat.jaxpr_consts(inner))
+    return ScanBody(jaxpr, consts + len(extra), carries, len(opened.invars) - consts - carries, length, reverse), extra
 
 
 # ------------------------------------------------------------------------------------------------------------ parts of jaxprs
 
 
-def nbytes(aval: Any) -> int:
-    """Returns the bytes of an abstract value; a random key counts as its two words."""
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
-
-
-def piece(
+def as_function(
     eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
 ) -> Callable[..., Values]:
     """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.
@@ -198,7 +147,7 @@ def is_inexact(aval: Any) -> bool:
 
 
 def perturbed(
-    step: Step, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
+    step: ScanBody, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
     """Returns which carries and which ys have tangents, over all steps together: those that lax.scan gives tangents to.
 

@@ -28,27 +28,25 @@ from jaxckpt import _compat
 from jaxckpt._errors import InfeasibleBudgetError
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.scans import ScanBody, Values, nbytes
 from jaxckpt.core.units import format_bytes
-from jaxckpt.transforms.pullback import Backward, Wanted, backward, dear_values
-from jaxckpt.transforms.schedules import (
+from jaxckpt.schedules.body import is_inexact, perturbed
+from jaxckpt.schedules.optimum import (
     LONGEST_RUN,
     Binomial,
-    Nested,
-    RunCosts,
+    TurnCosts,
     best_runs,
-    nearest_divisors,
     places_bytes,
-    plain,
-    segmented,
 )
-from jaxckpt.transforms.step import Step, Values, is_inexact, nbytes, perturbed
+from jaxckpt.schedules.pullback import ITERATION, TURN, Backward, Wanted, backward, dear_values
+from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmented
 
 # A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the parts. These are an H100's.
 CORES, TILE, SHORTEST = 132, 128, 64
 
 
 @dataclass(frozen=True)
-class Choice:
+class Priced:
     """A schedule, the runs of the step that it takes, and the bytes that it takes at most."""
 
     plan: Nested | Binomial
@@ -56,7 +54,7 @@ class Choice:
     bytes: int
 
 
-def fit(step: Step, limit: int, *, policy: bool = False) -> Nested | Binomial:
+def fit(step: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomial:
     """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is differentiated.
 
     Args:
@@ -82,13 +80,13 @@ def fit(step: Step, limit: int, *, policy: bool = False) -> Nested | Binomial:
     return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Binomial), choice.bytes)).plan
 
 
-def _choices(step: Step, limit: int, policy: bool) -> Iterator[Choice]:
+def _choices(step: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
     length, one, residuals = step.length, sum(map(stacked_bytes, step.carry_avals)), residual_bytes(step)
     wanted = everything(step)
     at_once = backward(step, wanted, None, defer=False)
     working = working_bytes(step, at_once)
-    yield Choice(plain(length), length, length * residuals + working)
-    yield Choice(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
+    yield Priced(plain(length), length, length * residuals + working)
+    yield Priced(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
     xs = sum(stacked_bytes(var.aval) for var in step.jaxpr.invars[step.consts + step.carries :])
     ys = sum(map(stacked_bytes, step.y_avals))
     sums = sum(nbytes(var.aval) for var in step.jaxpr.invars[: step.consts] if is_inexact(var.aval))
@@ -99,14 +97,14 @@ def _choices(step: Step, limit: int, policy: bool) -> Iterator[Choice]:
         nest = segmented(length, size)
         if nest.inner is not None:
             copies = 2 * length * (xs + ys) if nest.rest else 0
-            yield Choice(nest, nest.steps, nest.count * one + nest.residuals * row + copies + sums + working)
+            yield Priced(nest, nest.steps, nest.count * one + nest.residuals * row + copies + sums + working)
     if one:
-        runs = Runs(step, limit)
+        runs = SlotBudget(step, limit)
         mixed = runs.choose(wanted)
-        yield Choice(mixed, mixed.steps, runs.bytes(wanted, mixed))
+        yield Priced(mixed, mixed.steps, runs.bytes(wanted, mixed))
 
 
-def everything(step: Step) -> Wanted:
+def everything(step: ScanBody) -> Wanted:
     """Returns the cotangents of all that can be differentiated."""
     inexact = [is_inexact(var.aval) for var in step.jaxpr.invars]
     carries = step.consts + step.carries
@@ -115,7 +113,7 @@ def everything(step: Step) -> Wanted:
     return Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
 
 
-def residual_bytes(step: Step) -> int:
+def residual_bytes(step: ScanBody) -> int:
     """Returns the bytes that a loop keeps of the step, if all that can be is differentiated; constants and xs not counted."""
     inputs = [var.aval for var in step.jaxpr.invars]
 
@@ -140,7 +138,7 @@ def residual_bytes(step: Step) -> int:
 # ------------------------------------------------------------------------------------------------------------- runs of slots
 
 
-class Runs:
+class SlotBudget:
     """Which runs of several steps, and how many slots, take at most so many bytes.
 
     Args:
@@ -149,23 +147,27 @@ class Runs:
       kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
     """
 
-    def __init__(self, step: Step, limit: int, kept: Sequence[Any] | None = None) -> None:
+    def __init__(self, step: ScanBody, limit: int, kept: Sequence[Any] | None = None) -> None:
         self.step, self.limit = step, limit
         self.kept = dear_values(step) if kept is None else list(kept)
         self._counted: dict[Wanted, Callable[[int], float]] = {}
+        self._works: dict[Wanted, Backward | None] = {}
 
     def choose(self, wanted: Wanted) -> Binomial:
         """Returns the runs and slots that fit and take the least time; those that take the fewest bytes where none fit."""
-        step, beside = self.step, self._beside(wanted)
-        work = None if self.kept is None else backward(step, wanted, self.kept, defer=True)
+        return self.within(wanted, self.limit)
+
+    def within(self, wanted: Wanted, limit: float) -> Binomial:
+        """Returns the runs and slots that take at most `limit` bytes and the least time; those that take the fewest bytes where none fit."""
+        step, beside, work = self.step, self._beside(wanted), self._work(wanted)
 
         def left(run: int) -> int:
             if run > 1 and work is None:
                 return 0
-            return self._slots(self.limit - beside(run), -(-step.length // run))
+            return self._slots(limit - beside(run), -(-step.length // run))
 
         again = work is not None and work.again
-        costs = RunCosts() if work is None else work.costs(step)
+        costs = TurnCosts() if work is None else work.costs(step)
         chosen = best_runs(step.length, left, again=again, costs=costs)
         if chosen is not None:
             return chosen
@@ -175,8 +177,25 @@ class Runs:
 
     def bytes(self, wanted: Wanted, plan: Binomial) -> int:
         """Returns the bytes that a plan takes."""
-        slots = plan.slots * self.step.carry_bytes + places_bytes(plan.units, plan.slots)
-        return math.ceil(slots + self._beside(wanted)(plan.run))
+        return self.kept_bytes(plan) + self.work_bytes(wanted, plan)
+
+    def kept_bytes(self, plan: Binomial) -> int:
+        """Returns the bytes that a plan keeps from the forward to the backward pass: slots, and the integers that place them."""
+        return plan.slots * self.step.carry_bytes + places_bytes(plan.units, plan.slots)
+
+    def work_bytes(self, wanted: Wanted, plan: Binomial) -> int:
+        """Returns the bytes that a plan needs beside the slots, in the backward pass."""
+        return math.ceil(self._beside(wanted)(plan.run))
+
+    def turn_flops(self, plan: Binomial) -> float:
+        """Returns what a plan's backward loop takes beside runs of the body, in FLOPs that take as long."""
+        return plan.units * TURN + plan.length * ITERATION
+
+    def _work(self, wanted: Wanted) -> Backward | None:
+        """Returns the backward pass of a run; None where keeping values makes none cheap."""
+        if wanted not in self._works:
+            self._works[wanted] = None if self.kept is None else backward(self.step, wanted, self.kept, defer=True)
+        return self._works[wanted]
 
     def _slots(self, room: float, units: int) -> int:
         """Returns how many slots there is room for, at most `units`."""
@@ -193,7 +212,7 @@ class Runs:
             return self._counted[wanted]
         step = self.step
         alone = working_bytes(step, backward(step, wanted, None, defer=False))
-        work = None if self.kept is None else backward(step, wanted, self.kept, defer=True)
+        work = self._work(wanted)
         longest = min(step.length, LONGEST_RUN)
 
         def beside(run: int) -> float:
@@ -216,7 +235,7 @@ class Runs:
 # ------------------------------------------------------------------------------------------------------------- working memory
 
 
-def working_bytes(step: Step, work: Backward) -> int:
+def working_bytes(step: ScanBody, work: Backward) -> int:
     """Returns the bytes that taking the cotangents back through one step works with, a carry and its cotangents among them."""
     consts, carry, xs = _inputs(step)
     cts = [aval.to_ct_aval() for aval in (*step.carry_avals, *step.y_avals)]
@@ -232,7 +251,7 @@ def working_bytes(step: Step, work: Backward) -> int:
     return max(_live(forward), _live(back)) + one + wide
 
 
-def settling_bytes(step: Step, work: Backward, run: int) -> int:
+def settling_bytes(step: ScanBody, work: Backward, run: int) -> int:
     """Returns the bytes that adding what waited at the end of a run works with, rows of xs that it reads among them."""
     if work.settle is None:
         return 0
@@ -243,7 +262,7 @@ def settling_bytes(step: Step, work: Backward, run: int) -> int:
     return _live(graph) + run * sum(map(nbytes, work.gathered))
 
 
-def _inputs(step: Step) -> tuple[list[Any], list[Any], list[Any]]:
+def _inputs(step: ScanBody) -> tuple[list[Any], list[Any], list[Any]]:
     avals = [var.aval for var in step.jaxpr.invars]
     carries = step.consts + step.carries
     return avals[: step.consts], avals[step.consts : carries], avals[carries:]

@@ -25,8 +25,9 @@ from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
-from jaxckpt.transforms.schedules import RunCosts
-from jaxckpt.transforms.step import Step, Values, nbytes, pick, split
+from jaxckpt.core.scans import ScanBody, Values, nbytes
+from jaxckpt.schedules.body import pick, split
+from jaxckpt.schedules.optimum import TurnCosts
 
 # Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
 # else that a step touches. Measured on a CPU with 2 MiB a core; below it a matmul for every step is as fast as one for several.
@@ -52,7 +53,7 @@ def is_cheap(eqn: Any) -> bool:
     return not facts.dear
 
 
-def dear_values(step: Step) -> list[Any] | None:
+def dear_values(step: ScanBody) -> list[Any] | None:
     """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
 
     It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
@@ -89,7 +90,7 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
 _KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
 
 
-def _with_names(step: Step, kept: Sequence[Any]) -> Any:
+def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
     """Returns the step's jaxpr with names at the values of `kept`."""
     places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
@@ -171,13 +172,13 @@ class Backward:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
         return sum(map(nbytes, [*self.stacks, *self.gathered]))
 
-    def costs(self, step: Step) -> RunCosts:
+    def costs(self, step: ScanBody) -> TurnCosts:
         """Returns what runs of the step are weighed by."""
         unit = step.flops + ITERATION
-        return RunCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
+        return TurnCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
 
 
-def backward(step: Step, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
+def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
     """Returns the backward pass of a step.
 
     Args:
@@ -214,7 +215,7 @@ class _Inputs:
     counts: tuple[int, ...]
 
     @staticmethod
-    def of(step: Step, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
+    def of(step: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
         inputs = [var.aval for var in step.jaxpr.invars]
         cts = [pick(step.carry_avals, wanted.carry), pick(step.y_avals, wanted.ys)]
         cts = [[aval.to_ct_aval() for aval in part] for part in cts]
@@ -243,7 +244,7 @@ class _Splitter:
     """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
 
     def __init__(
-        self, step: Step, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
+        self, step: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
     ) -> None:
         jaxpr = _compat.open_jaxpr(traced)
         self.step, self.wanted, self.kept, self.defer = step, wanted, kept, defer
@@ -383,7 +384,7 @@ class _Splitter:
         carries, jaxpr = self.step.carries, self.step.jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
-        run = surgery.function(
+        run = surgery.as_function(
             jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True
         )
 
@@ -402,7 +403,7 @@ class _Splitter:
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
         inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
         # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
-        run = surgery.function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
+        run = surgery.as_function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
         counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
 
         def pull(
@@ -444,8 +445,10 @@ class _Splitter:
     ) -> Callable[[Values, Values, Values, Values], Values]:
         per_row = [*rows, *roots, *self.x]
         factors = list(dict.fromkeys(factor for term in terms for factor in term.factors))
-        expand = surgery.function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
-        tails = [surgery.function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
+        expand = surgery.as_function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
+        tails = [
+            surgery.as_function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms
+        ]
 
         def settle(consts: Values, stacks: Values, x: Values, totals: Values) -> Values:
             consts = [*self.extra, *consts]

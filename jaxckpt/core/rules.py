@@ -1,0 +1,234 @@
+"""Custom rules opened: the residuals of a `jax.custom_vjp` become values of the graph, which a policy or a plan can keep.
+
+JAX runs the forward rule of such a function where it differentiates, so its residuals are in no traced program, and nothing can name them: a
+checkpoint around flash attention runs the whole attention again for the logsumexp that its backward rule reads. `opened` puts a function of our
+own in the rule's place. Its results are the rule's and, after these, the residuals, so that the emitter can name them; its derivative is the
+forward rule and, for cotangents, the user's backward rule.
+
+What is opened is the same function to whoever uses its own results. Where nothing of a rule is kept, the rule is emitted as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxckpt import _compat
+from jaxckpt.core import primitives
+from jaxckpt.core.inline import Calls, inline
+from jaxckpt.core.primitives import Holds
+
+TITLE = "jaxckpt_rule"
+"""What begins the name of the function that stands in a rule's place; after it come the rule's own name and where its residuals are."""
+
+PRIMITIVE = "custom_vjp_call"
+
+_ENTERED = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPPED)
+"""Programs in which rules are opened; while loops have no derivative."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An opened rule, as its equation says.
+
+    Attributes:
+      name: of the user's function.
+      results: how many results the rule has; those after them are residuals and tagged values.
+      residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a result's place).
+      tags: (result's place, the tag that the forward rule gives it).
+    """
+
+    name: str
+    results: int
+    residuals: tuple[tuple[str, int], ...]
+    tags: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The rule as the name of a function."""
+        where = ",".join(f"{kind}.{place}" for kind, place in self.residuals)
+        tags = ",".join(f"{place}.{tag}" for place, tag in self.tags)
+        return f"{TITLE}|{self.name}|{self.results}|{where}|{tags}".replace(" ", "\N{NO-BREAK SPACE}")
+
+    @classmethod
+    def of(cls, eqn: Any) -> Rule | None:
+        """Returns the rule that an equation opens; None where it is another operation."""
+        if eqn.primitive.name != "custom_jvp_call":
+            return None
+        title = _compat.jaxpr_title(eqn.params["call_jaxpr"])
+        if not title.startswith(f"{TITLE}|"):
+            return None
+        _, name, results, where, tags = title.replace("\N{NO-BREAK SPACE}", " ").split("|", 4)
+        residuals = (each.split(".") for each in where.split(",") if each)
+        tagged = (each.split(".", 1) for each in tags.split(",") if each)
+        return cls(
+            name,
+            int(results),
+            tuple((kind, int(place)) for kind, place in residuals),
+            tuple((int(place), tag) for place, tag in tagged),
+        )
+
+
+def opened(closed: Any, calls: Calls) -> Any:
+    """Returns the closed jaxpr with the custom rules in it opened, those in loops, branches and calls too; itself where it has none.
+
+    Args:
+      closed: the jaxpr.
+      calls: where to note the equations that were opened, so that those of which nothing is kept become what they were.
+    """
+    return _Opener(calls).jaxpr(closed)
+
+
+class _Opener:
+    """Opens each inner jaxpr once, so that what was shared stays shared."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.done: dict[int, tuple[Any, Any]] = {}
+
+    def jaxpr(self, original: Any) -> Any:
+        if id(original) not in self.done:
+            self.done[id(original)] = (original, self._opened(original))  # holds it, so that its id stays its own
+        return self.done[id(original)][1]
+
+    def _opened(self, original: Any) -> Any:
+        program = _compat.open_jaxpr(original)
+        eqns = [self._equation(eqn) for eqn in program.eqns]
+        if all(new is eqn for eqn, new in zip(program.eqns, eqns)):
+            return original
+        rebuilt = _compat.with_equations(program, eqns, list(program.outvars))
+        return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
+
+    def _equation(self, eqn: Any) -> Any:
+        name = _compat.primitive_name(eqn)
+        if name == PRIMITIVE:
+            new = _open(eqn) or eqn
+        elif (facts := primitives.of(name)).holds in _ENTERED and not facts.opaque:
+            changes = {}
+            for key, param in _compat.equation_params(eqn).items():
+                if _compat.is_jaxpr(param):
+                    inner: Any = self.jaxpr(param)
+                elif isinstance(param, tuple) and any(map(_compat.is_jaxpr, param)):
+                    inner = tuple(self.jaxpr(item) for item in param)
+                    inner = param if all(a is b for a, b in zip(inner, param)) else inner
+                else:
+                    continue
+                if inner is not param:
+                    changes[key] = inner
+            new = _compat.replace_params(eqn, **changes) if changes else eqn
+        else:
+            return eqn
+        if new is not eqn:
+            self.calls.add_opened(eqn, new)
+        return new
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A forward rule, traced.
+
+    Attributes:
+      program: closed jaxpr of (operands) -> (results, residuals that are new, tagged values that are new).
+      kept: for each leaf of the residuals: ("in", operand's place) or ("out", place among the program's results).
+      results: how many results the user's function has.
+      tags: as of `Rule`.
+    """
+
+    program: Any
+    kept: tuple[tuple[str, int], ...]
+    results: int
+    tags: tuple[tuple[int, str], ...]
+
+
+def _open(eqn: Any) -> Any:
+    """Returns the equation that stands in a rule's place; None where the forward rule cannot be opened: it has effects, or constants."""
+    rule = _compat.custom_rule(eqn)
+    try:
+        forward = _forward(eqn, rule)
+    except Exception:  # the user's rule: JAX says what is wrong with it where it is differentiated
+        return None
+    if forward is None:
+        return None
+    title = Rule(rule.name, forward.results, forward.kept, forward.tags).title
+    consts = rule.num_consts
+    program = _compat.open_jaxpr(forward.program)
+
+    def run(*operands: Any) -> list[Any]:
+        return _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
+
+    run.__name__ = run.__qualname__ = title
+    made = jax.custom_jvp(run)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        zero = jax.custom_derivatives.SymbolicZero
+        still = [isinstance(tangent, zero) for tangent in tangents]
+        out = run(*primals)
+        residuals = [primals[place] if kind == "in" else out[place] for kind, place in forward.kept]
+        moving = [tangent for tangent, flag in zip(tangents, still) if not flag]
+        avals = [_compat.tangent_aval(result) for result in out]
+        own = rule.tangents(residuals, moving, still, avals[: forward.results])
+        return out, [*own, *(zero(aval) for aval in avals[forward.results :])]
+
+    made.defjvp(derivative, symbolic_zeros=True)
+    traced = _compat.open_jaxpr(jax.make_jaxpr(made)(*(var.aval for var in eqn.invars)))
+    call = traced.eqns[-1]
+    if len(traced.eqns) != 1 or len(call.invars) != len(eqn.invars):
+        return None  # the forward rule holds arrays of its own, which have no place in this program
+    extra = [_compat.fresh_var(var.aval) for var in call.outvars[forward.results :]]
+    return call.replace(invars=eqn.invars, outvars=[*eqn.outvars, *extra], source_info=eqn.source_info)
+
+
+def _forward(eqn: Any, rule: Any) -> _Forward | None:
+    flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]
+    traced, forwards = rule.trace(flags)
+    closed = inline(traced)
+    program = _compat.open_jaxpr(closed)
+    if program.effects or program.constvars:
+        return None
+    made = len(program.outvars) - len(eqn.outvars)
+    new, results = list(program.outvars[:made]), list(program.outvars[made:])
+    where: dict[Any, int] = {}
+    outvars = list(results)
+
+    def place_of(atom: Any) -> int:
+        known = None if isinstance(atom, _compat.Literal) else where.get(atom)
+        if known is None:
+            known = len(outvars)
+            outvars.append(atom)
+            if not isinstance(atom, _compat.Literal):
+                where[atom] = known
+        return known
+
+    inputs = {var: place for place, var in enumerate(program.invars)}
+    where.update(
+        (var, place) for place, var in enumerate(results) if isinstance(var, _compat.Var) and var not in inputs
+    )
+    waiting = iter(new)
+    kept: list[tuple[str, int]] = []
+    for forwarded in forwards:
+        atom = next(waiting) if forwarded is None else None
+        if forwarded is not None:
+            kept.append(("in", forwarded))
+        elif isinstance(atom, _compat.Var) and atom in inputs:
+            kept.append(("in", rule.num_consts + inputs[atom]))
+        else:
+            kept.append(("out", place_of(atom)))
+    tags = []
+    for each in program.eqns:
+        tag = _compat.equation_name(each)
+        if tag is not None and not isinstance(each.invars[0], _compat.Literal) and each.invars[0] not in inputs:
+            tags.append((place_of(each.outvars[0]), tag))
+    rebuilt = _compat.with_equations(program, list(program.eqns), outvars)
+    return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags))
+
+
+def tags_of(rule: Rule) -> Iterator[tuple[str, int, str]]:
+    """Yields ("in" or "out", place, tag): residuals by the rule's name and their places, and what its forward rule tags."""
+    for leaf, (kind, place) in enumerate(rule.residuals):
+        yield kind, place, f"{rule.name}/{leaf}"
+    for place, tag in rule.tags:
+        yield "out", place, tag

@@ -1,0 +1,118 @@
+"""What users write for a schedule, and what it means and costs for so many iterations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt.core.schedule import LoopSchedule
+from jaxckpt.core.units import counted
+from jaxckpt.schedules.segments import log_lengths, nested, plain, segmented, sqrt_size
+from jaxckpt.schedules.slots import Slots, is_int
+
+NAMES = ("none", "every", "sqrt", "log")
+_RULE = "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints or Slots(n)"
+
+Schedule = str | int | Sequence[int] | LoopSchedule
+
+
+def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> LoopSchedule:
+    """Returns the object that a schedule means for so many iterations; for a length of 0 it is only looked at whether it is a schedule.
+
+    Args:
+      length: iterations, at least 0.
+      schedule: "none" (lax.scan as it is), "every" (each iteration checkpointed), "sqrt" (segments of square-root length), "log" (segments of
+        segments, 4 at every level), an int (iterations in a segment), a tuple of ints (nested lengths, outermost first; the product at least the
+        length), or an object: `Slots`, or any other `LoopSchedule`.
+      argument: the name that an error gives to the schedule.
+
+    Raises:
+      ArgumentError: there is no such schedule, an int is below 1, a product too small, or the object cannot run so many iterations.
+    """
+    if isinstance(schedule, LoopSchedule):
+        if length and (why := schedule.refusal(length)):
+            raise ArgumentError(argument, f"one that can run the scan's {counted(length, 'iteration')}", schedule, why)
+        return schedule
+    if isinstance(schedule, str):
+        if schedule not in NAMES:
+            raise ArgumentError(argument, _RULE, schedule, did_you_mean(schedule, NAMES))
+        if schedule == "sqrt":
+            return segmented(length, sqrt_size(length))
+        return nested(length, log_lengths(length)) if schedule == "log" else plain(length, remat=schedule == "every")
+    if is_int(schedule):
+        if schedule < 1:  # type: ignore[operator]
+            raise ArgumentError(argument, "at least 1 where it is an int, the steps in a segment", schedule)
+        return segmented(length, schedule)  # type: ignore[arg-type]
+    if not isinstance(schedule, (tuple, list)) or not schedule or not all(is_int(n) for n in schedule):
+        raise ArgumentError(argument, _RULE, schedule)
+    if any(n < 1 for n in schedule):
+        raise ArgumentError(argument, "of ints of at least 1 where it is a tuple of nested lengths", tuple(schedule))
+    if math.prod(schedule) < length:
+        raise ArgumentError(
+            argument,
+            f"of nested lengths whose product is at least the length, {length}",
+            tuple(schedule),
+            f"Their product is {math.prod(schedule)}.",
+        )
+    return nested(length, tuple(schedule))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a schedule costs.
+
+    Attributes:
+      length: steps of the scan.
+      schedule: what was described, as text.
+      kept_carries: carries kept from the forward to the backward pass.
+      peak_carries: most carries kept at once, in the backward pass.
+      residual_steps: most steps whose residuals are kept at once.
+      forward_steps: runs of the step over a forward and a backward pass; `length` of them are the forward pass.
+    """
+
+    length: int
+    schedule: str
+    kept_carries: int
+    peak_carries: int
+    residual_steps: int
+    forward_steps: int
+
+    @property
+    def overhead(self) -> float:
+        """Runs of the step beyond the forward pass, for each step."""
+        return (self.forward_steps - self.length) / self.length if self.length else 0.0
+
+    def __str__(self) -> str:
+        carries = f"{self.kept_carries} {'carry' if self.kept_carries == 1 else 'carries'}"
+        return (
+            f"{self.schedule} over {counted(self.length, 'step')}: keeps {carries}, at most {self.peak_carries} at once and the residuals "
+            f"of {counted(self.residual_steps, 'step')}; runs the step {counted(self.forward_steps, 'time')}, {self.overhead:.2f} again "
+            "for each."
+        )
+
+
+def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Description:
+    """Returns what a schedule costs, without tracing or compiling anything.
+
+    Args:
+      length: steps, at least 0.
+      schedule: as of `jaxckpt.scan`.
+      row: for `Slots`: bytes that a run of several steps keeps of each, in carries (3 for an LSTM). Infinite: runs of one step, revolve
+        itself; `jaxckpt.scan` knows the step and so may do better, never worse.
+
+    Raises:
+      ArgumentError: the length or the schedule is none.
+
+    >>> print(describe(100, "sqrt"))
+    'sqrt' over 100 steps: keeps 10 carries, at most 10 at once and the residuals of 10 steps; runs the step 200 times, 1.00 again for each.
+    >>> describe(1000, Slots(10)).forward_steps
+    4637
+    """
+    if not is_int(length) or length < 0:
+        raise ArgumentError("length", "an int of at least 0", length)
+    found = schedule_of(length, schedule)
+    cost = found.cost(length, row=row) if isinstance(found, Slots) else found.cost(length)
+    kept = cost.kept_carries, cost.peak_carries, cost.residual_iterations, cost.runs
+    return Description(length, repr(schedule), *kept)

@@ -1,0 +1,279 @@
+"""Nested segments: keep the carry at the start of each segment, run a segment again when the backward pass reaches it, and treat the segment in
+the same way inside. With one level of square-root length this is Chen et al. 2016 (arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ClassVar
+
+from jaxckpt._errors import PlanMismatchError
+from jaxckpt.actions import Action
+from jaxckpt.core.regions import all_of, check_flag, checked_actions, set_fields, whole
+from jaxckpt.core.scans import Iteration, ScanRun, Values
+from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
+from jaxckpt.core.units import counted
+
+LOG_BASE = 4  # segments a level of "log": 2 and 4 keep equally many carries, 4 runs iterations half as often
+
+
+@dataclass(frozen=True)
+class Nested(LoopSchedule):
+    """Iterations in segments: `count` segments of `inner.length` iterations, each checkpointed, then `rest` iterations.
+
+    The rest is shorter than a segment, or than there are segments. It is last: where the scan's backward pass follows its forward
+    pass at once, its values are needed first and checkpointing it saves nothing, so its iterations run as those in segments do.
+    Where the backward pass comes later, as in a planned program, the rest is a shorter segment (`tail`).
+
+    Attributes:
+      length: iterations.
+      count: checkpointed segments; 0 for plain iterations.
+      inner: what each segment is; None for plain iterations.
+      rest: iterations after the last segment.
+      remat: whether plain iterations are checkpointed one by one ("every").
+      actions: index of a value that the body computes -> its action, in each plain iteration that is checkpointed.
+      tail: what the rest is where it is checkpointed as a segment; None where it is not.
+    """
+
+    kind: ClassVar[str] = "nested"
+
+    length: int
+    count: int = 0
+    inner: Nested | None = None
+    rest: int = 0
+    remat: bool = False
+    actions: Mapping[int, Action] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    tail: Nested | None = field(default=None, repr=False)
+
+    __hash__ = LoopSchedule.__hash__
+
+    def __post_init__(self) -> None:
+        numbers = {name: whole(getattr(self, name), name) for name in ("length", "count", "rest")}
+        set_fields(self, **numbers, actions=checked_actions(self.actions))
+        check_flag(self.remat, "remat")
+        for name in ("inner", "tail"):
+            all_of([nest] if (nest := getattr(self, name)) is not None else [], Nested, name)
+        covered = self.rest + (0 if self.inner is None else self.count * self.inner.length)
+        ended = self.tail is None or (self.tail.length == self.rest and self.inner is not None)
+        if covered != self.length or not ended or (self.inner is None) != (self.count == 0):
+            raise PlanMismatchError(
+                f"Segments and rest must be as many iterations as the schedule; it has {self.length}, of which they cover {covered}; got "
+                f"{self!r:.200}. Plan anew."
+            )
+        if self.actions and (self.inner is not None or not self.remat):
+            raise PlanMismatchError(
+                f"Only iterations that are checkpointed one by one may have actions; got actions in {self!r:.200}. Plan anew."
+            )
+
+    @property
+    def steps(self) -> int:
+        """Runs of the body over a forward and a backward pass."""
+        return self.length + self._again
+
+    @property
+    def _again(self) -> int:
+        if self.inner is None:
+            return self.length if self.remat else 0
+        return self.count * self.inner.steps + (self._rest.steps if self.tail is not None else self._rest._again)
+
+    @property
+    def _plain(self) -> Nested:
+        """What the iterations of the innermost segments are."""
+        return self if self.inner is None else self.inner._plain
+
+    @property
+    def _rest(self) -> Nested:
+        """What the rest is."""
+        if self.tail is not None or self.inner is None:
+            return self.tail or self
+        return replace(self._plain, length=self.rest, rest=self.rest)
+
+    @property
+    def levels(self) -> int:
+        """Levels of checkpoints, one within the other."""
+        return 1 + self.inner.levels if self.inner is not None else int(self.remat)
+
+    @property
+    def kept(self) -> int:
+        """Carries kept from the forward to the backward pass."""
+        if self.inner is None:
+            return self.length if self.remat else 0
+        return self.count + (1 if self.tail is not None else self._rest.kept)
+
+    @property
+    def carries(self) -> int:
+        """Most carries kept at once in the backward pass: the segments' starts of every level."""
+        inside = 0 if self.inner is None else self.inner.carries
+        return self.kept + max(inside, 0 if self.tail is None else self.tail.carries)
+
+    @property
+    def residuals(self) -> int:
+        """Most iterations whose residuals are kept at once: those of the innermost segment, or of a rest."""
+        if self.inner is None:
+            return min(self.length, 1) if self.remat else self.length
+        return max(self.inner.residuals, self._rest.residuals)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the nested segments, outermost first."""
+        return () if self.inner is None else (self.inner.length, *self.inner.lengths)
+
+    def refusal(self, length: int) -> str:
+        """Returns why it cannot run so many iterations; "" where it can."""
+        return "" if length == self.length else f"It is of {self.length} iterations."
+
+    def cost(self, length: int) -> LoopCost:
+        """Returns what running it costs."""
+        return LoopCost(self.kept, self.carries, self.residuals, self.steps)
+
+    def iterations(self, length: int) -> tuple[Iterations, ...]:
+        """Returns what is told of its iterations."""
+        how = "".join(f", in segments of {size}" for size in self.lengths)
+        inmost = self._plain
+        actions = inmost.actions if inmost.remat else None
+        return (Iterations(self.length, how, actions, self.inner is None),)
+
+    def __str__(self) -> str:
+        segments = "".join(f" in {size}s" for size in self.lengths)
+        return f"{counted(self.length, 'iteration')}{segments}{'' if self._plain.remat else ' as they stand'}"
+
+    def run(self, scan: ScanRun) -> tuple[Values, Values]:
+        """Runs the iterations."""
+        if self.inner is None:
+            return scan.loop(scan.iteration(self.actions if self.remat else None, alone=self.length == 1))
+        main = self.length - self.rest
+        first, last = scan.rows([main, self.rest]) if self.rest else (scan.xs, [])
+        blocks = [x.reshape(self.count, self.inner.length, *x.shape[1:]) for x in first]
+        segments = replace(scan, body=replace(scan.body, length=self.count), xs=blocks, unroll=1)
+        state, ys = segments.loop(scan.segment(_within(self.inner, scan), alone=self.count == 1))
+        stacked = [[y.reshape(main, *y.shape[2:]) for y in ys]]
+        if self.rest:
+            run = _within(self._rest, scan)
+            if self.tail is None:
+                state, ys = self._rest.run(scan.over(self.rest, state, last))
+            else:
+                state, ys = scan.segment(run, alone=True)(state, last)
+            stacked.append(ys)
+        return state, scan.joined(stacked)
+
+
+def _within(nest: Nested, scan: ScanRun) -> Iteration:
+    """Returns a segment as a function of its carry and its rows."""
+    return lambda state, rows: nest.run(scan.over(nest.length, state, rows, deeper=True))
+
+
+def checkpointed(
+    length: int,
+    lengths: Sequence[int] = (),
+    actions: Mapping[int, Action] | None = None,
+    *,
+    remat: bool = True,
+) -> Nested:
+    """Returns iterations in nested segments of which the last, shorter one is checkpointed too, as planned programs have them.
+
+    Args:
+      length: iterations, at least 1.
+      lengths: of the nested segments, outermost first; () for none.
+      actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
+      remat: False leaves each such iteration to JAX, which keeps what derivatives need, also of loops inside.
+
+    >>> nest = checkpointed(10, (4,))
+    >>> nest.count, nest.kept, nest.tail.length
+    (2, 3, 2)
+    """
+    length, lengths = whole(length, "length"), [whole(size, "lengths") for size in lengths]
+    if length < 1 or any(size < 1 for size in lengths):
+        raise PlanMismatchError(
+            f"Iterations and the lengths of segments must be at least 1; got {length} iterations in {lengths}. Plan anew."
+        )
+    if not lengths:
+        return Nested(length, rest=length, remat=remat, actions=actions or {})
+    size = min(lengths[0], length)
+    count, rest = divmod(length, size)
+    inside = lambda some: checkpointed(some, lengths[1:], actions, remat=remat)
+    return Nested(length, count, inside(size), rest, tail=inside(rest) if rest else None)
+
+
+def plain(length: int, *, remat: bool = False) -> Nested:
+    """Returns steps without segments; `remat`: each checkpointed by itself."""
+    return Nested(length, rest=length, remat=remat)
+
+
+def nested(length: int, lengths: Sequence[int]) -> Nested:
+    """Returns `length` steps in nested segments.
+
+    Args:
+      length: steps.
+      lengths: outermost first: so many segments, each of so many segments, ..., each of so many steps. Their product must be at least
+        `length`; where it is more, segments are made equal and as long as need be, and what does not divide comes last.
+
+    >>> nested(100, (10, 10))
+    Nested(length=100, count=10, inner=Nested(length=10, count=0, inner=None, rest=10, remat=False), rest=0, remat=False)
+    >>> nested(103, (10, 11)).rest
+    3
+    """
+    if length == 0 or len(lengths) == 1:
+        return plain(length)
+    count = min(lengths[0], length)
+    cover = math.prod(lengths[1:])
+    shorter, longer = length // count, -(-length // count)
+    # Segments rounded down leave a rest of fewer steps than there are segments; rounded up, of fewer than a segment has. The first
+    # is better in a deep nest, where a long rest would want segments of its own.
+    size = longer if longer * longer <= length and longer <= cover else shorter
+    return _segments(length, min(size, cover), lengths[1:])
+
+
+def segmented(length: int, size: int) -> Nested:
+    """Returns `length` steps in segments of `size` steps; the last takes what is left and is not checkpointed.
+
+    >>> segmented(10, 4).count, segmented(10, 4).rest
+    (2, 2)
+    """
+    return plain(length) if size >= length else _segments(length, size, (size,))
+
+
+def _segments(length: int, size: int, lengths: Sequence[int]) -> Nested:
+    inner = nested(size, lengths)
+    count, rest = divmod(length, size)
+    return Nested(length, count, inner, rest)
+
+
+def sqrt_size(length: int) -> int:
+    """Returns steps in a segment of "sqrt": about the square root; a divisor of the length if one is near, since a rest costs a copy of xs.
+
+    >>> sqrt_size(10000), sqrt_size(1000), sqrt_size(10007)
+    (100, 25, 100)
+    """
+    root = math.isqrt(max(length, 1))
+    far = min(root // 2, 2**16)  # of a scan that long nobody minds the rest
+    near = [size for size in range(max(1, root - far), root + far + 1) if length % size == 0]
+    near = [size for size in near if length <= 2.25 * size * size and size * size <= 2.25 * length]
+    # Residuals of a step are larger than a carry, so of two divisors as near, the shorter segment.
+    closest = min(near, key=lambda size: (max(size * size, length) / min(size * size, length), size), default=None)
+    return root + (length > root * (root + 1)) if closest is None else closest
+
+
+def nearest_divisors(length: int, size: int) -> list[int]:
+    """Returns the largest divisor of a length that is at most `size`, and the smallest that is more; the length's own if there is no other.
+
+    >>> nearest_divisors(20_000, 141), nearest_divisors(10_007, 100)
+    ([125, 160], [1, 10007])
+    """
+    small = [d for d in range(1, min(math.isqrt(length), 2**20) + 1) if length % d == 0]
+    divisors = sorted({*small, *(length // d for d in small)})
+    below = [d for d in divisors if d <= max(size, 1)][-1:]
+    return below + [d for d in divisors if d > max(size, 1)][:1]
+
+
+def log_lengths(length: int) -> tuple[int, ...]:
+    """Returns the nested lengths of "log": 4 at every level but the innermost, which has 2 to 8 steps.
+
+    >>> log_lengths(256), log_lengths(10007)
+    ((4, 4, 4, 4), (4, 4, 4, 4, 4, 4, 3))
+    """
+    levels = max(1, round(math.log(max(length, 1), LOG_BASE)))
+    outer = LOG_BASE ** (levels - 1)
+    return (LOG_BASE,) * (levels - 1) + (max(1, -(-length // outer)),)

@@ -1,0 +1,379 @@
+"""Custom rules opened: residuals of a `jax.custom_vjp` are values that policies, plans and `residuals` know."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+import jaxckpt
+from jaxckpt import SAVE, Policy
+from jaxckpt.core.graph import trace
+from jaxckpt.core.rules import Rule
+from jaxckpt.memory.residuals import ResidualReport
+from jaxckpt.memory.targets import Target
+from tests.helpers import assert_trees_close, executions
+
+HEADS, WIDTH, LENGTH = 2, 8, 16
+
+
+def attend(q, k, v):
+    scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    total = jax.nn.logsumexp(scores, -1)
+    return jnp.einsum("hqk,khd->qhd", jnp.exp(scores - total[..., None]), v), total
+
+
+@jax.custom_vjp
+def flash(q, k, v):
+    return attend(q, k, v)[0]
+
+
+def forward(q, k, v):
+    out, total = attend(q, k, v)
+    return out, (q, k, v, out, total)
+
+
+def backward(kept, d):
+    q, k, v, out, total = kept
+    scale = q.shape[-1] ** -0.5
+    p = jnp.exp(jnp.einsum("qhd,khd->hqk", q, k) * scale - total[..., None])
+    inner = jnp.sum(d * out, -1).T
+    ds = p * (jnp.einsum("qhd,khd->hqk", d, v) - inner[..., None]) * scale
+    return (
+        jnp.einsum("hqk,khd->qhd", ds, k),
+        jnp.einsum("hqk,qhd->khd", ds, q),
+        jnp.einsum("hqk,qhd->khd", p, d),
+    )
+
+
+flash.defvjp(forward, backward)
+
+
+def block(w, x):
+    q, k, v = ((x @ w[i]).reshape(LENGTH, HEADS, -1) for i in range(3))
+    return x + jnp.tanh(flash(q, k, v).reshape(x.shape) @ w[3])
+
+
+def weights(seed=0):
+    return jax.random.normal(jax.random.key(seed), (4, HEADS * WIDTH, HEADS * WIDTH)) * 0.3
+
+
+def inputs(*batch):
+    return jax.random.normal(jax.random.key(9), (*batch, LENGTH, HEADS * WIDTH))
+
+
+def total(fun):
+    return lambda w, x: jnp.sum(fun(w, x) ** 2)
+
+
+def own(report: ResidualReport):
+    """Residuals that are no arguments."""
+    return [item for item in report.residuals if not item.argument]
+
+
+def matmuls(fun, *args):
+    return executions(jax.grad(fun), *args)["dot_general"]
+
+
+KEPT = {
+    "nothing of it": ({"x": SAVE}, 2),
+    "the logsumexp alone": ({"flash/4": SAVE}, 2),
+    "the result alone": ({"flash/3": SAVE}, 1),
+    "both": ({"flash/3": SAVE, "flash/4": SAVE}, 0),
+    "all": ({"flash/*": SAVE}, 0),
+}
+
+
+@pytest.mark.parametrize("which", KEPT)
+def test_what_is_kept_of_a_rule_is_not_run_again(which):
+    rules, again = KEPT[which]
+    tagged = lambda w, x: block(w, jaxckpt.tag(x, "x"))
+    kept = jaxckpt.checkpoint(tagged, policy=Policy(rules))
+    w, x = weights(), inputs()
+    bare = matmuls(total(block), w, x)
+    nothing = matmuls(total(jax.checkpoint(block)), w, x)
+    # All six of a block run again where nothing is kept but its input. The products that make q, k and v run again unless these are kept.
+    assert nothing == bare + 6
+    assert matmuls(total(kept), w, x) == bare + 1 + again + (0 if which == "all" else 3)
+    assert_trees_close(jax.grad(total(kept))(w, x), jax.grad(total(block))(w, x))
+
+
+def test_one_residual_named_is_exactly_what_is_kept():
+    w, x = weights(), inputs()
+    kept = jaxckpt.checkpoint(block, policy=Policy({"flash/4": SAVE}))
+    report = jaxckpt.residuals(kept, w, x)
+    assert [(item.name, item.shape) for item in own(report)] == [("flash/4", (HEADS, LENGTH))]
+    assert report.kept_bytes == HEADS * LENGTH * 4
+
+
+def test_the_graph_knows_the_residuals_with_bytes_lines_and_tags():
+    graph = trace(block, weights(), inputs())
+    tagged = {tag: value for value in graph.values for tag in value.tags}
+    assert sorted(tagged) == [f"flash/{i}" for i in range(5)]
+    assert tagged["flash/4"].bytes == HEADS * LENGTH * 4
+    assert "test_rules.py" in tagged["flash/4"].source
+    assert all(value.addressable for value in tagged.values())
+
+
+TRANSFORMS = {
+    "grad": lambda f, w, x: jax.grad(total(f))(w, x),
+    "jit": lambda f, w, x: jax.jit(jax.grad(total(f)))(w, x),
+    "vmap outside": lambda f, w, x: jax.vmap(jax.grad(total(f)), (None, 0))(w, jnp.stack([x, 2 * x])),
+    "vmap inside": lambda f, w, x: jax.grad(lambda w: jnp.sum(jax.vmap(lambda x: f(w, x))(jnp.stack([x, 2 * x])) ** 2))(
+        w
+    ),
+    "vmap of weights": lambda f, w, x: jax.grad(lambda w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([w, w + 1]), x)))(w),
+    "scan": lambda f, w, x: jax.grad(lambda w: jnp.sum(lax.scan(lambda h, _: (f(w, h), None), x, None, length=3)[0]))(
+        w
+    ),
+    "reverse over reverse": lambda f, w, x: jax.grad(lambda w: jnp.sum(jax.grad(total(f))(w, x) ** 2))(w),
+    "named axis": lambda f, w, x: jax.grad(
+        lambda w: jnp.sum(jax.vmap(lambda x: lax.psum(f(w, x), "i"), axis_name="i")(jnp.stack([x, 2 * x])))
+    )(w),
+    "forward only": lambda f, w, x: f(w, x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "policy", [{"flash/[34]": SAVE}, {jaxckpt.op("custom_vjp_call"): SAVE}], ids=["residuals", "result"]
+)
+def test_values_and_derivatives_are_those_without_a_checkpoint(transform, policy):
+    w, x = weights(), inputs()
+    kept = jaxckpt.checkpoint(block, policy=Policy(policy))
+    assert_trees_close(TRANSFORMS[transform](kept, w, x), TRANSFORMS[transform](block, w, x), rtol=1e-4, atol=1e-3)
+
+
+PLACES = {
+    "scan": lambda w, x: lax.scan(lambda h, _: (block(w, h), None), x, None, length=2)[0],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda x: block(w, x), lambda x: block(w, 2 * x), x),
+    "jit": lambda w, x: jax.jit(block)(w, jax.jit(block)(w, x)),
+    "vmap": lambda w, x: jax.vmap(lambda x: block(w, x))(jnp.stack([x, 2 * x])),
+    "checkpoint": lambda w, x: jax.checkpoint(block)(w, x),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rules_inside_of_loops_branches_and_calls_are_opened(place):
+    w, x = weights(), inputs()
+    fun = PLACES[place]
+    kept = jaxckpt.checkpoint(fun, policy=Policy({"flash/[34]": SAVE}))
+    assert_trees_close(jax.jit(jax.grad(total(kept)))(w, x), jax.jit(jax.grad(total(fun)))(w, x))
+    report = jaxckpt.residuals(kept, w, x)
+    if place != "checkpoint":  # the inner one keeps nothing
+        names = {"cond"} if place == "cond" else {"flash/3", "flash/4"}
+        assert names <= {item.name for item in own(report)}, report
+        assert report.kept_bytes < jaxckpt.residuals(fun, w, x).kept_bytes
+        assert matmuls(total(kept), w, x) < matmuls(total(jax.checkpoint(fun)), w, x)
+
+
+def test_nothing_kept_of_it_leaves_the_rule_to_jax():
+    w, x = weights(), inputs()
+    kept = jaxckpt.checkpoint(block, policy=Policy({jaxckpt.op("tanh"): SAVE}))
+    found = executions(kept, w, x)
+    assert found["custom_vjp_call"] == 1
+    assert trace(kept, w, x) is not None
+
+
+def test_a_plan_keeps_what_the_rule_needs_rather_than_run_attention_again():
+    def loss(ws, x):
+        for w in ws:
+            x = block(w, x)
+        return jnp.sum(x**2)
+
+    ws, x = [weights(i) for i in range(4)], inputs()
+    step = jax.value_and_grad(loss)
+    bare = executions(step, ws, x)["dot_general"]
+    plan = jaxckpt.plan(loss, ws, x, budget="80%", target="cpu", verify=False)
+    planned = jax.value_and_grad(plan.apply(loss))
+    assert any(region.actions for region in plan.regions)
+    assert executions(planned, ws, x)["dot_general"] == bare
+    assert_trees_close(jax.jit(planned)(ws, x), jax.jit(step)(ws, x), rtol=1e-3, atol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------- rules of every kind
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def scaled(fun, x, power):
+    return fun(x) ** power
+
+
+def _scaled_forward(fun, x, power):
+    y = fun(x)
+    return y**power, (x, y, None, jnp.argsort(x[0]))
+
+
+def _scaled_backward(fun, power, kept, d):
+    x, y, none, order = kept
+    assert none is None
+    return (d * power * y ** (power - 1) * jnp.cos(x) + 0 * d[:, order],)
+
+
+scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
+@jax.custom_vjp
+def product(x, y, n):
+    return x * jnp.sin(y) * n
+
+
+def _product_forward(x, y, n):
+    x_value, y_value = x.value, y.value
+    return x_value * jnp.sin(y_value) * n.value, (
+        jnp.sin(y_value) if x.perturbed else None,
+        x_value * jnp.cos(y_value) if y.perturbed else None,
+        n.value,
+    )
+
+
+def _product_backward(kept, d):
+    for_x, for_y, n = kept
+    if isinstance(d, jax.custom_derivatives.SymbolicZero):
+        d = jnp.zeros(d.shape)
+    return None if for_x is None else d * for_x * n, None if for_y is None else d * for_y * n, None
+
+
+product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def tagged(x):
+    return jnp.exp(jnp.sin(x @ x.T))
+
+
+def _tagged_forward(x):
+    inner = jaxckpt.tag(jnp.sin(x @ x.T), "inner")
+    return jnp.exp(inner), (x, jnp.exp(inner), jnp.cos(x @ x.T))
+
+
+def _tagged_backward(kept, d):
+    x, out, slope = kept
+    d = d * out * slope
+    return (d @ x + d.T @ x,)
+
+
+tagged.defvjp(_tagged_forward, _tagged_backward)
+
+TABLE = np.arange(12.0).reshape(3, 4).astype(np.float32)
+
+
+@jax.custom_vjp
+def closed(x):
+    return x * TABLE
+
+
+closed.defvjp(lambda x: (x * TABLE, jnp.tanh(x)), lambda kept, d: (d * TABLE + 0 * kept,))
+
+KINDS = {
+    "nondiff arguments, None and integers": (lambda x: jnp.sum(scaled(jnp.sin, jnp.tanh(x), 3)), "scaled/*"),
+    "symbolic zeros": (lambda x: jnp.sum(product(jnp.tanh(x), jnp.ones((3, 4)), 2)), "product/*"),
+    "symbolic zeros, all moving": (lambda x: jnp.sum(product(jnp.tanh(x), jnp.sin(x), 2)), "product/*"),
+    "a tag in the forward rule": (lambda x: jnp.sum(tagged(jnp.tanh(x))), "inner"),
+    "arrays of its own": (lambda x: jnp.sum(closed(jnp.tanh(x))), "tanh*"),
+    "a closed-over value": (lambda x: jnp.sum(jax.nn.relu(scaled(jnp.sin, x, 2))), "scaled/1"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_of_every_kind_have_the_derivatives_of_jax(kind):
+    fun, glob = KINDS[kind]
+    x = jax.random.normal(jax.random.key(0), (3, 4))
+    rules = {glob: SAVE} if kind != "arrays of its own" else {jaxckpt.op("tanh"): SAVE}
+    kept = jaxckpt.checkpoint(fun, policy=Policy(rules))
+    assert_trees_close(jax.grad(kept)(x), jax.grad(fun)(x))
+    assert_trees_close(jax.jit(jax.grad(kept))(x), jax.grad(fun)(x))
+    plan = jaxckpt.plan(fun, x, budget="1GiB", target="cpu", verify=False)
+    assert_trees_close(jax.grad(plan.apply(fun))(x), jax.grad(fun)(x))
+
+
+def test_a_tag_in_a_forward_rule_is_kept():
+    x = jax.random.normal(jax.random.key(0), (3, 4))
+    fun, _ = KINDS["a tag in the forward rule"]
+    report = jaxckpt.residuals(jaxckpt.checkpoint(fun, policy=Policy({"inner": SAVE})), x)
+    assert [item.name for item in own(report)] == ["inner"]
+
+
+def test_a_forward_rule_with_side_effects_is_left_whole():
+    @jax.custom_vjp
+    def noisy(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        jax.debug.print("{}", x[0, 0])
+        return jnp.sin(x), jnp.cos(x)
+
+    noisy.defvjp(forward, lambda kept, d: (d * kept,))
+    graph = trace(lambda x: noisy(x), jnp.ones((3, 4)))
+    assert [tag for value in graph.values for tag in value.tags] == []
+    assert Rule.of(graph.ops[-1].equation) is None
+
+
+def _kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] @ x_ref[...]
+
+
+def _squared(x):
+    return pl.pallas_call(_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@jax.custom_vjp
+def kernel(x):
+    return _squared(x)
+
+
+kernel.defvjp(lambda x: ((y := _squared(x)), (x, y)), lambda kept, d: (d * kept[1],))
+
+
+def test_a_pallas_kernel_whose_residual_is_kept_is_not_called_again():
+    def fun(x):
+        return jnp.sum(jnp.tanh(kernel(jnp.tanh(x))) ** 2)
+
+    def calls(f):  # of the compiled program: JAX leaves kernels that nothing reads to the compiler
+        step = jax.jit(jax.value_and_grad(f), compiler_options=jaxckpt.compiler_options())
+        return step.lower(x).compile().as_text().count(" dot(")
+
+    x = jax.random.uniform(jax.random.key(0), (8, 8))
+    kept = jaxckpt.checkpoint(fun, policy=Policy({"kernel/1": SAVE}))
+    assert calls(fun) == 1
+    assert calls(jax.checkpoint(fun)) == 2
+    assert calls(kept) == 1
+    assert_trees_close(jax.grad(kept)(x), jax.grad(fun)(x))
+
+
+@pytest.mark.tpu
+def test_a_pallas_kernel_on_a_tpu_is_not_called_again():
+    def run(x):
+        return pl.pallas_call(_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    @jax.custom_vjp
+    def attention(x):
+        return run(x)
+
+    attention.defvjp(lambda x: ((y := run(x)), (x, y)), lambda kept, d: (d * kept[1],))
+
+    def fun(x):
+        for _ in range(3):
+            x = jnp.tanh(attention(jnp.tanh(x)))
+        return jnp.sum(x**2)
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    device = Target("tpu:v5e:2x2").devices[0]
+    placed = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+    def calls(f):
+        traced = jax.jit(jax.value_and_grad(f)).trace(placed)
+        return (
+            traced.lower(lowering_platforms=("tpu",)).compile().as_text().count('custom_call_target="tpu_custom_call"')
+        )
+
+    plan = jaxckpt.plan(fun, x, budget="90%", target="tpu:v5e:2x2", verify=False)
+    assert calls(fun) == 3
+    assert calls(jax.checkpoint(fun)) == 6
+    assert calls(jaxckpt.checkpoint(fun, policy=Policy({"attention/1": SAVE}))) == 3
+    assert calls(plan.apply(fun)) == 3
