@@ -97,7 +97,7 @@ def needed(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], *
     return found
 
 
-def as_function(
+def function(
     eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
 ) -> Callable[..., list[Any]]:
     """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
+from jaxckpt.core import surgery
 from jaxckpt.core.inline import inline
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.core.scans import nbytes as nbytes
@@ -53,10 +54,10 @@ def take_apart(
 
     inputs = [*outer.constvars, *outer.invars]
     values = [*_compat.jaxpr_consts(traced), *jax.tree.leaves((init, xs))]
-    before = as_function(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
+    before = surgery.function(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
 
     def finish(carry: Values, ys: Values) -> Any:
-        after = as_function(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
+        after = surgery.function(outer.eqns, [*inputs, *scan.outvars], outer.outvars, outer.debug_info)
         return jax.tree.unflatten(jax.tree.structure(shape), after(*values, *carry, *ys))
 
     fixed = [*extra, *before[:consts]]
@@ -78,45 +79,6 @@ def written_out(closed: Any, consts: int, carries: int, length: int, reverse: bo
 
 
 # ------------------------------------------------------------------------------------------------------------ parts of jaxprs
-
-
-def as_function(
-    eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
-) -> Callable[..., Values]:
-    """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.
-
-    Args:
-      effects: whether equations with side effects are run although nothing uses their results.
-    """
-    run = needed(eqns, inputs, outputs, effects=effects)
-    # DropVars are no inputs that build_jaxpr could bind; an unused position gets a variable of its own.
-    names = [_compat.fresh_var(var.aval) if isinstance(var, _compat.DropVar) else var for var in inputs]
-    jaxpr = _compat.build_jaxpr([], names, outputs, run, debug_info)
-    return lambda *values: _compat.eval_jaxpr(jaxpr, [], *values)
-
-
-def needed(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], *, effects: bool = False) -> list[Any]:
-    """Returns, in order, the equations that it takes to get from `inputs` to `outputs`, and those with side effects if asked."""
-    given = set(inputs)
-    wanted = {var for var in outputs if isinstance(var, _compat.Var)} - given
-    found: list[Any] = []
-    for eqn in reversed(eqns):
-        if wanted.isdisjoint(eqn.outvars) and not (effects and eqn.effects):
-            continue
-        found.append(eqn)
-        wanted -= set(eqn.outvars)
-        wanted |= {var for var in eqn.invars if isinstance(var, _compat.Var)} - given
-    assert not wanted, wanted
-    return found[::-1]
-
-
-def depends(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
-    """Returns the variables that depend on `sources`, themselves included."""
-    found = set(sources)
-    for eqn in eqns:
-        if not found.isdisjoint(v for v in eqn.invars if isinstance(v, _compat.Var)):
-            found.update(eqn.outvars)
-    return found
 
 
 def zeros(aval: Any, rows: int | None = None) -> Any:
@@ -147,7 +109,7 @@ def is_inexact(aval: Any) -> bool:
 
 
 def perturbed(
-    step: ScanBody, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
+    body: ScanBody, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
     """Returns which carries and which ys have tangents, over all steps together: those that lax.scan gives tangents to.
 
@@ -156,10 +118,10 @@ def perturbed(
     """
     carry = list(carry)
     while True:
-        out = _moved(step.jaxpr, [*consts, *carry, *xs])
+        out = _moved(body.jaxpr, [*consts, *carry, *xs])
         new = [a or b for a, b in zip(carry, out)]
         if new == carry:
-            return carry, out[step.carries :]
+            return carry, out[body.carries :]
         carry = new
 
 

@@ -54,11 +54,11 @@ class Priced:
     bytes: int
 
 
-def fit(step: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomial:
+def fit(body: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomial:
     """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is differentiated.
 
     Args:
-      step: of the scan.
+      body: of the scan.
       limit: bytes.
       policy: whether something is kept of steps that are checkpointed.
 
@@ -67,7 +67,7 @@ def fit(step: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomia
     Raises:
       InfeasibleBudgetError: no schedule fits; it names the bytes of the one that takes least.
     """
-    choices = list(_choices(step, limit, policy))
+    choices = list(_choices(body, limit, policy))
     fitting = [choice for choice in choices if choice.bytes <= limit]
     if not fitting:
         least = min(choice.bytes for choice in choices)
@@ -80,16 +80,16 @@ def fit(step: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomia
     return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Binomial), choice.bytes)).plan
 
 
-def _choices(step: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
-    length, one, residuals = step.length, sum(map(stacked_bytes, step.carry_avals)), residual_bytes(step)
-    wanted = everything(step)
-    at_once = backward(step, wanted, None, defer=False)
-    working = working_bytes(step, at_once)
+def _choices(body: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
+    length, one, residuals = body.length, sum(map(stacked_bytes, body.carry_avals)), residual_bytes(body)
+    wanted = everything(body)
+    at_once = backward(body, wanted, None, defer=False)
+    working = working_bytes(body, at_once)
     yield Priced(plain(length), length, length * residuals + working)
     yield Priced(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
-    xs = sum(stacked_bytes(var.aval) for var in step.jaxpr.invars[step.consts + step.carries :])
-    ys = sum(map(stacked_bytes, step.y_avals))
-    sums = sum(nbytes(var.aval) for var in step.jaxpr.invars[: step.consts] if is_inexact(var.aval))
+    xs = sum(stacked_bytes(var.aval) for var in body.jaxpr.invars[body.consts + body.carries :])
+    ys = sum(map(stacked_bytes, body.y_avals))
+    sums = sum(nbytes(var.aval) for var in body.jaxpr.invars[: body.consts] if is_inexact(var.aval))
     # Every row of a segment: residuals, and as blocks the rows of xs, of the ys' cotangents, and of cotangents of xs.
     row = residuals + 2 * xs + 2 * ys
     best = math.isqrt(length * one // max(row, 1))
@@ -99,23 +99,23 @@ def _choices(step: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
             copies = 2 * length * (xs + ys) if nest.rest else 0
             yield Priced(nest, nest.steps, nest.count * one + nest.residuals * row + copies + sums + working)
     if one:
-        runs = SlotBudget(step, limit)
+        runs = SlotBudget(body, limit)
         mixed = runs.choose(wanted)
         yield Priced(mixed, mixed.steps, runs.bytes(wanted, mixed))
 
 
-def everything(step: ScanBody) -> Wanted:
+def everything(body: ScanBody) -> Wanted:
     """Returns the cotangents of all that can be differentiated."""
-    inexact = [is_inexact(var.aval) for var in step.jaxpr.invars]
-    carries = step.consts + step.carries
-    consts, init, xs = inexact[: step.consts], inexact[step.consts : carries], inexact[carries:]
-    carry, ys = perturbed(step, consts, init, xs)
+    inexact = [is_inexact(var.aval) for var in body.jaxpr.invars]
+    carries = body.consts + body.carries
+    consts, init, xs = inexact[: body.consts], inexact[body.consts : carries], inexact[carries:]
+    carry, ys = perturbed(body, consts, init, xs)
     return Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
 
 
-def residual_bytes(step: ScanBody) -> int:
+def residual_bytes(body: ScanBody) -> int:
     """Returns the bytes that a loop keeps of the step, if all that can be is differentiated; constants and xs not counted."""
-    inputs = [var.aval for var in step.jaxpr.invars]
+    inputs = [var.aval for var in body.jaxpr.invars]
 
     def residuals(*flat: Any) -> Values:
         moving = [is_inexact(aval) for aval in inputs]
@@ -123,14 +123,14 @@ def residual_bytes(step: ScanBody) -> int:
         def run(*values: Any) -> Values:
             rest = iter(values)
             out = _compat.eval_jaxpr(
-                step.jaxpr, [], *(next(rest) if flag else value for flag, value in zip(moving, flat))
+                body.jaxpr, [], *(next(rest) if flag else value for flag, value in zip(moving, flat))
             )
             return [value for value in out if is_inexact(jax.typeof(value))]
 
         return jax.tree.leaves(jax.vjp(run, *(value for value, flag in zip(flat, moving) if flag))[1])
 
     traced = _compat.open_jaxpr(jax.make_jaxpr(residuals)(*inputs))
-    there = {*traced.constvars, *traced.invars[: step.consts], *traced.invars[step.consts + step.carries :]}
+    there = {*traced.constvars, *traced.invars[: body.consts], *traced.invars[body.consts + body.carries :]}
     kept = {var for var in traced.outvars if isinstance(var, _compat.Var) and var not in there}
     return sum(stacked_bytes(var.aval) for var in kept)
 
@@ -142,14 +142,14 @@ class SlotBudget:
     """Which runs of several steps, and how many slots, take at most so many bytes.
 
     Args:
-      step: of the scan.
+      body: of the scan.
       limit: bytes.
       kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
     """
 
-    def __init__(self, step: ScanBody, limit: int, kept: Sequence[Any] | None = None) -> None:
-        self.step, self.limit = step, limit
-        self.kept = dear_values(step) if kept is None else list(kept)
+    def __init__(self, body: ScanBody, limit: int, kept: Sequence[Any] | None = None) -> None:
+        self.body, self.limit = body, limit
+        self.kept = dear_values(body) if kept is None else list(kept)
         self._counted: dict[Wanted, Callable[[int], float]] = {}
         self._works: dict[Wanted, Backward | None] = {}
 
@@ -159,20 +159,20 @@ class SlotBudget:
 
     def within(self, wanted: Wanted, limit: float) -> Binomial:
         """Returns the runs and slots that take at most `limit` bytes and the least time; those that take the fewest bytes where none fit."""
-        step, beside, work = self.step, self._beside(wanted), self._work(wanted)
+        body, beside, work = self.body, self._beside(wanted), self._work(wanted)
 
         def left(run: int) -> int:
             if run > 1 and work is None:
                 return 0
-            return self._slots(limit - beside(run), -(-step.length // run))
+            return self._slots(limit - beside(run), -(-body.length // run))
 
         again = work is not None and work.again
-        costs = TurnCosts() if work is None else work.costs(step)
-        chosen = best_runs(step.length, left, again=again, costs=costs)
+        costs = TurnCosts() if work is None else work.costs(body)
+        chosen = best_runs(body.length, left, again=again, costs=costs)
         if chosen is not None:
             return chosen
-        longest = 1 if work is None else min(step.length, LONGEST_RUN)
-        single = (Binomial(step.length, run, 1, again and run > 1) for run in range(1, longest + 1))
+        longest = 1 if work is None else min(body.length, LONGEST_RUN)
+        single = (Binomial(body.length, run, 1, again and run > 1) for run in range(1, longest + 1))
         return min(single, key=lambda plan: self.bytes(wanted, plan))
 
     def bytes(self, wanted: Wanted, plan: Binomial) -> int:
@@ -181,7 +181,7 @@ class SlotBudget:
 
     def kept_bytes(self, plan: Binomial) -> int:
         """Returns the bytes that a plan keeps from the forward to the backward pass: slots, and the integers that place them."""
-        return plan.slots * self.step.carry_bytes + places_bytes(plan.units, plan.slots)
+        return plan.slots * self.body.carry_bytes + places_bytes(plan.units, plan.slots)
 
     def work_bytes(self, wanted: Wanted, plan: Binomial) -> int:
         """Returns the bytes that a plan needs beside the slots, in the backward pass."""
@@ -194,15 +194,15 @@ class SlotBudget:
     def _work(self, wanted: Wanted) -> Backward | None:
         """Returns the backward pass of a run; None where keeping values makes none cheap."""
         if wanted not in self._works:
-            self._works[wanted] = None if self.kept is None else backward(self.step, wanted, self.kept, defer=True)
+            self._works[wanted] = None if self.kept is None else backward(self.body, wanted, self.kept, defer=True)
         return self._works[wanted]
 
     def _slots(self, room: float, units: int) -> int:
         """Returns how many slots there is room for, at most `units`."""
-        low, high = 0, min(max(int(room // max(self.step.carry_bytes, 1)), 0), units)
+        low, high = 0, min(max(int(room // max(self.body.carry_bytes, 1)), 0), units)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = middle * self.step.carry_bytes + places_bytes(units, middle) <= room
+            fits = middle * self.body.carry_bytes + places_bytes(units, middle) <= room
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
@@ -210,21 +210,21 @@ class SlotBudget:
         """Returns the function from steps in a run to what is needed beside the slots, in bytes."""
         if wanted in self._counted:
             return self._counted[wanted]
-        step = self.step
-        alone = working_bytes(step, backward(step, wanted, None, defer=False))
+        body = self.body
+        alone = working_bytes(body, backward(body, wanted, None, defer=False))
         work = self._work(wanted)
-        longest = min(step.length, LONGEST_RUN)
+        longest = min(body.length, LONGEST_RUN)
 
         def beside(run: int) -> float:
             if run == 1 or work is None:
                 return alone
-            rest = step.length % run
+            rest = body.length % run
             rows = (run + rest) * sum(stacked_bytes(aval, twice=True) for aval in work.stacks)
             return rows + max(pulling, settling(run))
 
         if work is not None and longest > 1:
-            pulling = working_bytes(step, work)
-            ends = [settling_bytes(step, work, run) for run in (2, longest)]
+            pulling = working_bytes(body, work)
+            ends = [settling_bytes(body, work, run) for run in (2, longest)]
             # The bytes that live at once are the largest of several sums, so between two lengths they are at most on the line.
             slope = (ends[1] - ends[0]) / max(longest - 2, 1)
             settling = lambda run: ends[0] + slope * (run - 2)
@@ -235,37 +235,37 @@ class SlotBudget:
 # ------------------------------------------------------------------------------------------------------------- working memory
 
 
-def working_bytes(step: ScanBody, work: Backward) -> int:
+def working_bytes(body: ScanBody, work: Backward) -> int:
     """Returns the bytes that taking the cotangents back through one step works with, a carry and its cotangents among them."""
-    consts, carry, xs = _inputs(step)
-    cts = [aval.to_ct_aval() for aval in (*step.carry_avals, *step.y_avals)]
+    consts, carry, xs = _inputs(body)
+    cts = [aval.to_ct_aval() for aval in (*body.carry_avals, *body.y_avals)]
     flags = [*work.wanted.carry, *work.wanted.ys]
     sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
     rows = list(work.stacks[: work.rows]) if work.defers else [carry[i] for i in work.carry_rows]
     args = consts, rows, xs, [ct for ct, flag in zip(cts, flags) if flag], sums
-    forward = graph_of(_compat.close_jaxpr(step.jaxpr, ()))
+    forward = graph_of(_compat.close_jaxpr(body.jaxpr, ()))
     back = graph_of(jax.make_jaxpr(work.pull)(*args))
     # The scan without a gradient has the xs in float32 where the compiler widens them, but not the cotangents of the ys.
-    wide = step.length * sum(stacked_bytes(aval, twice=True) - nbytes(aval) for aval in step.y_avals)
-    one = sum(stacked_bytes(aval, twice=True) for aval in step.carry_avals)
+    wide = body.length * sum(stacked_bytes(aval, twice=True) - nbytes(aval) for aval in body.y_avals)
+    one = sum(stacked_bytes(aval, twice=True) for aval in body.carry_avals)
     return max(_live(forward), _live(back)) + one + wide
 
 
-def settling_bytes(step: ScanBody, work: Backward, run: int) -> int:
+def settling_bytes(body: ScanBody, work: Backward, run: int) -> int:
     """Returns the bytes that adding what waited at the end of a run works with, rows of xs that it reads among them."""
     if work.settle is None:
         return 0
-    consts, _, xs = _inputs(step)
+    consts, _, xs = _inputs(body)
     rows = lambda avals: [jax.ShapeDtypeStruct((run, *aval.shape), aval.dtype) for aval in avals]
     sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
     graph = graph_of(jax.make_jaxpr(work.settle)(consts, rows(work.stacks), rows(xs), sums))
     return _live(graph) + run * sum(map(nbytes, work.gathered))
 
 
-def _inputs(step: ScanBody) -> tuple[list[Any], list[Any], list[Any]]:
-    avals = [var.aval for var in step.jaxpr.invars]
-    carries = step.consts + step.carries
-    return avals[: step.consts], avals[step.consts : carries], avals[carries:]
+def _inputs(body: ScanBody) -> tuple[list[Any], list[Any], list[Any]]:
+    avals = [var.aval for var in body.jaxpr.invars]
+    carries = body.consts + body.carries
+    return avals[: body.consts], avals[body.consts : carries], avals[carries:]
 
 
 def stacked_bytes(aval: Any, *, twice: bool = False) -> int:

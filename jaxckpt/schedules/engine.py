@@ -71,7 +71,7 @@ def scan_with_slots(
     return results[: len(last)], results[len(last) :]
 
 
-def _without_tangents(step: ScanBody, results: Values, operands: Values) -> Values:
+def _without_tangents(body: ScanBody, results: Values, operands: Values) -> Values:
     """Returns the results of a scan, without tangents where lax.scan would give them none."""
 
     @jax.custom_jvp
@@ -82,7 +82,7 @@ def _without_tangents(step: ScanBody, results: Values, operands: Values) -> Valu
         zero = jax.custom_derivatives.SymbolicZero
         results, operands = primals
         flags = [not isinstance(t, zero) and is_inexact(jax.typeof(x)) for x, t in zip(operands, tangents[1])]
-        carry, ys = perturbed(step, *split(flags, (step.consts, step.carries, step.xs)))
+        carry, ys = perturbed(body, *split(flags, (body.consts, body.carries, body.xs)))
         none = [zero(_compat.tangent_aval(value)) for value in results]
         return results, [t if flag else no for t, flag, no in zip(tangents[0], [*carry, *ys], none)]
 
@@ -102,64 +102,64 @@ class _Engine:
     """The loops of one scan."""
 
     def __init__(
-        self, step: ScanBody, slots: int | SlotBudget, run: int | None, kept: Sequence[Any] | None, carry: Action
+        self, body: ScanBody, slots: int | SlotBudget, run: int | None, kept: Sequence[Any] | None, carry: Action
     ) -> None:
-        self.step, self.slots, self.run, self.carry = step, slots, run, carry
-        self.kept = dear_values(step) if kept is None else list(kept)
+        self.body, self.slots, self.run, self.carry = body, slots, run, carry
+        self.kept = dear_values(body) if kept is None else list(kept)
 
     def plan(self, consts: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]) -> tuple[Backward, Binomial]:
         """Returns the backward step and the schedule, for what is differentiated."""
-        step = self.step
-        carry, ys = perturbed(step, consts, init, xs)
+        body = self.body
+        carry, ys = perturbed(body, consts, init, xs)
         wanted = Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
         if isinstance(self.slots, SlotBudget):
             plan = self.slots.choose(wanted)
-            return backward(step, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1), plan
+            return backward(body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1), plan
         if self.run != 1 and (self.run is not None or self.kept is not None):
-            work = backward(step, wanted, self.kept, defer=True)
+            work = backward(body, wanted, self.kept, defer=True)
             if self.run is not None:
-                run = min(self.run, step.length)
-                plan = Binomial(step.length, run, min(self.slots, -(-step.length // run)), work.again)
+                run = min(self.run, body.length)
+                plan = Binomial(body.length, run, min(self.slots, -(-body.length // run)), work.again)
             else:
-                row = work.bytes_a_step / max(step.carry_bytes, 1)
-                plan = binomial(step.length, self.slots, row=row, again=work.again, costs=work.costs(step))
+                row = work.bytes_a_step / max(body.carry_bytes, 1)
+                plan = binomial(body.length, self.slots, row=row, again=work.again, costs=work.costs(body))
             if plan.run > 1:
                 return work, plan
-        return backward(step, wanted, None, defer=False), binomial(step.length, self.slots)
+        return backward(body, wanted, None, defer=False), binomial(body.length, self.slots)
 
     # ----------------------------------------------------------------------------------------------------------- forward
 
     def plain(self, consts: Values, init: Values, xs: Values) -> tuple[Values, Values]:
         """Runs the scan as lax.scan does, for when it is not differentiated."""
-        step = self.step
-        return lax.scan(lambda carry, x: step.run(consts, carry, x), init, xs, length=step.length, reverse=step.reverse)
+        body = self.body
+        return lax.scan(lambda carry, x: body.run(consts, carry, x), init, xs, length=body.length, reverse=body.reverse)
 
     def forward(self, plan: Binomial, consts: Values, init: Values, xs: Values) -> tuple[tuple[Values, Values], Values]:
         """Runs all steps; returns the results and the slots."""
-        loops = _Loops(self.step, plan, self.carry, consts, init, xs)
-        ys = [zeros(aval, self.step.length) for aval in self.step.y_avals]
-        slots = [loops.home.buffer(value, plan.slots) for value in init]
-        if loops.home.away:  # only what is kept goes to the host
-            whole = loops.parts_of(*loops.places.whole)
-            carry, ys, slots, _ = loops.advance(plan.units - 1, 0, init, ys, slots, whole)
-            slots = loops.home.write(slots, carry, loops.spare)
-            return loops.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+        carries = _Carries(self.body, plan, self.carry, consts, init, xs)
+        ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
+        slots = [carries.home.buffer(value, plan.slots) for value in init]
+        if carries.home.away:  # only what is kept goes to the host
+            whole = carries.parts_of(*carries.places.whole)
+            carry, ys, slots, _ = carries.advance(plan.units - 1, 0, init, ys, slots, whole)
+            slots = carries.home.write(slots, carry, carries.spare)
+            return carries.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
         # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So the number of turns is
         # known, and if nobody uses the ys, JAX sees it.
         def turn(i: Any, state: tuple[Values, Values, Values, Any]) -> tuple[Values, Values, Values, Any]:
             carry, ys, slots, part = state
-            kept = i == loops.parts.starts[part]
-            slots = loops.home.write(slots, carry, jnp.where(kept, loops.row(part), loops.spare))
-            carry, ys = loops.steps(carry, i * plan.run, plan.run, ys)
+            kept = i == carries.parts.starts[part]
+            slots = carries.home.write(slots, carry, jnp.where(kept, carries.row(part), carries.spare))
+            carry, ys = carries.steps(carry, i * plan.run, plan.run, ys)
             return carry, ys, slots, part + kept
 
-        turns, first = plan.units - (not loops.even), jnp.int32(0)
+        turns, first = plan.units - (not carries.even), jnp.int32(0)
         carry, ys, slots, _ = lax.fori_loop(0, turns, turn, (init, ys, slots, first))
-        if loops.even:
+        if carries.even:
             return (carry, ys), slots
-        slots = loops.home.write(slots, carry, loops.spare)
-        return loops.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+        slots = carries.home.write(slots, carry, carries.spare)
+        return carries.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
     # ---------------------------------------------------------------------------------------------------------- backward
 
@@ -180,9 +180,9 @@ class _Engine:
         some = tuple(flag and not isinstance(ct, zero) for flag, ct in zip(wanted.ys, ct_ys))
         if some != wanted.ys:  # results that nothing was made of
             wanted = replace(wanted, ys=some)
-            work = backward(self.step, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
-        loops = _Loops(self.step, plan, self.carry, consts, init, xs)
-        turns = _Turns(loops, work, [ct for ct, flag in zip(ct_ys, some) if flag])
+            work = backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
+        carries = _Carries(self.body, plan, self.carry, consts, init, xs)
+        turns = _Turns(carries, work, [ct for ct, flag in zip(ct_ys, some) if flag])
 
         state = _State(
             ct=[zeros(ct.aval) if isinstance(ct, zero) else ct for ct in pick(ct_carry, wanted.carry)],
@@ -192,19 +192,19 @@ class _Engine:
         )
         # Each of the two programs has stacks of its own length; the loop hands them on from turn to turn.
         rows = lambda count: [zeros(aval, count) for aval in work.stacks] if plan.run > 1 else []
-        if not loops.even:
+        if not carries.even:
             state = state._replace(stacks=rows(plan.last))
-            state = turns.adjoint(plan.units - 1, plan.last, loops.home.read(slots, loops.spare), state)
+            state = turns.adjoint(plan.units - 1, plan.last, carries.home.read(slots, carries.spare), state)
 
-        def turn(i: Any, both: tuple[Values, _Parts, _State]) -> tuple[Values, _Parts, _State]:
+        def turn(i: Any, both: tuple[Values, _Unreversed, _State]) -> tuple[Values, _Unreversed, _State]:
             slots, parts, state = both
-            carry, slots, parts = loops.restore(i, slots, parts)
+            carry, slots, parts = carries.restore(i, slots, parts)
             return slots, parts, turns.adjoint(plan.units - 1 - i, plan.run, carry, state)
 
-        if loops.even or plan.units > 1:
+        if carries.even or plan.units > 1:
             state = state._replace(stacks=rows(plan.run))
-            first = 0 if loops.even else 1
-            _, _, state = lax.fori_loop(first, plan.units, turn, (slots, loops.parts, state))
+            first = 0 if carries.even else 1
+            _, _, state = lax.fori_loop(first, plan.units, turn, (slots, carries.parts, state))
         ct_init = [ct if asked else None for ct, asked in zip(_spread(state.ct, wanted.carry), wanted.init)]
         return [*_spread(state.totals, wanted.consts), *ct_init, *_spread(state.ct_xs, wanted.xs)]
 
@@ -223,7 +223,7 @@ class _State(NamedTuple):
     stacks: Values
 
 
-class _Parts(NamedTuple):
+class _Unreversed(NamedTuple):
     """The parts of the scan that are still to be reversed, as of `schedules.Places`: JAX integers."""
 
     starts: Any
@@ -231,12 +231,12 @@ class _Parts(NamedTuple):
     top: Any
 
 
-class _Loops:
+class _Carries:
     """Taking carries forward: by steps, by runs, and as the schedule places them."""
 
-    def __init__(self, step: ScanBody, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
-        self.step, self.plan, self.consts, self.init, self.xs = step, plan, consts, init, xs
-        self.home = _Home(carry, step.carry_avals)
+    def __init__(self, body: ScanBody, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
+        self.body, self.plan, self.consts, self.init, self.xs = body, plan, consts, init, xs
+        self.home = _Home(carry, body.carry_avals)
         # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before the loop.
         self.even = plan.last == plan.run
         # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row that is to spare the
@@ -246,9 +246,9 @@ class _Loops:
         self.table = jnp.asarray(self.places.reach)
         self.parts = self.parts_of(self.places.starts, self.places.left, self.places.top)
 
-    def parts_of(self, starts: Any, left: Any, top: int) -> _Parts:
+    def parts_of(self, starts: Any, left: Any, top: int) -> _Unreversed:
         """Returns parts as arrays."""
-        return _Parts(jnp.asarray(starts, jnp.int32), jnp.asarray(left, jnp.int32), jnp.int32(top))
+        return _Unreversed(jnp.asarray(starts, jnp.int32), jnp.asarray(left, jnp.int32), jnp.int32(top))
 
     def row(self, slot: Any) -> Any:
         """Returns the row of the buffer for a slot."""
@@ -259,15 +259,15 @@ class _Loops:
 
         def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
             carry, ys = state
-            row = self.step.row(start + j)
-            carry, y = self.step.run(self.consts, carry, read(self.xs, row))
+            row = self.body.row(start + j)
+            carry, y = self.body.run(self.consts, carry, read(self.xs, row))
             return carry, write(ys, y, row) if ys else []
 
         return loop(count, one, (carry, ys))
 
     def advance(
-        self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: _Parts
-    ) -> tuple[Values, Values, Values, _Parts]:
+        self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: _Unreversed
+    ) -> tuple[Values, Values, Values, _Unreversed]:
         """Takes the carry of run `at`, the start of the last part, to run `to`, storing carries of the parts that it makes on the way."""
         run = self.plan.run
         if self.plan.units == 1:
@@ -276,7 +276,9 @@ class _Loops:
         def one(unit: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
             return self.steps(state[0], unit * run, run, state[1])
 
-        def stretch(state: tuple[Any, Values, Values, Values, _Parts]) -> tuple[Any, Values, Values, Values, _Parts]:
+        def to_next(
+            state: tuple[Any, Values, Values, Values, _Unreversed],
+        ) -> tuple[Any, Values, Values, Values, _Unreversed]:
             at, carry, ys, slots, parts = state
             left = parts.left[parts.top]
             end = at + self.places.cut(self.table, to + 1 - at, self.places.slots - parts.top, left)
@@ -285,7 +287,7 @@ class _Loops:
             more = end < to
             top = parts.top + more
             reduced = parts.left.at[parts.top].add(-1)
-            parts = _Parts(
+            parts = _Unreversed(
                 parts.starts.at[top].set(jnp.where(more, end, parts.starts[top])),
                 reduced.at[top].set(jnp.where(more, left, reduced[top])),
                 top,
@@ -294,9 +296,9 @@ class _Loops:
             return end, carry, ys, slots, parts
 
         state = (jnp.asarray(at, jnp.int32), carry, ys, slots, parts)
-        return lax.while_loop(lambda state: state[0] < to, stretch, state)[1:]
+        return lax.while_loop(lambda state: state[0] < to, to_next, state)[1:]
 
-    def restore(self, i: Any, slots: Values, parts: _Parts) -> tuple[Values, Values, _Parts]:
+    def restore(self, i: Any, slots: Values, parts: _Unreversed) -> tuple[Values, Values, _Unreversed]:
         """Returns the carry at the start of adjoint i's run, and the slots and parts after obtaining it."""
         unit = self.plan.units - 1 - i
         last = i == 0  # the forward pass left its carry in the spare row
@@ -345,14 +347,14 @@ class _Home:
 class _Turns:
     """Taking cotangents back through a run."""
 
-    def __init__(self, loops: _Loops, work: Backward, ct_ys: Values) -> None:
-        self.loops, self.work, self.ct_ys = loops, work, ct_ys
-        self.step, self.consts, self.xs = loops.step, loops.consts, loops.xs
+    def __init__(self, carries: _Carries, work: Backward, ct_ys: Values) -> None:
+        self.carries, self.work, self.ct_ys = carries, work, ct_ys
+        self.body, self.consts, self.xs = carries.body, carries.consts, carries.xs
 
     def adjoint(self, unit: Any, count: int, carry: Values, state: _State) -> _State:
         """Takes the cotangents back through the `count` steps of run `unit`, from the carry at its start."""
-        start = unit * self.loops.plan.run
-        if self.loops.plan.run == 1:
+        start = unit * self.carries.plan.run
+        if self.carries.plan.run == 1:
             rows = [carry[i] for i in self.work.carry_rows]
             return self._pull(start, rows, state)[0]
         state = state._replace(stacks=self._again(start, count, carry, state.stacks))
@@ -369,7 +371,7 @@ class _Turns:
         state = loop(count, one, state)
         if self.work.settle is None:
             return state
-        first = self.step.row(start + count - 1) if self.step.reverse else start
+        first = self.body.row(start + count - 1) if self.body.reverse else start
         x = [lax.dynamic_slice_in_dim(value, first, count) for value in self.xs]
         return state._replace(totals=self.work.settle(self.consts, state.stacks, x, state.totals))
 
@@ -383,9 +385,9 @@ class _Turns:
 
         def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
             carry, stacks = state
-            x = read(self.xs, self.step.row(start + j))
+            x = read(self.xs, self.body.row(start + j))
             if work.keep is None:
-                return self.step.run(self.consts, carry, x)[0], note(stacks, carry, [], j)
+                return self.body.run(self.consts, carry, x)[0], note(stacks, carry, [], j)
             following, kept = work.keep(self.consts, carry, x)
             return following, note(stacks, carry, kept, j)
 
@@ -396,10 +398,10 @@ class _Turns:
 
     def _place(self, j: Any, count: int) -> Any:
         """Returns the row of the stacks for step j of a run: they lie as the rows of xs do."""
-        return count - 1 - j if self.step.reverse else j
+        return count - 1 - j if self.body.reverse else j
 
     def _pull(self, i: Any, rows: Values, state: _State) -> tuple[_State, Values]:
-        row = self.step.row(i)
+        row = self.body.row(i)
         cts = [*state.ct, *read(self.ct_ys, row)]
         ct, ct_x, totals, factors = self.work.pull(self.consts, rows, read(self.xs, row), cts, state.totals)
         return state._replace(ct=ct, totals=totals, ct_xs=write(state.ct_xs, ct_x, row)), factors

@@ -53,17 +53,17 @@ def is_cheap(eqn: Any) -> bool:
     return not facts.dear
 
 
-def dear_values(step: ScanBody) -> list[Any] | None:
+def dear_values(body: ScanBody) -> list[Any] | None:
     """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
 
     It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
     of its own, jax.custom_jvp, brings that along.)
     """
-    dear = [eqn for eqn in step.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
+    dear = [eqn for eqn in body.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
     if any(surgery.programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
-    return _carried_on(step.jaxpr.eqns, kept, step.jaxpr.outvars)
+    return _carried_on(body.jaxpr.eqns, kept, body.jaxpr.outvars)
 
 
 def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) -> list[Any]:
@@ -90,11 +90,11 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
 _KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
 
 
-def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
+def _with_names(body: ScanBody, kept: Sequence[Any]) -> Any:
     """Returns the step's jaxpr with names at the values of `kept`."""
     places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
-    for eqn in step.jaxpr.eqns:
+    for eqn in body.jaxpr.eqns:
         outvars = [_compat.fresh_var(var.aval) if var in places else var for var in eqn.outvars]
         eqns.append(eqn.replace(outvars=outvars))
         eqns += (
@@ -102,7 +102,7 @@ def _with_names(step: ScanBody, kept: Sequence[Any]) -> Any:
             for computed, var in zip(outvars, eqn.outvars)
             if var in places
         )
-    return _compat.with_equations(step.jaxpr, eqns, step.jaxpr.outvars)
+    return _compat.with_equations(body.jaxpr, eqns, body.jaxpr.outvars)
 
 
 def _given(traced: Any, given: Sequence[Any]) -> Any:
@@ -172,31 +172,31 @@ class Backward:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
         return sum(map(nbytes, [*self.stacks, *self.gathered]))
 
-    def costs(self, step: ScanBody) -> TurnCosts:
+    def costs(self, body: ScanBody) -> TurnCosts:
         """Returns what runs of the step are weighed by."""
-        unit = step.flops + ITERATION
+        unit = body.flops + ITERATION
         return TurnCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
 
 
-def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
+def backward(body: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
     """Returns the backward pass of a step.
 
     Args:
-      step: the step.
+      body: of the scan.
       wanted: which cotangents to compute.
       kept: variables of the step whose values are kept; empty for none.
       defer: whether cotangents of constants may wait for the end of a run.
     """
     kept = list(kept or ())
-    named = _with_names(step, kept)
-    groups = _Inputs.of(step, wanted, kept)
+    named = _with_names(body, kept)
+    groups = _Inputs.of(body, wanted, kept)
 
     def pulled(*flat: Any) -> Values:
         consts, carry, x, _, ct_carry, ct_ys = groups.split(flat)
 
         def run(*operands: Any) -> Values:
             out = _compat.eval_jaxpr(named, [], *operands)
-            return [*pick(out[: step.carries], wanted.carry), *pick(out[step.carries :], wanted.ys)]
+            return [*pick(out[: body.carries], wanted.carry), *pick(out[body.carries :], wanted.ys)]
 
         moving = [*wanted.consts, *wanted.carry, *wanted.xs]
         of_moving, primals = surgery.with_holes(run, [*consts, *carry, *x], moving)
@@ -204,7 +204,7 @@ def backward(step: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defe
 
     traced = inline(jax.make_jaxpr(pulled)(*groups.avals))
     traced = _given(traced, groups.split(_compat.open_jaxpr(traced).invars)[3])
-    return _Splitter(step, wanted, kept, groups, traced, defer=defer).split()
+    return _Splitter(body, wanted, kept, groups, traced, defer=defer).split()
 
 
 @dataclass(frozen=True)
@@ -215,14 +215,14 @@ class _Inputs:
     counts: tuple[int, ...]
 
     @staticmethod
-    def of(step: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
-        inputs = [var.aval for var in step.jaxpr.invars]
-        cts = [pick(step.carry_avals, wanted.carry), pick(step.y_avals, wanted.ys)]
+    def of(body: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
+        inputs = [var.aval for var in body.jaxpr.invars]
+        cts = [pick(body.carry_avals, wanted.carry), pick(body.y_avals, wanted.ys)]
         cts = [[aval.to_ct_aval() for aval in part] for part in cts]
         parts = [[var.aval for var in kept], *cts]
         return _Inputs(
             [*inputs, *(aval for part in parts for aval in part)],
-            (step.consts, step.carries, step.xs, *map(len, parts)),
+            (body.consts, body.carries, body.xs, *map(len, parts)),
         )
 
     def split(self, flat: Sequence[Any]) -> list[Values]:
@@ -244,10 +244,10 @@ class _Splitter:
     """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
 
     def __init__(
-        self, step: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
+        self, body: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
     ) -> None:
         jaxpr = _compat.open_jaxpr(traced)
-        self.step, self.wanted, self.kept, self.defer = step, wanted, kept, defer
+        self.body, self.wanted, self.kept, self.defer = body, wanted, kept, defer
         self.eqns, self.debug_info = jaxpr.eqns, jaxpr.debug_info
         self.inputs = [*jaxpr.constvars, *jaxpr.invars]
         self.extra = _compat.jaxpr_consts(traced)  # arrays that differentiation made, the same at every step
@@ -381,10 +381,10 @@ class _Splitter:
     # --------------------------------------------------------------------------------------------------------- functions
 
     def _keep(self, kept: list[Any]) -> Callable[..., tuple[Values, Values]] | None:
-        carries, jaxpr = self.step.carries, self.step.jaxpr
+        carries, jaxpr = self.body.carries, self.body.jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
-        run = surgery.as_function(
+        run = surgery.function(
             jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars[:carries], *kept], jaxpr.debug_info, effects=True
         )
 
@@ -403,7 +403,7 @@ class _Splitter:
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
         inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
         # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
-        run = surgery.as_function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
+        run = surgery.function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
         counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
 
         def pull(
@@ -445,10 +445,8 @@ class _Splitter:
     ) -> Callable[[Values, Values, Values, Values], Values]:
         per_row = [*rows, *roots, *self.x]
         factors = list(dict.fromkeys(factor for term in terms for factor in term.factors))
-        expand = surgery.as_function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
-        tails = [
-            surgery.as_function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms
-        ]
+        expand = surgery.function(self.eqns, [*self.consts, *per_row], factors, self.debug_info)
+        tails = [surgery.function(self.eqns, [*self.consts, term.leaf], [term.var], self.debug_info) for term in terms]
 
         def settle(consts: Values, stacks: Values, x: Values, totals: Values) -> Values:
             consts = [*self.extra, *consts]

@@ -1,7 +1,6 @@
-"""What a policy costs before anything is compiled, on the unrolled GPT of 48 layers: some 5,000 operations."""
+"""What a policy costs before anything is compiled, on unrolled GPTs; one of 48 layers has some 5,000 operations."""
 
 import functools
-import statistics
 import time
 
 import jax
@@ -22,7 +21,8 @@ def test_trace_and_emit_of_a_deep_gpt_take_less_than_five_seconds():
 
 
 def test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient():
-    loss, args = gpt.deep()
+    """The least of several turns each, in turns: whatever else the machine does only adds to a time."""
+    loss, args = gpt.deep(layers=12)
     own = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     ours = functools.partial(jaxckpt.checkpoint, policy="dots")
 
@@ -34,5 +34,6 @@ def test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient():
         return time.process_time() - start
 
     lower(own), lower(ours)
-    ratios = [lower(ours) / lower(own) for _ in range(5)]
-    assert statistics.median(ratios) <= 1.25, ratios
+    times = [(lower(ours), lower(own)) for _ in range(7)]
+    with_policy, without = map(min, zip(*times))
+    assert with_policy / without <= 1.25, times

@@ -100,7 +100,7 @@ def test_what_is_kept_of_a_rule_is_not_run_again(which):
     # All six of a block run again where nothing is kept but its input. The products that make q, k and v run again unless these are kept.
     assert nothing == bare + 6
     assert matmuls(total(kept), w, x) == bare + 1 + again + (0 if which == "all" else 3)
-    assert_trees_close(jax.grad(total(kept))(w, x), jax.grad(total(block))(w, x))
+    assert_trees_close(jax.grad(total(kept))(w, x), jax.grad(total(block))(w, x), rtol=1e-4, atol=1e-4)
 
 
 def test_one_residual_named_is_exactly_what_is_kept():
@@ -163,7 +163,7 @@ def test_rules_inside_of_loops_branches_and_calls_are_opened(place):
     w, x = weights(), inputs()
     fun = PLACES[place]
     kept = jaxckpt.checkpoint(fun, policy=Policy({"flash/[34]": SAVE}))
-    assert_trees_close(jax.jit(jax.grad(total(kept)))(w, x), jax.jit(jax.grad(total(fun)))(w, x))
+    assert_trees_close(jax.jit(jax.grad(total(kept)))(w, x), jax.jit(jax.grad(total(fun)))(w, x), rtol=1e-3, atol=1e-4)
     report = jaxckpt.residuals(kept, w, x)
     if place != "checkpoint":  # the inner one keeps nothing
         names = {"cond"} if place == "cond" else {"flash/3", "flash/4"}

@@ -30,7 +30,7 @@ def test_a_slice_runs_only_what_an_output_takes():
     jaxpr = jaxpr_of(both, X, Y)
     first = surgery.needed(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:1])
     assert names(first) == ["sin", "mul"]
-    run = surgery.as_function(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:1], jaxpr.debug_info)
+    run = surgery.function(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:1], jaxpr.debug_info)
     assert jnp.array_equal(run(X, Y)[0], jnp.sin(X) * 2)
     ran = jax.make_jaxpr(run)(X, Y)
     assert "cos" not in str(ran)

@@ -1,21 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 
 from jaxckpt.flax import functional
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly() -> Iterator[None]:
-    """Programs here are tiny and run once."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(params=["once", "thrice"])

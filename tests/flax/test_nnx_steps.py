@@ -13,6 +13,7 @@ import jaxckpt
 from jaxckpt.core.lift import leaves
 from tests.helpers import kept_bytes
 
+pytestmark = pytest.mark.usefixtures("shared_answers")
 WIDTH, DEPTH = 32, 3
 
 

@@ -53,11 +53,8 @@ def trained(model: nn.Module, params: Any, stats: Any, images: Any, labels: Any,
     return params, stats
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly() -> None:
-    """Not here: the steps would take longer than what is saved."""
-
-
+@pytest.mark.large
+@pytest.mark.usefixtures("optimised")
 def test_running_statistics_after_ten_steps_are_equal_with_and_without():
     plain, ours = ResNet50(), ResNet50(checkpoint(Bottleneck))
     images, labels = map(jnp.asarray, digits_batch(SIZE.batch, SIZE.pixels, 3))
