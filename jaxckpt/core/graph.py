@@ -378,6 +378,8 @@ class _Builder:
                 and tag not in self.values[index]["tags"]
             ):
                 self.values[index]["tags"].append(tag)
+        if rule.hidden and forward.inputs:
+            self.values[forward.inputs[0]]["tags"].extend(rule.hidden)
         for index, inner in zip(outputs[rule.results :], forward.outputs[rule.results :]):
             if inner is not None:
                 self.values[index]["primitive"] = self.values[inner]["primitive"] or PRIMITIVE

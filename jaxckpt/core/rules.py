@@ -10,6 +10,10 @@ What is opened is the same function to whoever uses its own results. Where nothi
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import functools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
 
-TITLE = "jaxckpt_rule"
-"""What begins the name of the function that stands in a rule's place; after it come the rule's own name and where its residuals are."""
+TITLE = "jaxckpt_rule@"
+"""What begins the name of the function that stands in a rule's place; the rest says what rule it is, as encoded JSON."""
 
 PRIMITIVE = "custom_vjp_call"
 
@@ -39,19 +43,19 @@ class Rule:
       results: how many results the rule has; those after them are residuals and tagged values.
       residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a result's place).
       tags: (result's place, the tag that the forward rule gives it).
+      hidden: tags inside of the function that its forward rule does not give: nothing can be kept by them.
     """
 
     name: str
     results: int
     residuals: tuple[tuple[str, int], ...]
     tags: tuple[tuple[int, str], ...] = ()
+    hidden: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
-        """The rule as the name of a function."""
-        where = ",".join(f"{kind}.{place}" for kind, place in self.residuals)
-        tags = ",".join(f"{place}.{tag}" for place, tag in self.tags)
-        return f"{TITLE}|{self.name}|{self.results}|{where}|{tags}".replace(" ", "\N{NO-BREAK SPACE}")
+        """The rule as the name of a function: parameters of operations do not last, names of functions do."""
+        return TITLE + base64.urlsafe_b64encode(json.dumps(dataclasses.astuple(self)).encode()).decode()
 
     @classmethod
     def of(cls, eqn: Any) -> Rule | None:
@@ -59,17 +63,13 @@ class Rule:
         if eqn.primitive.name != "custom_jvp_call":
             return None
         title = _compat.jaxpr_title(eqn.params["call_jaxpr"])
-        if not title.startswith(f"{TITLE}|"):
-            return None
-        _, name, results, where, tags = title.replace("\N{NO-BREAK SPACE}", " ").split("|", 4)
-        residuals = (each.split(".") for each in where.split(",") if each)
-        tagged = (each.split(".", 1) for each in tags.split(",") if each)
-        return cls(
-            name,
-            int(results),
-            tuple((kind, int(place)) for kind, place in residuals),
-            tuple((int(place), tag) for place, tag in tagged),
-        )
+        return _rule_of(title.removeprefix(TITLE)) if title.startswith(TITLE) else None
+
+
+@functools.cache
+def _rule_of(encoded: str) -> Rule:
+    name, results, residuals, tags, hidden = json.loads(base64.urlsafe_b64decode(encoded))
+    return Rule(name, results, tuple(map(tuple, residuals)), tuple(map(tuple, tags)), tuple(hidden))
 
 
 def opened(closed: Any, calls: Calls) -> Any:
@@ -152,7 +152,8 @@ def _open(eqn: Any) -> Any:
         return None
     if forward is None:
         return None
-    title = Rule(rule.name, forward.results, forward.kept, forward.tags).title
+    inside = set(_tags(eqn.params["call_jaxpr"])) - {tag for _, tag in forward.tags}
+    title = Rule(rule.name, forward.results, forward.kept, forward.tags, tuple(sorted(inside))).title
     consts = rule.num_consts
     program = _compat.open_jaxpr(forward.program)
 
@@ -223,6 +224,16 @@ def _forward(eqn: Any, rule: Any) -> _Forward | None:
             tags.append((place_of(each.outvars[0]), tag))
     rebuilt = _compat.with_equations(program, list(program.eqns), outvars)
     return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags))
+
+
+def _tags(program: Any) -> Iterator[str]:
+    """Yields the tags in a program and in those inside of it."""
+    for eqn in _compat.open_jaxpr(program).eqns:
+        tag = _compat.equation_name(eqn)
+        if tag is not None:
+            yield tag
+        for inner in surgery.programs(eqn):
+            yield from _tags(inner)
 
 
 def tags_of(rule: Rule) -> Iterator[tuple[str, int, str]]:
