@@ -20,7 +20,7 @@ import pytest
 
 TRACING = """
     actions compat/test_source.py core memory/test_buffers.py memory/test_cache.py memory/test_estimate.py memory/test_wire.py
-    planner/solvers/test_optimal.py planner/solvers/test_registry.py planner/solvers/test_rules.py planner/solvers/test_steps.py
+    planner/solvers/test_optimal.py planner/solvers/test_registry.py planner/solvers/test_rules.py planner/solvers/test_staircase.py
     planner/test_budget.py planner/test_chain.py planner/test_costs.py planner/test_mincut.py planner/test_stages.py
     show/test_plans.py test_docs.py test_errors.py test_imports.py test_policies.py test_public.py transforms/test_constant_results.py
     transforms/test_schedules.py

@@ -18,11 +18,12 @@ import numpy as np
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action
-from jaxckpt.core import reads, stored, surgery
+from jaxckpt.core import primitives, reads, stored, surgery
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
+from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
 from jaxckpt.core.rules import Rule
@@ -216,7 +217,12 @@ def _rewrite(
         group = _rewrite_op(eqn, op, names, actions, loops.get(place))
         if place not in loops:
             before.update((var, (place, new)) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
-            if op.primitive not in ("scan", "cond") and any(i in actions for b in op.bodies for i in _own_values(b)):
+            # A function with a rule may hand an operand on as it is, and so the name of it.
+            handed = primitives.of(op.primitive).holds is Holds.RULE and any(index in actions for index in op.inputs)
+            inside = op.primitive not in ("scan", "cond") and any(
+                index in actions for body in op.bodies for index in _own_values(body)
+            )
+            if handed or inside:
                 calls.update((var, (place, eqn)) for var in eqn.outvars)
         groups.append([*pending, *group])
         pending = []

@@ -64,7 +64,7 @@ def _stack(layers: list[Any], name: str) -> tuple[_Path, ...]:
     """
     for i, layer in enumerate(layers):
         if different := _difference(layers[0], layer):
-            rule = f"a module whose instances differ only in the values of their arrays; {name} 0 and {name} {i} do not"
+            rule = f"a module whose instances differ only in the values of their arrays; {name} 0 and {name} {i} differ in more"
             raise ArgumentError("Block", rule, different)
     leaves = [_leaves(layer) for layer in layers]
     shared = tuple(path for path in leaves[0] if len(layers) > 1 and leaves[0][path] is leaves[1][path])

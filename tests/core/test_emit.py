@@ -107,8 +107,8 @@ def _stretches(rng: random.Random, names: Sequence[str], start: int, stop: int, 
 # ---------------------------------------------------------------------------------------------------- the program, two ways
 
 
-def run(block: Block, w: Any, x: Any, checkpointed: bool) -> Any:
-    """Runs a block; `checkpointed` with its regions as checkpoints that are put by hand."""
+def run(block: Block, w: Any, x: Any, checkpointed: bool, call: Any = lambda fun: fun) -> Any:
+    """Runs a block; `checkpointed` with its regions as checkpoints that are put by hand, `call` around each operation."""
 
     def statements(start: int, stop: int, values: dict[int, Any], regions: Sequence[Stretch]) -> dict[int, Any]:
         at = start
@@ -138,23 +138,23 @@ def run(block: Block, w: Any, x: Any, checkpointed: bool) -> Any:
         for i in range(start, stop):
             statement = block.statements[i]
             a, b = (values.get(place) for place in statement.operands)
-            values[i + 1] = tag(_result(statement, w, a, b, checkpointed), statement.name)
+            values[i + 1] = tag(_result(statement, w, a, b, checkpointed, call), statement.name)
         return values
 
     return statements(0, len(block.statements), {0: x}, block.regions)[len(block.statements)]
 
 
-def _result(statement: Statement, w: Any, a: Any, b: Any, checkpointed: bool) -> Any:
-    blocks = [functools.partial(run, block, w, checkpointed=checkpointed) for block in statement.blocks]
+def _result(statement: Statement, w: Any, a: Any, b: Any, checkpointed: bool, call: Any) -> Any:
+    blocks = [functools.partial(run, block, w, checkpointed=checkpointed, call=call) for block in statement.blocks]
     if statement.kind == "scan":
         return lax.scan(lambda c, _: (0.5 * blocks[0](c) + c, None), a, None, length=ITERATIONS)[0]
     if statement.kind == "cond":
         return lax.cond(jnp.sum(b) > 0, *blocks, a)
-    return OPERATIONS[statement.kind](w, a, b)
+    return call(OPERATIONS[statement.kind])(w, a, b)
 
 
-def function(block: Block, checkpointed: bool = False) -> Callable[..., Any]:
-    return lambda w, x: jnp.sum(jnp.sin(run(block, w, x, checkpointed)))
+def function(block: Block, checkpointed: bool = False, call: Any = lambda fun: fun) -> Callable[..., Any]:
+    return lambda w, x: jnp.sum(jnp.sin(run(block, w, x, checkpointed, call)))
 
 
 W = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / 2

@@ -14,7 +14,8 @@ import jaxckpt
 from jaxckpt import SAVE, Plan, Policy, Region, op, tag
 from jaxckpt.core.graph import trace, trace_with_calls
 from jaxckpt.core.inline import Calls
-from tests.helpers import assert_trees_close, executions, kept_shapes
+from tests.core import test_emit as programs
+from tests.helpers import assert_trees_close, executions, gradient_executions, kept_shapes
 
 X, W = jnp.linspace(0.1, 0.6, 64).reshape(8, 8), jnp.eye(8) + 0.01
 POLICIES = {
@@ -185,3 +186,16 @@ def test_calls_in_calls_need_no_more_recursion_than_jaxs():
         float(jax.grad(jax.checkpoint(fun))(1.0))
     )
     assert jaxckpt.plan(fun, 1.0, budget=10**6, target="cpu", verify=False).fingerprint
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_plan_of_a_random_program_keeps_and_runs_as_much_whether_its_operations_are_called_or_written_out(number):
+    """Each operation is a jitted function, some of them called often, in loops and branches too; regions are nested and keep values."""
+    block, plan = programs.drawn(number)
+    written, called = programs.function(block), programs.function(block, call=jax.jit)
+    args = programs.W, programs.X
+    planned, expected = programs.plan_of(block, trace(called, *args)).apply(called), plan.apply(written)
+    assert programs.kept(planned) == programs.kept(expected)
+    counts = gradient_executions(planned, *args), gradient_executions(expected, *args)
+    assert {name: counts[0][name] for name in programs.COUNTED} == {name: counts[1][name] for name in programs.COUNTED}
+    assert_trees_close(jax.grad(planned)(*args), jax.grad(written)(*args), rtol=1e-4)

@@ -614,5 +614,5 @@ def test_nnx_layers_that_differ_are_errors():
         def __call__(self, x: Any) -> Any:
             return x
 
-    with pytest.raises(ArgumentError, match="Numbered 0 and Numbered 1 are not; got 'number: 0 and 1'"):
+    with pytest.raises(ArgumentError, match="Numbered 0 and Numbered 1 differ in more; got 'number: 0 and 1'"):
         scan_layers(Numbered, 2)()

@@ -1,11 +1,15 @@
 """verify: says yes to what agrees, and names the worst array of what does not."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxckpt
 from jaxckpt import ArgumentError, NotDifferentiableError, VerificationError
+from tests.helpers import kept_bytes
 
 PARAMS = {"w": jnp.sin(jnp.arange(12.0)).reshape(3, 4), "none": None, "count": jnp.int32(3)}
 X = jnp.linspace(0.0, 1.0, 6).reshape(2, 3)
@@ -38,6 +42,53 @@ def test_a_wrong_gradient_under_right_values_is_found_and_named():
     wrong = lambda p, x: {"y": sine(x @ p["w"]), "count": p["count"] + 1}
     with pytest.raises(VerificationError, match=r"differ in 2 of 4 arrays. The worst is gradient of args\[\d\]"):
         jaxckpt.verify(wrong, loss, PARAMS, X)
+
+
+LAYERS = {
+    name: {"w": jnp.cos(jnp.arange(9.0) + i).reshape(3, 3), "b": jnp.ones(3)}
+    for i, name in enumerate(("first", "last"))
+}
+
+
+def model(layers, x, broken=None):
+    for name, layer in layers.items():
+        weights = wrong_by_a_hundredth(layer["w"]) if name == broken else layer["w"]
+        x = jnp.tanh(x @ weights + layer["b"])
+    return jnp.sum(x**2)
+
+
+@jax.custom_vjp
+def wrong_by_a_hundredth(w):
+    """The identity; the first row's cotangent comes out by 1% too large, as it would of a recomputation that reads something else."""
+    return w
+
+
+wrong_by_a_hundredth.defvjp(lambda w: (w, None), lambda _, ct: (ct.at[0].multiply(1.01),))
+
+
+@pytest.mark.parametrize("broken", LAYERS)
+def test_the_one_gradient_that_is_wrong_is_named_and_how_far_off_it_is(broken):
+    planned = jaxckpt.checkpoint(functools.partial(model, broken=broken), policy="dots")
+    with pytest.raises(VerificationError) as caught:
+        jaxckpt.verify(planned, model, LAYERS, X)
+    assert f"differ in 1 of 6 arrays. The worst is gradient of args[0]['{broken}']['w']: off by" in str(caught.value)
+    off = float(re.search(r", ([\d.e-]+) of its largest value", str(caught.value))[1])
+    assert 0 < off <= 0.0101
+    assert jaxckpt.verify(planned, model, LAYERS, X, rtol=0.02).worst == f"gradient of args[0]['{broken}']['w']"
+
+
+def test_a_plan_that_drops_a_gradient_is_found(monkeypatch):
+    graph = jaxckpt.trace(model, LAYERS, X)
+    plan = jaxckpt.Plan((jaxckpt.Region(0, len(graph.ops) // 2),), graph.fingerprint)
+    assert kept_bytes(plan.apply(model), LAYERS, X) < kept_bytes(model, LAYERS, X)
+    assert jaxckpt.verify(plan.apply(model), model, LAYERS, X).leaves == 6
+    checkpoint = jax.checkpoint
+    stopped = lambda fun, **options: lambda *args: checkpoint(fun, **options)(*map(jax.lax.stop_gradient, args))
+    monkeypatch.setattr(jax, "checkpoint", stopped)
+    with pytest.raises(
+        VerificationError, match=r"differ in [34] of 6 arrays. The worst is gradient of args\[0\]\['first'\]"
+    ):
+        jaxckpt.verify(plan.apply(model), model, LAYERS, X[:, :3])
 
 
 def test_a_difference_within_the_tolerance_passes_and_integers_must_be_equal():

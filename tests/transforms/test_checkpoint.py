@@ -297,7 +297,7 @@ def test_a_function_with_side_effects_runs_forward_and_is_refused_where_it_is_di
 
 
 @pytest.mark.parametrize("policy", [Policy({"*": SAVE}), Policy([(op("*"), SAVE)]), "dots"], ids=str)
-@pytest.mark.parametrize("place", ["alone", "scan", "jit", "used", "checkpoint", "call"])
+@pytest.mark.parametrize("place", ["alone", "scan", "jit", "used", "checkpoint", "call", "rule"])
 def test_a_kept_value_may_feed_a_print_alone(place, policy):
     def body(x):
         shown = tag(jnp.sin(x), "shown")
@@ -312,11 +312,23 @@ def test_a_kept_value_may_feed_a_print_alone(place, policy):
 
         return inner
 
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    same.defjvp(lambda primals, tangents: jax.jvp(lambda x: x, primals, tangents))
+
+    def handed_on(x):
+        shown = same(tag(jnp.sin(x), "shown"))
+        jax.debug.callback(lambda v: None, shown)
+        return jnp.cos(x) * shown
+
     fun = {
         "alone": body,
         "used": body,
         "checkpoint": made_inside(jax.checkpoint),
         "call": made_inside(jax.jit),
+        "rule": handed_on,
         "scan": lambda x: jax.lax.scan(lambda c, _: (body(c), None), x, length=3)[0],
         "jit": jax.jit(lambda x: jax.jit(body)(jax.jit(body)(x))),
     }[place]
