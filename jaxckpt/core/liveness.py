@@ -27,6 +27,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
+from jaxckpt.core.constants import OPERANDS
 from jaxckpt.core.graph import Body, Graph, Op, trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
@@ -49,8 +50,6 @@ class Fusing:
 FUSING: dict[str, Fusing] = {}
 """Platform's name -> how its compiler fuses; `jaxckpt.memory.platforms` fills it."""
 
-_OPERANDS = 96
-"""Arrays that one fused loop reads at most (XLA's `MaxOperandsAndOutputsPerFusion` for GPUs): what reads more is stored half way."""
 _PARTS = 512
 """Parts of the time that outputs' buffers are looked up by."""
 
@@ -209,7 +208,7 @@ def _decide(events: list[_Event], results: list[_Slot]) -> None:
                 read[id(source)] = source
         for slot in event.outputs:
             slot.sources = tuple(read.values())
-            slot.stored |= len(read) > _OPERANDS
+            slot.stored |= len(read) > OPERANDS
         if (
             event.facts.result >= Result.RESHAPED and event.inputs and event.inputs[0].stored
         ):  # of a literal, there is no operand

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from jaxckpt.core.constants import CPU_BANDWIDTH, CPU_CORE_RATE
+
 GIB = 2**30
 
 
@@ -117,18 +119,12 @@ CHIPS: dict[str, Chip] = {
 }  # fmt: skip
 """Name of the chip in targets' names -> its row."""
 
-# This machine's CPU. Memory is that of the operating system. Rates are an estimate, for the order of magnitude only: a
-# core of about 3 GHz with two 256-bit fused multiply-adds in a cycle does 96 GFLOP/s. The row has half of that, and two
-# channels of DDR4.
-_CPU_CORE_RATE = 48e9
-_CPU_BANDWIDTH = 40e9
-
 
 @functools.cache
 def cpu() -> Chip:
-    """Returns the row of this machine's CPU."""
+    """Returns the row of this machine's CPU. Memory is that of the operating system; rates are an estimate."""
     cores = os.cpu_count() or 1
-    rate = cores * _CPU_CORE_RATE / 1e12
+    rate = cores * CPU_CORE_RATE / 1e12
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # XLA for the CPU computes narrow types in float32. Host memory is the CPU's memory.
     return Chip(
@@ -136,7 +132,7 @@ def cpu() -> Chip:
         "cpu",
         memory,
         _tera(rate, rate, rate, rate, rate, float64=rate / 2),
-        _CPU_BANDWIDTH,
-        _CPU_BANDWIDTH,
-        _CPU_BANDWIDTH,
+        CPU_BANDWIDTH,
+        CPU_BANDWIDTH,
+        CPU_BANDWIDTH,
     )

@@ -26,6 +26,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import leaves, lift
+from jaxckpt.core.constants import STALE
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan
@@ -39,9 +40,6 @@ from jaxckpt.planner.calls import Call
 from jaxckpt.planner.solvers import Solver
 
 logger = logging.getLogger("jaxckpt")
-
-STALE = 0.9
-"""A stored plan for what was free on the device serves again if its budget was at least this share of what is free now."""
 
 
 def autocheckpoint(

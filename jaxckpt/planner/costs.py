@@ -20,21 +20,11 @@ import numpy as np
 
 from jaxckpt.actions import Cost
 from jaxckpt.core import primitives
+from jaxckpt.core.constants import MATRIX, VECTOR, WEIGHT
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.liveness import BARRIER
 from jaxckpt.core.primitives import Kernel
 from jaxckpt.memory.targets import Target
-
-VECTOR = 1 / 8
-"""The share of the float32 matmul rate that elementwise arithmetic reaches: on an H100 61.8 of 494.7 TFLOP/s (its data sheet says 66.9)."""
-MATRIX = 0.3
-"""The share of their peak rate that matmuls and convolutions reach in training: model FLOPs utilisations of 40 to 55% are what large runs
-report (A. Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, table 3; D. Narayanan et al. 2021, arXiv:2104.04473)."""
-
-WEIGHT = 9.0
-"""What a FLOP counts on top of its time when plans are weighed, in units of its time at the peak rate. Memory traffic is what a model of
-fusion knows least; so of plans that are near in seconds the one that computes less is taken. With this weight plans of GPT-2 are below
-hand-made ones of their peak in both, at 2% more seconds than the fewest."""
 
 
 @dataclass(frozen=True)

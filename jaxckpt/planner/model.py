@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Loop, Plan, Region
@@ -22,15 +23,6 @@ from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
 from jaxckpt.planner.scans import LoopCandidates, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
-
-WIDEST = 4
-"""Maximum number of stages in one region."""
-
-OPERATIONS = 5000
-"""Maximum number of operations that are differentiated to find candidates; single stages are always differentiated."""
-
-FINER = 0.1
-"""Split the stage that needs most bytes if that lowers its need by this fraction."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ class _Builder:
         """
         operations = 0
         gaps = stages.gaps(self.graph, stages.crossing(self.graph))
-        while 1 < len(places) <= stages.MOST:
+        while 1 < len(places) <= MOST_STAGES:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             dearest = needs.index(max(needs))
             start, stop = places[dearest : dearest + 2]

@@ -12,6 +12,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxckpt import _compat
+from jaxckpt.core.constants import (
+    DEAR_LOOP,
+    LENGTHS,
+    MOST_LOOP_CANDIDATES,
+    SHORTEST,
+    SLOT_LIMITS,
+    SLOT_STEP,
+    SPLITS,
+    TURNS_A_SECOND,
+)
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.loops import can_be_rewritten
@@ -27,19 +37,6 @@ from jaxckpt.schedules import Binomial, Nested, Slots, checkpointed, in_turn
 from jaxckpt.schedules.body import perturbed, written_out
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.pullback import Wanted
-
-MOST = 400
-"""So many candidates at most; those that save the fewest bytes over another go first."""
-SHORTEST = 16
-"""Fewest iterations of a scan that slots are offered for: of fewer, nested segments keep hardly more."""
-_LIMITS, _SMALLER = 24, 1.35
-"""So many times the bytes that slots are given are divided by this."""
-TURNS_A_SECOND = 1e11
-"""FLOP/s by which `SlotBudget.turn_flops` is seconds: those of the machine that it was measured on."""
-_SPLITS = 24
-_LENGTHS = 40
-_DEAR = 0.15
-"""Iterations may be left as they stand where names cannot spare this share of their forward time: that of a loop inside, say."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> LoopCandidat
 
 def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandidate]:
     choices = [*found.candidates]
-    if choices[-1].seconds > _DEAR * found.forward.seconds and found.residual_bytes > choices[-1].kept:
+    if choices[-1].seconds > DEAR_LOOP * found.forward.seconds and found.residual_bytes > choices[-1].kept:
         choices.append(Candidate(found.residual_bytes, 0.0, found.plain_work))
     loop = sizes.gradients + sizes.arriving
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
@@ -156,7 +153,7 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandida
         kept = length * (choice.kept + sizes.carry)
         yield LoopCandidate(_nested(length, (), choice), kept, length * _time(choice), choice.work + loop)
     for less, more in pairwise(choices):
-        for n in _spaced(1, length - 1, _SPLITS):
+        for n in _spaced(1, length - 1, SPLITS):
             kept = length * sizes.carry + n * more.kept + (length - n) * less.kept
             time = n * _time(more) + (length - n) * _time(less)
             schedule = in_turn(_nested(length - n, (), less), _nested(n, (), more))
@@ -207,8 +204,8 @@ def _slots(
     budget = SlotBudget(scan, 0)
     most = budget.kept_bytes(Binomial(length, 1, length)) + budget.work_bytes(wanted, Binomial(length, 1, length))
     loop = sizes.gradients + sizes.arriving
-    for i in range(_LIMITS + 1):
-        plan = budget.within(wanted, most / _SMALLER**i)
+    for i in range(SLOT_LIMITS + 1):
+        plan = budget.within(wanted, most / SLOT_STEP**i)
         turns = budget.turn_flops(plan) / TURNS_A_SECOND
         again = (plan.steps - length) * found.forward + Time(turns, turns)
         schedule = Slots(plan.slots, run_length=plan.run)
@@ -231,9 +228,9 @@ def _time(choice: Candidate) -> Time:
 
 def _lengths(length: int) -> list[int]:
     """Returns segment lengths to look at: all of a short loop, of a long one those that divide it and some in between."""
-    if length <= 2 * _LENGTHS:
+    if length <= 2 * LENGTHS:
         return list(range(2, length))
-    spaced = {round(length ** (i / _LENGTHS)) for i in range(1, _LENGTHS)}
+    spaced = {round(length ** (i / LENGTHS)) for i in range(1, LENGTHS)}
     divisors = {d for d in range(2, min(length, 2000)) if length % d == 0}
     return sorted(size for size in spaced | divisors if 1 < size < length)
 
@@ -245,11 +242,11 @@ def _spaced(first: int, last: int, most: int) -> list[int]:
 
 
 def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
-    """Returns the ways that no other beats in bytes, seconds and work, at most `MOST` of them."""
+    """Returns the ways that no other beats in bytes, seconds and work, at most `MOST_LOOP_CANDIDATES` of them."""
     best: list[LoopCandidate] = []
     for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
         if not any(b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work for b in best):
             best.append(way)
-    while len(best) > MOST:  # every second of those in the middle
+    while len(best) > MOST_LOOP_CANDIDATES:  # every second of those in the middle
         best = [best[0], *best[1:-1:2], best[-1]]
     return best

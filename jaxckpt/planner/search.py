@@ -19,6 +19,7 @@ import jax
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
+from jaxckpt.core.constants import CLOSE, COMPILES, MARGIN, NESTED
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -42,14 +43,6 @@ from jaxckpt.planner.solvers.sqrt import leanest, single
 
 logger = logging.getLogger("jaxckpt")
 
-COMPILES = 4
-"""So many compilations of the whole step at most."""
-CLOSE = 0.02
-"""A plan within this share below its budget is not tried to be bettered by another compilation."""
-MARGIN = 0.005
-"""After a plan that did not fit, the next one is aimed this share of the budget lower, after another one six times as much."""
-NESTED = 5000
-"""Operations inside nested regions, up to which the step of the plan that needs least is traced to estimate what stands."""
 COSTS = ("roofline", "measured")
 
 _OPAQUE = {

@@ -17,18 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxckpt import _compat
+from jaxckpt.core.constants import LONG, LOOPS, MOST_STAGES
 from jaxckpt.core.graph import Body, Graph, Op, stable
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.costs import is_dear
-
-MOST = 52
-"""So many stages are planned for one by one; of more, neighbours are joined."""
-
-LOOPS = 25
-"""So many scans at most are planned for as loops: those that hold most. What lies between them is a stage too."""
-
-LONG = 512
-"""So many operations at most are one stage before neighbours are joined."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ def _is_scan(op: Op) -> bool:
     return op.primitive == "scan" and op.params["length"] > 1 and is_dear(op)
 
 
-def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], most: int = MOST) -> list[int]:
+def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], most: int = MOST_STAGES) -> list[int]:
     """Returns fewer cuts where there are more than `most` stages: neighbours joined in pairs, in the way that leaves most of them equal."""
     scans = loops(graph)
     while len(places) - 1 > most:

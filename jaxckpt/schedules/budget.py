@@ -26,19 +26,19 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import InfeasibleBudgetError
+from jaxckpt.core.constants import ITERATION, LONGEST_RUN, TURN
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.scans import ScanBody, Values, nbytes
 from jaxckpt.core.units import format_bytes
 from jaxckpt.schedules.body import is_inexact, perturbed
 from jaxckpt.schedules.optimum import (
-    LONGEST_RUN,
     Binomial,
     TurnCosts,
     best_runs,
     places_bytes,
 )
-from jaxckpt.schedules.pullback import ITERATION, TURN, Backward, Wanted, backward, dear_values
+from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmented
 
 # A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the parts. These are an H100's.

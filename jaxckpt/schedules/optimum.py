@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt.core.constants import LONGEST_RUN
+
 
 def repetitions(length: int, slots: int) -> int:
     """Returns r: no step is run more than r times before it is linearised. The least r with C(slots+r, slots) >= length.
@@ -181,9 +183,6 @@ class TurnCosts:
     turn: float = 0.25
     kept: float = 0.0
     waiting: float = 0.0
-
-
-LONGEST_RUN = 64
 
 
 def binomial(

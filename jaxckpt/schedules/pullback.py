@@ -22,24 +22,13 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
+from jaxckpt.core.constants import ADDED, ITERATION, KEPT, LARGE, TURN
 from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
 from jaxckpt.core.scans import ScanBody, Values, nbytes
 from jaxckpt.schedules.body import pick, split
 from jaxckpt.schedules.optimum import TurnCosts
-
-# Cotangents of constants, bytes together, from which on adding to them at every step is dear: they no longer lie in a core's cache with all
-# else that a step touches. Measured on a CPU with 2 MiB a core; below it a matmul for every step is as fast as one for several.
-LARGE = 2**19
-
-# What goes on beside a step's own FLOPs, in FLOPs that take as long: measured with LSTM and MLP steps at 100 GFLOP/s. They are weighed against
-# one another and against steps, for choosing alone.
-TURN = 2_000_000  # a turn of the backward loop
-ITERATION = 300_000  # of the loops within: one step's
-KEPT = 64  # a byte that a run keeps: written, read, and what is elementwise made of it computed once more
-ADDED = 16  # a byte of a large cotangent that a step's product is added to
-
 
 # --------------------------------------------------------------------------------------------------------------- what to keep
 

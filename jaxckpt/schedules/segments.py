@@ -12,12 +12,11 @@ from typing import ClassVar
 
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
+from jaxckpt.core.constants import LOG_BASE
 from jaxckpt.core.regions import all_of, check_flag, checked_actions, set_fields, whole
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
 from jaxckpt.core.units import counted
-
-LOG_BASE = 4  # segments a level of "log": 2 and 4 keep equally many carries, 4 runs iterations half as often
 
 
 @dataclass(frozen=True)

@@ -104,4 +104,4 @@ def test_of_many_scans_those_that_hold_most_are_planned_as_loops(scans):
     longest = max(range(len(graph.ops)), key=lambda place: graph.ops[place].params.get("length", 0))
     assert len(loops) == stages.LOOPS and longest in loops
     texts = {place: str(place) for place in range(len(graph.ops))}
-    assert len(stages.join(graph, stages.cuts(graph), lambda a, b: texts[a])) - 1 <= stages.MOST
+    assert len(stages.join(graph, stages.cuts(graph), lambda a, b: texts[a])) - 1 <= stages.MOST_STAGES

@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from benchmarks.models import gpt, lstm, moe, resnet, unet
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
+from jaxckpt.core.constants import COMPILES
 from jaxckpt.core.graph import count_flops
 from jaxckpt.core.plan import FORMAT
 from jaxckpt.planner import model
-from jaxckpt.planner.search import COMPILES, problem_of
+from jaxckpt.planner.search import problem_of
 
 MIB = 2**20
 
