@@ -450,7 +450,7 @@ def test_examples_in_the_docstrings_hold(module):
 
 @pytest.mark.cuda
 def test_peaks_on_an_h100_stand_in_the_order_of_the_policies():
-    # As at full size, where they are 2.7, 3.7, 6.1 and 9.8 GiB; three blocks compile in less time.
+    # As at full size, where they are 2.7, 3.7, 6.1 and 9.8 GiB; two blocks compile in less time.
     from jaxckpt.memory.report import measure
 
     policies = jax.checkpoint_policies
@@ -462,6 +462,6 @@ def test_peaks_on_an_h100_stand_in_the_order_of_the_policies():
     }
     peaks = {}
     for name, checkpoint in variants.items():
-        loss, args = gpt.gpt2(checkpoint, layers=3)
+        loss, args = gpt.gpt2(checkpoint, layers=2)
         peaks[name] = measure(jax.value_and_grad(loss), *args, target="cuda:h100").peak_bytes
     assert peaks["nothing"] < peaks["dots_no_batch"] < peaks["dots"] < peaks["none"], peaks

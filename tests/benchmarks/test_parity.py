@@ -13,10 +13,10 @@ from benchmarks import parity
 MODELS = {
     "gpt": ("benchmarks.models.gpt:gpt2", {"layers": 2}),
     "gpt_scan": ("benchmarks.models.gpt:gpt2_scan", {"layers": 4}),
-    "resnet": ("benchmarks.models.resnet:small", {}),
+    "resnet": ("benchmarks.models.resnet:small", {"stages": (1, 1)}),
     "unet": ("benchmarks.models.unet:small", {}),
     "lstm": ("benchmarks.models.lstm:lstm", {}),
-    "moe": ("benchmarks.models.moe:small", {}),
+    "moe": ("benchmarks.models.moe:small", {"layers": 2}),
     "chain": ("benchmarks.models.chain:chain", {"layers": 8}),
 }
 

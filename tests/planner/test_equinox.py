@@ -14,6 +14,7 @@ import jaxckpt
 from jaxckpt import ArgumentError, NotDifferentiableError, Policy
 from tests.helpers import assert_trees_close, kept_bytes
 
+pytestmark = pytest.mark.usefixtures("shared_answers")
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "equinox.md"
 
 
