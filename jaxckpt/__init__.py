@@ -1,4 +1,6 @@
-"""Gradient checkpointing for JAX and Flax: fit a training step into the memory you have, and prove it with the compiler."""
+"""Gradient checkpointing for JAX and Flax: fit a training step into the memory you have, and prove it with the
+compiler.
+"""
 
 from jaxckpt import _quiet as _quiet  # imports jax, before anything else does
 

@@ -1,6 +1,8 @@
-"""Tests run on the CPU, whatever else is there, unless JAX_PLATFORMS says otherwise; targets that are not installed are skipped, loudly.
+"""Tests run on the CPU, whatever else is there, unless JAX_PLATFORMS says otherwise; targets that are not installed are
+skipped, loudly.
 
-With JAXCKPT_REQUIRE_TARGETS=1 (continuous integration) a missing target is a failure, so that nothing passes by not running.
+With JAXCKPT_REQUIRE_TARGETS=1 (continuous integration) a missing target is a failure, so that nothing passes by not
+running.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# LLVM's optimisations come after XLA has scheduled a program and assigned its buffers: the bytes that are tested stay, and compiling takes
-# a third less. It holds for the processes that tests start, too.
+# LLVM's optimisations come after XLA has scheduled a program and assigned its buffers: the bytes that are tested stay,
+# and compiling takes a third less. It holds for the processes that tests start, too.
 
 import jax
 import pytest
@@ -25,7 +27,9 @@ TRACING = """
     show/test_plans.py test_docs.py test_errors.py test_imports.py test_policies.py test_public.py transforms/test_constant_results.py
     transforms/test_schedules.py
 """.split()  # noqa: SIM905 (a list of files is easier to read so)
-"""Files and folders of tests that trace, and compile nothing larger than single operations. All others are marked `compile`."""
+"""Files and folders of tests that trace, and compile nothing larger than single operations. All others are marked
+`compile`.
+"""
 
 _CHECKED: dict[str, str | None] = {}
 
@@ -57,7 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each worker takes half of the tests in their order, so that tests of one file share what they cache, and then from the other's."""
+    """Each worker takes half of the tests in their order, so that tests of one file share what they cache, and then
+    from the other's.
+    """
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
@@ -78,7 +84,9 @@ def shared_answers(answers: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def optimised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests whose programs run for seconds, here or in a process that they start: LLVM optimises them, as it does for users."""
+    """For tests whose programs run for seconds, here or in a process that they start: LLVM optimises them, as it does
+    for users.
+    """
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)

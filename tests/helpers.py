@@ -1,4 +1,6 @@
-"""What the tests ask of a function: what its differentiation keeps, how often an operation runs, whether two results agree."""
+"""What the tests ask of a function: what its differentiation keeps, how often an operation runs, whether two results
+agree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random programs: functions of a dict of arrays, of matmuls, elementwise operations, loops, branches, calls and nested checkpoints."""
+"""Random programs: functions of a dict of arrays, of matmuls, elementwise operations, loops, branches, calls and nested
+checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -325,7 +325,9 @@ def test_an_error_of_the_factorys_own_is_told_with_its_place(factory, capsys):
 
 
 def test_the_console_script_says_nothing_but_the_report(factory):
-    """Also without JAX_PLATFORMS, with plugins of accelerators that are not here: standard error has the progress bar and no native noise."""
+    """Also without JAX_PLATFORMS, with plugins of accelerators that are not here: standard error has the progress bar
+    and no native noise.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run(
         [sys.executable, "-m", "jaxckpt.cli", "compare", f"{factory}:model", "--variants", "none,dots"],

@@ -23,7 +23,9 @@ def rows():
 
 
 def definitions():
-    """Yields (file, name, is a class) of all classes and functions of modules, private ones too, and of type aliases."""
+    """Yields (file, name, is a class) of all classes and functions of modules, private ones too, and of type
+    aliases.
+    """
     for path in sorted(ROOT.rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         for node in ast.parse(path.read_text()).body:

@@ -1,4 +1,6 @@
-"""Imports go down through the layers that docs/architecture.md lists, and never in a circle; what draws is imported when it draws."""
+"""Imports go down through the layers that docs/architecture.md lists, and never in a circle; what draws is imported
+when it draws.
+"""
 
 import ast
 import graphlib
@@ -31,7 +33,9 @@ def modules(root: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def imports(root: pathlib.Path) -> dict[str, set[str]]:
-    """Returns module -> the package's modules that it imports anywhere: at the top, within functions, for types alone, by importlib."""
+    """Returns module -> the package's modules that it imports anywhere: at the top, within functions, for types alone,
+    by importlib.
+    """
     known = modules(root)
     found: dict[str, set[str]] = {}
     for module, path in known.items():

@@ -1,4 +1,6 @@
-"""Policies: selectors, presets, strictness, text, the bridge from JAX's own, and that decisions fall on the traced graph."""
+"""Policies: selectors, presets, strictness, text, the bridge from JAX's own, and that decisions fall on the traced
+graph.
+"""
 
 import functools
 

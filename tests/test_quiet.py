@@ -82,8 +82,9 @@ def test_where_an_accelerator_is_visible_nothing_is_diverted(monkeypatch, capfd)
     assert capfd.readouterr().err == "the driver is too old\n"
 
 
-# ----------------------------------------------------------------------------------------------------- programs and commands
-# In processes of their own, and as a shell starts them: without JAX_PLATFORMS, with the compilers of accelerators installed that are not here.
+# ------------------------------------------------------------------------------------------------ programs and commands
+# In processes of their own, and as a shell starts them: without JAX_PLATFORMS, with the compilers of accelerators
+# installed that are not here.
 
 needs_none = pytest.mark.skipif(
     accelerator_visible(), reason="an accelerator is visible, and what its libraries say is wanted"

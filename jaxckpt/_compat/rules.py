@@ -49,8 +49,9 @@ def drop_unused(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tupl
 
 
 # ------------------------------------------------------------------------------------------- reverse rules of users
-# Where JAX differentiates a `jax.custom_vjp` it leaves an operation, custom_lin, that can be transposed and nothing else: JAX batches the
-# function before. A derivative that is computed within a rule of ours is batched after. `reverse_rule_p` is custom_lin with a batching rule.
+# Where JAX differentiates a `jax.custom_vjp` it leaves an operation, custom_lin, that can be transposed and nothing
+# else: JAX batches the function before. A derivative that is computed within a rule of ours is batched after.
+# `reverse_rule_p` is custom_lin with a batching rule.
 
 reverse_rule_p = Primitive("jaxckpt_reverse_rule")
 reverse_rule_p.multiple_results = True
@@ -114,8 +115,8 @@ class CustomRule:
           moving: for each operand but the constants whether it is differentiated.
 
         Returns:
-          The closed jaxpr of (operands but the constants) -> (residuals that are no operands, results); and for each leaf of the residuals the
-          operand that it is, constants counted, or None.
+          The closed jaxpr of (operands but the constants) -> (residuals that are no operands, results); and for each
+          leaf of the residuals the operand that it is, constants counted, or None.
         """
         jaxpr, consts = self.equation.params["fwd_jaxpr_thunk"].call_wrapped(*moving)
         forwards = list(self.equation.params["out_trees"]()[2])

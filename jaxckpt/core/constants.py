@@ -1,7 +1,7 @@
 """Constants that were judged from few programs: each with its unit, and with what it was judged by.
 
-Another program, or another machine, may want other values. None of them makes a result wrong: they change which plan or schedule is chosen, and
-how long that takes. What XLA, JAX or a chip's data sheet fixes stands where it is used.
+Another program, or another machine, may want other values. None of them makes a result wrong: they change which plan or
+schedule is chosen, and how long that takes. What XLA, JAX or a chip's data sheet fixes stands where it is used.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ Judged by the H100: 61.8 of 494.7 TFLOP/s (its data sheet says 66.9)."""
 MATRIX = 0.3
 """Fraction of their peak rate that matmuls and convolutions reach in training.
 
-Judged by reports: large runs have a model FLOPs utilisation of 40 to 55% (A. Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, table 3;
-D. Narayanan et al. 2021, arXiv:2104.04473)."""
+Judged by reports: large runs have a model FLOPs utilisation of 40 to 55% (A. Chowdhery et al. 2022, "PaLM",
+arXiv:2204.02311, table 3; D. Narayanan et al. 2021, arXiv:2104.04473)."""
 
 WEIGHT = 9.0
 """What a FLOP counts on top of its time when plans are weighed, in units of its time at the peak rate.
 
-Memory traffic is what a model of fusion knows least, so of plans that are near in seconds the one that computes less is taken. Judged by GPT-2:
-with this weight its plans are below hand-made ones of their peak in FLOPs and seconds, at 2% more seconds than the fewest."""
+Memory traffic is what a model of fusion knows least, so of plans that are near in seconds the one that computes less is
+taken. Judged by GPT-2: with this weight its plans are below hand-made ones of their peak in FLOPs and seconds, at 2%
+more seconds than the fewest."""
 
 CPU_CORE_RATE = 48e9
 """FLOP/s of a core of the local CPU, for the order of magnitude only.
@@ -36,23 +37,25 @@ CPU_BANDWIDTH = 40e9
 # ------------------------------------------------------------------------------------------------ how a program is cut
 
 MOST_STAGES = 52
-"""Maximum number of stages; of more, neighbours are joined. A limit of planning time, judged by GPT-2 of 12 to 96 blocks
-(benchmarks/planning.py)."""
+"""Maximum number of stages; of more, neighbours are joined. A limit of planning time, judged by GPT-2 of 12 to 96
+blocks (benchmarks/planning.py)."""
 
 LOOPS = 25
-"""Maximum number of scans that are planned for as loops: those that hold most bytes. What lies between them is a stage too. A limit of
-planning time, judged by benchmarks/planning_scale.py."""
+"""Maximum number of scans that are planned for as loops: those that hold most bytes. What lies between them is a stage
+too. A limit of planning time, judged by benchmarks/planning_scale.py."""
 
 LONG = 512
 """Maximum number of operations in a stage, before neighbours are joined. A limit of planning time, judged by
 benchmarks/planning_scale.py."""
 
 WIDEST = 4
-"""Maximum number of stages in one region. Judged by the models of benchmarks/; no measurement of other widths is on record."""
+"""Maximum number of stages in one region. Judged by the models of benchmarks/; no measurement of other widths is on
+record.
+"""
 
 OPERATIONS = 5000
-"""Maximum number of operations that are differentiated to find candidates; single stages are always differentiated. A limit of
-planning time, judged by benchmarks/planning.py."""
+"""Maximum number of operations that are differentiated to find candidates; single stages are always differentiated. A
+limit of planning time, judged by benchmarks/planning.py."""
 
 FINER = 0.1
 """Split the stage that needs most bytes if that lowers its need by this fraction.
@@ -62,8 +65,8 @@ Judged by the U-Net, whose last upsampling goes from 1.2 to 0.9 GiB; transformer
 # ------------------------------------------------------------------------------------------------ candidates for loops
 
 MOST_LOOP_CANDIDATES = 400
-"""Maximum number of candidates of a loop; those that save the fewest bytes over another go first. A limit of planning time; no
-measurement is on record."""
+"""Maximum number of candidates of a loop; those that save the fewest bytes over another go first. A limit of planning
+time; no measurement is on record."""
 
 SHORTEST = 16
 """Fewest iterations of a scan that slots are offered for: of fewer, nested segments keep hardly more."""
@@ -72,56 +75,61 @@ TURNS_A_SECOND = 1e11
 """FLOP/s by which `SlotBudget.turn_flops` is seconds: those of the machine that it was measured on."""
 
 SLOT_LIMITS, SLOT_STEP = 24, 1.35
-"""Slots are offered for this many limits of bytes, each smaller than the one before by this factor. No measurement is on record."""
+"""Slots are offered for this many limits of bytes, each smaller than the one before by this factor. No measurement is
+on record.
+"""
 
 SPLITS = 24
-"""Maximum number of places where a scan is split in two runs that keep different values. No measurement is on record."""
+"""Maximum number of places where a scan is split in two runs that keep different values. No measurement is on
+record.
+"""
 
 LENGTHS = 40
-"""A scan of up to twice as many iterations is offered segments of every length; of more, this many lengths, evenly spaced by their
-logarithm. No measurement is on record."""
+"""A scan of up to twice as many iterations is offered segments of every length; of more, this many lengths, evenly
+spaced by their logarithm. No measurement is on record."""
 
 DEAR_LOOP = 0.15
-"""Iterations may be left without a checkpoint where names cannot spare this fraction of their forward time: that of a loop inside, for
-example. Judged by a scan inside a scan."""
+"""Iterations may be left without a checkpoint where names cannot spare this fraction of their forward time: that of a
+loop inside, for example. Judged by a scan inside a scan."""
 
 # ------------------------------------------------------------------------------------------------ the search for a plan
 
 COMPILES = 4
-"""Maximum number of compilations of the whole training step. Two mostly do: the first prediction of GPT-2 on an H100 is off by 1 to 5%, the
-second by under 0.5%."""
+"""Maximum number of compilations of the whole training step. Two mostly do: the first prediction of GPT-2 on an H100 is
+off by 1 to 5%, the second by under 0.5%."""
 
 CLOSE = 0.02
 """Stop once the compiled peak is within this fraction below the budget. Judged by the models of benchmarks/."""
 
 MARGIN = 0.005
-"""After a plan that did not fit, aim the next one this fraction of the budget lower, and the one after it six times as much. Judged by
-the models of benchmarks/."""
+"""After a plan that did not fit, aim the next one this fraction of the budget lower, and the one after it six times as
+much. Judged by the models of benchmarks/."""
 
 NESTED = 5000
-"""Maximum number of operations inside nested regions for which the training step of the plan that needs least is traced. A limit of
-planning time, judged by benchmarks/planning_scale.py: JAX traces what a region holds once for each region around it."""
+"""Maximum number of operations inside nested regions for which the training step of the plan that needs least is
+traced. A limit of planning time, judged by benchmarks/planning_scale.py: JAX traces what a region holds once for each
+region around it."""
 
 STALE = 0.9
-"""A stored plan for what was free on the device serves again if its budget was at least this fraction of what is free now. No
-measurement is on record."""
+"""A stored plan for what was free on the device serves again if its budget was at least this fraction of what is free
+now. No measurement is on record."""
 
 # ------------------------------------------------------------------------------------------------ the liveness model
 
 OPERANDS = 96
-"""Maximum number of arrays that one fused loop reads: what reads more is stored half way. XLA's `MaxOperandsAndOutputsPerFusion` for
-GPUs, judged to be the same on every platform."""
+"""Maximum number of arrays that one fused loop reads: what reads more is stored half way. XLA's
+`MaxOperandsAndOutputsPerFusion` for GPUs, judged to be the same on every platform."""
 
 # ------------------------------------------------------------------------------------------------ schedules of loops
 
 LARGE = 2**19
-"""Bytes of the cotangents of constants from which on adding to them in every iteration is dear: they no longer lie in a core's cache with
-all else that an iteration touches.
+"""Bytes of the cotangents of constants from which on adding to them in every iteration is dear: they no longer lie in a
+core's cache with all else that an iteration touches.
 
 Judged by a CPU with 2 MiB of cache a core; below it a matmul for every iteration is as fast as one for several."""
 
-# What goes on beside an iteration's own FLOPs, in FLOPs that take as long. They are weighed against one another and against iterations, for
-# choosing alone. Judged by an LSTM and an MLP on a CPU of 100 GFLOP/s.
+# What goes on beside an iteration's own FLOPs, in FLOPs that take as long. They are weighed against one another and
+# against iterations, for choosing alone. Judged by an LSTM and an MLP on a CPU of 100 GFLOP/s.
 TURN = 2_000_000
 """FLOPs of a turn of the backward loop."""
 ITERATION = 300_000

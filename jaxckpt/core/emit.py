@@ -1,7 +1,9 @@
-"""Emit: a plan becomes a function. Regions are nested `jax.checkpoint`s, and what they keep are names inserted into the jaxpr.
+"""Emit: a plan becomes a function. Regions are nested `jax.checkpoint`s, and what they keep are names inserted into the
+jaxpr.
 
-Names, not policies that JAX calls back: JAX is about to turn policies into data (flag jax_remat3), and then a callable one means "recompute
-all". A value that is kept is named where it is computed; in a loop's body too, where the name keeps it for every iteration.
+Names, not policies that JAX calls back: JAX is about to turn policies into data (flag jax_remat3), and then a callable
+one means "recompute all". A value that is kept is named where it is computed; in a loop's body too, where the name
+keeps it for every iteration.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from jaxckpt.core.tie import tie
 def emit(
     graph: Graph, regions: tuple[Region, ...], prevent_cse: bool | tuple[bool, ...] = True, loops: tuple[Loop, ...] = ()
 ) -> Flat:
-    """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and recomputes the rest.
+    """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and
+    recomputes the rest.
 
     Args:
       graph: the traced function.
@@ -60,7 +63,7 @@ def emit(
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls what `emit` returned, on the arguments that the graph was traced with or others like them; all results are arrays."""
+    """Calls the function that `emit` returned with arguments like those of the trace. All results are arrays."""
     leaves = jax.tree.leaves((args, kwargs))
     out = emitted(*_compat.jaxpr_consts(graph.jaxpr), *leaves)
     return jax.tree.unflatten(graph.out_tree, map(array, out))
@@ -76,7 +79,9 @@ class Named:
         self.groups = _rewrite(body, self.names, values, cuts=range(len(body.ops)))
 
     def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:
-        """Returns the operations start..stop as a jaxpr with the values `outputs` for results, and the values that its inputs are."""
+        """Returns the operations start..stop as a jaxpr with the values `outputs` for results, and the values that its
+        inputs are.
+        """
         eqns = [eqn for group in self.groups[start:stop] for eqn in group]
         if stop == len(self.body.ops):
             eqns += [eqn for group in self.groups[stop:] for eqn in group]
@@ -88,15 +93,19 @@ class Named:
         return jaxpr, [self.body.values[var] for var in inputs]
 
     def value(self, eqn: Any) -> int | None:
-        """Returns the value that an equation names, in this jaxpr or in one that JAX made from it; None where it is no such equation."""
+        """Returns the value that an equation names, in this jaxpr or in one that JAX made from it; None where it is no
+        such equation.
+        """
         name = _compat.equation_name(eqn)
         return int(name.split(":")[2]) if name is not None and name.startswith(self.names.prefix) else None
 
 
 class _Names:
-    """The name that the emitter gives to a value: none that the program has already, or an outer region would keep an inner one's values.
+    """The name that the emitter gives to a value: none that the program has already, or an outer region would keep an
+    inner one's values.
 
-    With `whole` a complex value has one name, as to look at; without, one at each of its parts, as jax.checkpoint can keep it.
+    With `whole` a complex value has one name, as to look at; without, one at each of its parts, as jax.checkpoint can
+    keep it.
     """
 
     def __init__(self, graph: Graph, whole: bool = False) -> None:
@@ -141,7 +150,9 @@ class _Names:
         return f"{self.prefix}{index}:{self.graph.values[index].label}"
 
     def equations(self, operand: Any, result: Any, index: int, maker: Any, action: Action) -> list[Any]:
-        """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line of `maker`."""
+        """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line
+        of `maker`.
+        """
         if action.changes:
             self.read.add(index)
             return [_compat.name_equation(operand, result, stored.marker(self(index), action), maker)]
@@ -170,7 +181,7 @@ def _all_actions(region: Region) -> dict[int, Action]:
     return actions
 
 
-# ------------------------------------------------------------------------------------------------------- names into jaxprs
+# ---------------------------------------------------------------------------------------------------- names into jaxprs
 
 
 def _boundaries(regions: Sequence[Region]) -> list[int]:
@@ -185,7 +196,8 @@ def _rewrite(
     actions: Mapping[int, Action],
     cuts: Sequence[int] = (),
 ) -> list[list[Any]]:
-    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that follow it.
+    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that
+    follow it.
 
     `cuts` are places, rising, across which only named values are passed.
     """
@@ -242,7 +254,8 @@ def _effect(
     cuts: Sequence[int],
     place: int,
 ) -> list[Any]:
-    """Returns an equation that is run for its side effects: it reads values from before they are named (see `reads.is_effect`).
+    """Returns an equation that is run for its side effects: it reads values from before they are named (see
+    `reads.is_effect`).
 
     Of a call that gives names inside it reads the results of one that does not; the compiler merges the two.
     """
@@ -312,7 +325,9 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
 
 
 def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:
-    """Returns the jaxpr of a body with names: one for all bodies of a jaxpr of which the same is kept, since JAX caches by identity."""
+    """Returns the jaxpr of a body with names: one for all bodies of a jaxpr of which the same is kept, since JAX caches
+    by identity.
+    """
     own = sorted(_own_values(body) - set(body.inputs))
     given = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
     key = (id(original), tuple((i, actions[index]) for i, index in enumerate(own) if index in actions))
@@ -369,7 +384,7 @@ def _own_values(body: Body) -> set[int]:
     return {index for inner in _bodies(body) for index in inner.values.values()}
 
 
-# --------------------------------------------------------------------------------------------------- regions into functions
+# ----------------------------------------------------------------------------------------------- regions into functions
 
 
 @dataclass(frozen=True)
@@ -414,10 +429,13 @@ def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool | 
 
 
 def _tied(fun: Flat) -> Flat:
-    """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on before all are there."""
+    """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on
+    before all are there.
+    """
 
     def call(*inputs: Any) -> list[Any]:
-        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all, and their tangents not.
+        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all,
+        # and their tangents not.
         alike: dict[Any, list[int]] = {}
         for place, x in enumerate(inputs):
             aval = jax.typeof(x)
@@ -436,8 +454,8 @@ def _hold(values: list[Any]) -> list[Any]:
 
 
 def _hold_tangents(primals: Any, tangents: Any) -> Any:
-    # The barrier's own rule makes a tangent of zeros of a missing one, so that what is not differentiated would get a cotangent: that of
-    # frozen parameters, of a mask, of the images under the first convolution.
+    # The barrier's own rule makes a tangent of zeros of a missing one, so that what is not differentiated would get a
+    # cotangent: that of frozen parameters, of a mask, of the images under the first convolution.
     zero = jax.custom_derivatives.SymbolicZero
     moving = [tangent for tangent in tangents[0] if not isinstance(tangent, zero)]
     held = iter(tie(*moving) if moving else ())
@@ -463,7 +481,9 @@ def _whole(regions: tuple[Region, ...], program: _Program) -> Flat:
 def _stretch(
     start: int, stop: int, regions: tuple[Region, ...], program: _Program, inputs: list[Any], outputs: list[Any]
 ) -> Flat:
-    """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations start..stop."""
+    """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations
+    start..stop.
+    """
     stretches: list[tuple[Flat, list[Any], list[Any]]] = []
     needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
     for begin, end, region in reversed(_cuts(start, stop, regions)):

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and files read without waiting for what is no file."""
+"""Writes files whole or not at all, and reads only regular files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _LONGEST = 200
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file by way of a temporary one beside it, which then takes its name: a failure leaves what was there before.
+    """Writes a file by way of a temporary one beside it, which then takes its name: a failure leaves what was there
+    before.
 
-    A symbolic link stays one: the file that it points to is written. A file that exists keeps its permissions. Temporary files of writers of
-    the same file that were killed are removed.
+    A symbolic link stays one: the file that it points to is written. A file that exists keeps its permissions.
+    Temporary files of writers of the same file that were killed are removed.
 
     Raises:
       ArgumentError: the folder does not exist, or `path` is a folder, a device, a pipe or a socket.
@@ -54,7 +55,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str], argument: str = "path") -> None:
-    """Raises where `write_whole` could not write a file: to be told before hours of work, not after.
+    """Raises if `write_whole` could not write a file, so that the user learns it before hours of work.
 
     Args:
       path: of the file; what is there stays as it is.
@@ -106,13 +107,16 @@ def _target(path: str | os.PathLike[str], argument: str) -> pathlib.Path:
 
 
 def _create(target: pathlib.Path) -> tuple[int, pathlib.Path]:
-    """Returns (descriptor, path) of a new temporary file for a target: locked, with the permissions of the file that it is to replace."""
+    """Returns (descriptor, path) of a new temporary file for a target: locked, with the permissions of the file that it
+    is to replace.
+    """
     permissions = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     if permissions is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
     while True:
         temporary = target.with_name(f"{_stem(target)}{secrets.token_hex(4)}{_SUFFIX}")
-        # Not by tempfile: it makes files that nobody else can read, and only the system can tell the umask without changing it.
+        # Not by tempfile: it makes files that nobody else can read, and only the system can tell the umask without
+        # changing it.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         _lock(handle, wait=True)
         if temporary.exists():  # else another writer took it for left over, before it was locked

@@ -42,7 +42,9 @@ def dot_general(inputs: Avals, outputs: Avals, params: Params) -> int:
 
 
 def scaled_matmul(inputs: Avals, outputs: Avals, params: Params) -> int:
-    """Of cuDNN's block-scaled matmul, which names no dimensions: operands are (batch, rows, k) and (batch, columns, k)."""
+    """Of cuDNN's block-scaled matmul, which names no dimensions: operands are (batch, rows, k) and (batch, columns,
+    k).
+    """
     if "dimension_numbers" in params:
         return dot_general(inputs, outputs, params)
     return 2 * size(outputs[0]) * int(inputs[0].shape[-1])
@@ -60,8 +62,9 @@ def ragged_dot(inputs: Avals, outputs: Avals, params: Params) -> int:
 
 def conv(inputs: Avals, outputs: Avals, params: Params) -> int:
     """Of a convolution."""
-    # Each output element is a sum over the kernel's spatial extent and its input channels. The kernel's channel axis is already
-    # divided by feature_group_count; a grouped batch (as in a kernel's gradient) sums over its share of the batch alone.
+    # Each output element is a sum over the kernel's spatial extent and its input channels. The kernel's channel axis is
+    # already divided by feature_group_count; a grouped batch (as in a kernel's gradient) sums over its share of the
+    # batch alone.
     kernel = inputs[1].shape
     spec = params["dimension_numbers"].rhs_spec
     return 2 * size(outputs[0]) * math.prod(kernel[axis] for axis in spec[1:])

@@ -1,9 +1,9 @@
 """Trace: function and arguments -> Graph, an immutable view of the jaxpr.
 
-Calls are written out (a plan cuts across them), so a graph is a flat list of operations, in program order; what stays nested is what runs
-another number of times, or under rules of its own: loops, branches, nested checkpoints, functions with custom derivatives, shard_map.
-`Graph.walk` goes through all of them. Where nothing is cut (a `Policy` decides on single values) calls may stay calls: their results
-are then the values that are computed inside.
+Calls are written out (a plan cuts across them), so a graph is a flat list of operations, in program order; what stays
+nested is what runs another number of times, or under rules of its own: loops, branches, nested checkpoints, functions
+with custom derivatives, shard_map. `Graph.walk` goes through all of them. Where nothing is cut (a `Policy` decides on
+single values) calls may stay calls: their results are then the values that are computed inside.
 
 `checkpoint_name` (`jaxckpt.tag`) makes no operation: it labels the value that it is given.
 """
@@ -46,7 +46,8 @@ class Value:
       params: that operation's parameters.
       flops: FLOPs of that operation's one execution.
       repeats: how often it is computed in one run of the program (the product of the lengths of the loops around it).
-      addressable: whether an action can be given to it. Values inside functions with custom derivatives, and inside while loops, are not.
+      addressable: whether an action can be given to it. Values inside functions with custom derivatives, and inside
+        while loops, are not.
       equation: the equation of the jaxpr that makes it, or None.
       within: the scopes of the calls that the equation stands in, where calls are not written out.
     """
@@ -78,7 +79,7 @@ class Value:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that keeping it costs: inside a loop one for every iteration."""
+        """Bytes that are kept if it is kept: inside a loop, those of all iterations."""
         return self.bytes * self.repeats
 
 
@@ -90,8 +91,8 @@ class Op:
       index: its place in the program's order, bodies included.
       primitive: the name of JAX's primitive.
       inputs, outputs: indices of values; literals have none.
-      flops: of one execution, its bodies included: a scan's is its body's times its length, a cond's that of its dearest branch, a while
-        loop's that of one iteration, since nobody knows how many there will be.
+      flops: FLOPs of one execution, with its bodies: for a scan, its body's times its length; for a cond, those of its
+        most expensive branch; for a while loop, those of one iteration, because the number of iterations is unknown.
       bytes: moved in one execution: operands and results, nothing fused.
       repeats: how often it runs in one run of the program.
       bodies: the programs that it holds.
@@ -169,7 +170,8 @@ class Graph:
         yield from _walk(self.body)
 
     def at(self, address: Sequence[tuple[int, int]]) -> Body:
-        """Returns the body at an address: the function's own for (), else the one in so many operations, the outermost first.
+        """Returns the body at an address: the function's own for (), else the one in so many operations, the outermost
+        first.
 
         Args:
           address: pairs (`Op.index`, the body's place in `Op.bodies`).
@@ -254,7 +256,9 @@ def _traced(
 def graph_of(
     closed: Any, *, in_tree: Any = None, out_tree: Any = None, paths: list[str] | None = None, rules: bool = False
 ) -> Graph:
-    """Returns the graph of a closed jaxpr, calls written out; with `rules` those of `jax.custom_vjp` opened: see `jaxckpt.core.rules`."""
+    """Returns the graph of a closed jaxpr, calls written out; with `rules` those of `jax.custom_vjp` opened: see
+    `jaxckpt.core.rules`.
+    """
     calls = Calls()
     program = inline(closed, calls)
     return replace(
@@ -265,8 +269,8 @@ def graph_of(
 def count_flops(fun: Callable[..., Any], *args: Any) -> int:
     """Returns the FLOPs of `fun(*args)` as traced, loops multiplied out; a multiply-add counts as two.
 
-    `count_flops(jax.grad(loss), *args)` counts what a checkpoint recomputes, since the recomputation is part of that program. While loops
-    count one iteration, branches as the dearest.
+    `count_flops(jax.grad(loss), *args)` counts what a checkpoint recomputes, since the recomputation is part of that
+    program. A while loop counts as one iteration, and a cond as its most expensive branch.
 
     Args:
       fun: a function of pytrees of arrays.
@@ -281,7 +285,7 @@ def count_flops(fun: Callable[..., Any], *args: Any) -> int:
     return trace(fun, *args).flops
 
 
-# ------------------------------------------------------------------------------------------------------------- the builder
+# ---------------------------------------------------------------------------------------------------------- the builder
 
 
 class _Builder:
@@ -407,7 +411,9 @@ class _Builder:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where operations stand: how often they run, whether actions can be given to their results, the scopes of the calls around them."""
+    """Where operations stand: how often they run, whether actions can be given to their results, the scopes of the
+    calls around them.
+    """
 
     repeats: int = 1
     addressable: bool = True

@@ -1,8 +1,8 @@
 """Calls written out: a jaxpr whose `jit` equations are replaced by what they call, in loops and branches too.
 
-A plan cuts a program at any operation, so the program must be one list. A call that says something about placement (shardings, donation,
-compiler options) stays a call. Where a plan leaves a call whole, `Calls.folded` makes it a call again, so that JAX differentiates and lowers
-a function that is called often once.
+A plan cuts a program at any operation, so the program must be one list. A call that says something about placement
+(shardings, donation, compiler options) stays a call. Where a plan leaves a call whole, `Calls.folded` makes it a call
+again, so that JAX differentiates and lowers a function that is called often once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Calls:
     def add(self, equation: Any, written: Sequence[Any]) -> None:
         """Notes a call; one that it was written out inside of is noted after it.
 
-        A call with an operand that it does not use stays written out: as a call it would want a value that may not be there.
+        A call with an operand that it does not use stays written out: as a call it would want a value that may not be
+        there.
         """
         used = {id(var) for eqn in written for var in eqn.invars}
         if len(written) > 1 and all(isinstance(var, _compat.Literal) or id(var) in used for var in equation.invars):
@@ -60,7 +61,9 @@ class Calls:
         return eqn if found is None else found.equation
 
     def folded(self, eqns: Sequence[Any]) -> list[Any]:
-        """Returns the equations with calls, and loops with calls in them, as they were where nothing of them was cut or changed."""
+        """Returns the equations with calls, and loops with calls in them, as they were where nothing of them was cut or
+        changed.
+        """
         found: list[Any] = []
         at = 0
         while at < len(eqns):
@@ -88,7 +91,9 @@ def inline(closed: Any, calls: Calls | None = None) -> Any:
 
 
 class _Inliner:
-    """Writes calls out; each inner jaxpr is done once, so that what was shared stays shared (JAX caches by identity)."""
+    """Writes calls out; each inner jaxpr is done once, so that what was shared stays shared (JAX caches by
+    identity).
+    """
 
     def __init__(self) -> None:
         self.done: dict[int, tuple[Any, Any]] = {}
@@ -120,7 +125,9 @@ class _Inliner:
         call: Any,
         calls: Calls | None,
     ) -> tuple[bool, dict[Any, Any]]:
-        """Appends the equations of `source` to `eqns`; inside a call (`call` is its equation) with variables of their own."""
+        """Appends the equations of `source` to `eqns`; inside a call (`call` is its equation) with variables of their
+        own.
+        """
         changed = False
         for eqn in source:
             if call is not None:
@@ -182,7 +189,9 @@ class _Inliner:
 
 
 def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
-    """Returns the results as an equation can make them: once each, and none that is a literal or made by another equation."""
+    """Returns the results as an equation can make them: once each, and none that is a literal or made by another
+    equation.
+    """
     made = {var for eqn in eqns for var in eqn.outvars}
     outvars = []
     for var in results:

@@ -1,4 +1,6 @@
-"""The leaves of a call's arguments: which are arrays and so traced, which are constants, which are passed as they are."""
+"""The leaves of a call's arguments: which are arrays and so traced, which are constants, which are passed as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from jaxckpt import _compat
 
 
 def is_array(x: Any) -> bool:
-    """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too, and NumPy's scalars."""
+    """Returns whether a leaf is an array, and so traced; all else is static: Python's bools and numbers too, and
+    NumPy's scalars.
+    """
     if isinstance(x, jax.Array) or _compat.is_tracer(x):
         return True
     if isinstance(x, (str, bytes, jax.ShapeDtypeStruct)) or callable(x) or is_number(x):
@@ -34,7 +38,9 @@ def is_given(x: Any) -> bool:
 
 
 def is_operand(x: Any) -> bool:
-    """Returns whether a leaf is an array, stands for one (`jax.ShapeDtypeStruct`), or is a number, which JAX takes for one."""
+    """Returns whether a leaf is an array, stands for one (`jax.ShapeDtypeStruct`), or is a number, which JAX takes for
+    one.
+    """
     return is_number(x) or is_given(x)
 
 

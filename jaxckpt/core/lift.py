@@ -1,8 +1,9 @@
-"""A call of anything as a call of arrays: what is no array goes around, and state is put back once.
+"""Lifts a call of anything to a call of arrays. Other leaves are passed around it, and state is put back once.
 
-All that is planned, checkpointed or compiled is a function of arrays that may be traced more than once. A user's call may be neither: there
-are strings and functions among the leaves of its arguments, and modules of nnx whose Variables it changes. So `take` takes a call apart: into a
-function of arrays, the arrays, and what makes the call's result of that function's.
+All that is planned, checkpointed or compiled is a function of arrays that may be traced more than once. A user's call
+may be neither: there are strings and functions among the leaves of its arguments, and modules of nnx whose Variables it
+changes. So `take` takes a call apart: into a function of arrays, the arrays, and what makes the call's result of that
+function's.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Lifted:
         return jax.tree.unflatten(structure, [pick[kind](place) for kind, place in places])
 
 
-# --------------------------------------------------------------------------------------------------------------- the call
+# ------------------------------------------------------------------------------------------------------------- the call
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,13 @@ class Taken:
 
     Attributes:
       fun, args, kwargs: a function of pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers, and its arguments.
-      finish: makes the call's result of what `fun` returned, and sets the state that the call changed. `fun` was traced before.
-      restore: returns the call's own (args, kwargs), the leaves that are arrays replaced by those of such a tuple as (`args`, `kwargs`).
+      finish: makes the call's result of what `fun` returned, and sets the state that the call changed. `fun` was traced
+        before.
+      restore: returns the call's own (args, kwargs), the leaves that are arrays replaced by those of such a tuple as
+        (`args`, `kwargs`).
       everything: as `fun`, but returns all arrays of the result and of the state, unchanged ones too.
-      key: what calls with one program have in common besides the kinds of their arrays and what is constant; may be impossible to hash.
+      key: what calls with one program have in common besides the kinds of their arrays and what is constant; may be
+        impossible to hash.
       lifted: what `fun` is of; None where the call is itself, for all of its leaves are arrays or numbers.
     """
 
@@ -240,7 +244,9 @@ def take(
 
 
 def _hashable(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, or one that calls it where it has no hash, which jax.jit needs: an equinox transform has dictionaries in it."""
+    """Returns the function, or one that calls it where it has no hash, which jax.jit needs: an equinox transform has
+    dictionaries in it.
+    """
     try:
         hash(fun)
     except TypeError:
@@ -277,8 +283,9 @@ def map_leaves(fun: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], use: Callable[[Taken], T]) -> T:
-    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it. If the function needs their
-    values (`if train:`, `range(n)`), with bools as they are; and if that does not help, with all numbers as they are.
+    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it. If
+    the function needs their values (`if train:`, `range(n)`), with bools as they are; and if that does not help, with
+    all numbers as they are.
     """
     numbers = [type(leaf) for leaf in jax.tree.leaves((args, kwargs)) if is_number(leaf)]
     ways = [is_operand, *([_is_no_bool] if bool in numbers else []), *([is_given] if {*numbers} - {bool} else [])]
@@ -320,7 +327,8 @@ def anything(
     engine: Callable[[Callable[..., Any]], Callable[..., Any]],
     static: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """Returns `plain`, which may be called with anything: where not all leaves are arrays it is what `transformed(engine, fun)` is.
+    """Returns `plain`, which may be called with anything: where not all leaves are arrays it is what
+    `transformed(engine, fun)` is.
 
     Args:
       plain: `fun` transformed, for arguments that are arrays.
@@ -376,7 +384,7 @@ def leaves(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
 
 
 def refuse_traced(fun: Callable[..., Any], args: tuple[Any, ...], what: str) -> None:
-    """Raises ArgumentError where an argument is being traced, which what compiles a program of its own cannot take.
+    """Raises ArgumentError if an argument is being traced. A function that compiles its own program cannot take one.
 
     Args:
       what: the name of the function that was called.
@@ -396,7 +404,9 @@ def refuse_traced(fun: Callable[..., Any], args: tuple[Any, ...], what: str) -> 
 def by_position(
     signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with those by keyword that can be positional by position: the first is the first, however it is passed."""
+    """Returns the arguments with those by keyword that can be positional by position: the first is the first, however
+    it is passed.
+    """
     if kwargs and signature is not None:
         # A call that does not fit is the function's own error, later.
         with contextlib.suppress(TypeError):

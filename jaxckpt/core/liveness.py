@@ -1,19 +1,23 @@
-"""The peak of a program as traced: an estimate of what the compiler will report, in milliseconds and without compiling.
+"""Estimates the compiled peak of a traced program in milliseconds, without compiling it.
 
-It walks the operations of the whole training step (forward, backward, recomputation) in program order and adds up what is live. Three
-habits of XLA matter for bytes, and are in it:
+It walks the operations of the whole training step (forward, backward, recomputation) in program order and adds up what
+is live. Three habits of XLA matter for bytes, and are in it:
 
-  - *Fusion.* Elementwise operations and those that only move data are computed where they are used. Such a value takes memory only
-    if a matmul, convolution, loop, checkpoint, or the caller wants it whole. Otherwise what lives on, also from the forward to the backward
-    pass, is what it is computed from. That is why the sum of JAX's residuals predicts little. XLA for GPUs and TPUs computes such a
-    value again for every use. XLA for the CPU does not where there is something to compute, and stores what is used more than once.
-  - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an update of a slice.
-  - *Outputs.* They have their buffers from the start; while one is not written yet, a value that is no larger may live in it.
+  - *Fusion.* Elementwise operations and those that only move data are computed where they are used. Such a value takes
+    memory only if a matmul, convolution, loop, checkpoint, or the caller wants it whole. Otherwise what lives on, also
+    from the forward to the backward pass, is what it is computed from. That is why the sum of JAX's residuals predicts
+    little. XLA for GPUs and TPUs computes such a value again for every use. XLA for the CPU does not where there is
+    something to compute, and stores what is used more than once.
+  - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
+    update of a slice.
+  - *Outputs.* They have their buffers from the start; while one is not written yet, a value that is no larger may live
+    in it.
 
-What is offloaded to the host does not count. It knows no scheduler (a GPU's may undo offloading), no shardings, no layouts, no library's
-scratch memory, no common subexpressions, and not that the CPU computes bfloat16 in float32.
-On the models of benchmarks/ it is mostly within 10% on an H100 and 20% on the CPU in float32; where a policy keeps values that XLA would
-rather fuse ("everything"), up to 70% above. For a decision take the compiled figure: `jaxckpt.compare` shows both, and the error.
+What is offloaded to the host does not count. It knows no scheduler (a GPU's may undo offloading), no shardings, no
+layouts, no library's scratch memory, no common subexpressions, and not that the CPU computes bfloat16 in float32. On
+the models of benchmarks/ it is mostly within 10% on an H100 and 20% on the CPU in float32; where a policy keeps values
+that XLA would rather fuse ("everything"), up to 70% above. For a decision take the compiled figure: `jaxckpt.compare`
+shows both, and the error.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Fusing:
     """How a platform's compiler fuses.
 
     Attributes:
-      stores_shared: whether what is computed and then used more than once is stored; else it is computed again for every use.
+      stores_shared: whether what is computed and then used more than once is stored; else it is computed again for
+        every use.
     """
 
     stores_shared: bool = False
@@ -88,7 +93,7 @@ class _Event:
 
 
 def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -> int:
-    """Estimates the peak bytes of `fun(*args)`, arguments and outputs and all; nothing is compiled.
+    """Estimates the peak bytes of `fun(*args)`, with arguments and outputs. Nothing is compiled.
 
     Args:
       fun: a function of pytrees, usually a whole training step such as `jax.value_and_grad(loss)`.
@@ -226,7 +231,8 @@ def _decide(events: list[_Event], results: list[_Slot]) -> None:
 def _peak(events: list[_Event], outputs: list[_Slot]) -> int:
     """Returns the most bytes that are live at once.
 
-    The outputs have buffers of their own from the start. Until one is written, something else may live in it, if that is no larger.
+    The outputs have buffers of their own from the start. Until one is written, something else may live in it, if that
+    is no larger.
     """
     lives: dict[_Slot, tuple[int, int]] = {}
     for time, event in enumerate(events):
@@ -257,11 +263,11 @@ def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[i
 
 
 class _Buffers:
-    """The buffers of outputs, each free until its output is written; a value goes into the first one, the largest first, that is free for all
-    of its life.
+    """The buffers of outputs, each free until its output is written; a value goes into the first one, the largest
+    first, that is free for all of its life.
 
-    Not every buffer is asked: time is cut into `_PARTS` parts, and a binary tree over the buffers knows of each group of them in which parts all
-    of the group are taken, wholly or somewhere.
+    Not every buffer is asked: time is cut into `_PARTS` parts, and a binary tree over the buffers knows of each group
+    of them in which parts all of the group are taken, wholly or somewhere.
 
     Args:
       written: output -> the event that writes it.
@@ -324,7 +330,9 @@ class _Buffers:
         self.wholly[self.leaves + place] |= covered
 
     def _parts(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the parts of the time, as bits, that some of the events first..last are in, and those that have no other events."""
+        """Returns the parts of the time, as bits, that some of the events first..last are in, and those that have no
+        other events.
+        """
         touched = (2 << last // self.part) - (1 << first // self.part)
         begin, end = -(-first // self.part), (last + 1) // self.part
         return touched, (1 << end) - (1 << begin) if begin < end else 0
@@ -341,13 +349,14 @@ def _takes_memory(slot: _Slot) -> bool:
 def stretch_peak(
     graph: Graph, ops: Iterable[Op], results: Iterable[int], arriving: Iterable[int], platform: str
 ) -> int:
-    """Estimates the bytes that some operations of a graph need at once, besides what they are given.
+    """Estimates the bytes that some operations of a graph need at once, without their inputs.
 
     Args:
       graph: a traced program.
       ops: some of its operations, in an order in which they can run.
       results: values (indices) that have to be there at the end; they have buffers of their own, and count.
-      arriving: values that are there at the start and count too, until they are used for the last time; what else is used is given.
+      arriving: values that are there at the start and count too, until they are used for the last time; what else is
+        used is given.
       platform: as of `estimate_peak`.
     """
     slots = {index: _Slot(graph.values[index].bytes, stored=True) for index in arriving}
@@ -363,7 +372,8 @@ def stretch_peak(
 
 
 def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: Iterable[int], platform: str) -> int:
-    """Estimates the bytes that some operations leave in memory for others that come later, nothing between them holding the compiler back.
+    """Estimates the bytes that some operations leave in memory for others that come later, nothing between them holding
+    the compiler back.
 
     Args:
       graph: a traced program.

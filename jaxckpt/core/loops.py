@@ -1,4 +1,6 @@
-"""A `lax.scan` run as the schedule of a plan's `Loop` says. The scan's equation becomes the equations of that program, in the same place."""
+"""A `lax.scan` run as the schedule of a plan's `Loop` says. The scan's equation becomes the equations of that program,
+in the same place.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ BodyFor = Callable[[Mapping[int, Action]], NamedBody]
 
 
 def can_be_rewritten(op: Op) -> bool:
-    """Whether an operation is a scan that a plan can say something about: one with iterations, and no constants inside."""
+    """Whether an operation is a scan that a plan can say something about: one with iterations, and no constants
+    inside.
+    """
     return op.primitive == "scan" and op.params["length"] > 0 and not _compat.jaxpr_consts(op.params["jaxpr"])
 
 
@@ -60,7 +64,8 @@ def check_loop(loop: Loop, op: Op | None) -> None:
         why = why and f"The scan is of {length}. {why}"
     if why:
         raise PlanMismatchError(
-            f"A loop must be a scan that its schedule can run; got operation {loop.op} for {loop.schedule!r:.200}. {why} Plan anew."
+            f"A loop must be a scan that its schedule can run; got operation {loop.op} for {loop.schedule!r:.200}. "
+            f"{why} Plan anew."
         )
 
 

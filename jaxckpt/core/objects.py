@@ -91,7 +91,8 @@ class Objects:
         self.build, self.take_up = build, take_up
 
     def put_back(self, taken_up: Any) -> Any:
-        """Returns the call's result, and changes the objects as it changed those that it was run with: once, however often it was traced.
+        """Returns the call's result, and changes the objects as it changed those that it was run with: once, however
+        often it was traced.
 
         Args:
           taken_up: what `take_up` returned in the call: of `build`'s tree, its index of objects, and the result.

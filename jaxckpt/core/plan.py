@@ -1,6 +1,7 @@
 """Plan: what is to be kept of a function, where; PlanReport: what was predicted, compiled and found of it.
 
-A plan is a recipe: two plans that do the same are equal, whatever is known of them. Its report is saved and loaded with it.
+A plan is a recipe: two plans that do the same are equal, whatever is known of them. Its report is saved and loaded with
+it.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of every intermediate value of one function: see `Region`. What lies outside all regions is left to JAX.
+    """What becomes of every intermediate value of one function: see `Region`. What lies outside all regions is left to
+    JAX.
 
     Attributes:
       regions: those of one body disjoint and in order.
       fingerprint: that of the graph that the plan was made for.
-      prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right inside a `lax.scan` only.
+      prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right
+        inside a `lax.scan` only.
       notes: a line for each region, for people.
       loops: how scans of the function are run, where not as they stand.
       report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
@@ -97,7 +100,9 @@ class Plan:
 
     @property
     def measured(self) -> Any:
-        """What the compiler said of the step, a `MemoryReport`; None where nobody asked, and in a plan that was loaded."""
+        """What the compiler said of the step, a `MemoryReport`; None where nobody asked, and in a plan that was
+        loaded.
+        """
         return None if self.report is None else self.report.measured
 
     @property
@@ -118,8 +123,8 @@ class Plan:
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
 
-        It is traced at each call with new shapes; one that the plan was not made for raises `PlanMismatchError`. Modules of nnx among its
-        arguments change as `fun` changes them, once a call.
+        It is traced at each call with new shapes; one that the plan was not made for raises `PlanMismatchError`.
+        Modules of nnx among its arguments change as `fun` changes them, once a call.
         """
         if not callable(fun):
             raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
@@ -140,8 +145,8 @@ class Plan:
     def check(self, graph: Graph) -> None:
         """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.
 
-        Regions must lie within the graph, the values that they keep be made by their operations and be such as can be kept; loops must be scans
-        that their schedules can run.
+        Regions must lie within the graph, the values that they keep be made by their operations and be such as can be
+        kept; loops must be scans that their schedules can run.
         """
         if graph.fingerprint != self.fingerprint:
             stop = max((region.stop for region in self.regions if not region.body), default=0)
@@ -152,9 +157,12 @@ class Plan:
             )
             arguments = [f"{v.dtype}{list(v.shape)}" for v in graph.values if v.kind == "argument"]
             raise PlanMismatchError(
-                f"The plan was made for another function, or other shapes: it fits the program {self.fingerprint}, this one is "
-                f"{graph.fingerprint}{size}. Arguments that came: {_some(arguments)}. If the plan was made for these, the "
-                "program itself differs: by a static argument, training or evaluation mode, or a string or number that selects it. "
+                f"The plan was made for another function, or other shapes: it fits the program {self.fingerprint}, "
+                f"this one is "
+                f"{graph.fingerprint}{size}. Arguments that came: {_some(arguments)}. If the plan was made for "
+                f"these, the "
+                "program itself differs: by a static argument, training or evaluation mode, or a string or number "
+                "that selects it. "
                 "Make a plan for this function."
             )
         _check_regions(self.regions, graph)
@@ -237,7 +245,8 @@ class Plan:
             for some in loop.schedule.iterations(length):
                 kept += _stored(some.actions or {}, graph, each=True) * some.count if some.kept else 0
         lines = [
-            f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, {format_bytes(kept)} kept in them"
+            f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, "
+            f"{format_bytes(kept)} kept in them"
         ]
         regions, loops = by_body(self.regions), by_body(self.loops)
         for address in sorted({*regions, *loops}):
@@ -276,8 +285,8 @@ class Plan:
 class PlanReport:
     """What was predicted, compiled and found of a plan: prints as a table, shows as one in a notebook, draws itself.
 
-    `report.plan.report` is the report, so what is planned can be handed on as either. Where a figure is not known, it is
-    None.
+    `report.plan.report` is the report, so what is planned can be handed on as either. Where a figure is not known, it
+    is None.
 
     Attributes:
       plan: the recipe.
@@ -405,7 +414,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------- what a plan may hold
+# ------------------------------------------------------------------------------------------------- what a plan may hold
 
 
 def _typed(raw: Mapping[Any, Any], kinds: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -423,7 +432,8 @@ def _body(address: Address, graph: Graph) -> Body:
         if op is None or not primitives.of(op.primitive).takes_regions or place >= len(op.bodies):
             there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
             raise PlanMismatchError(
-                f"A region's body must be one of a loop, a branch or a checkpoint; got body {place} of operation {index} (step {depth + 1} of "
+                f"A region's body must be one of a loop, a branch or a checkpoint; got body {place} of operation "
+                f"{index} (step {depth + 1} of "
                 f"{address}): {there}. Plan anew."
             )
         body = op.bodies[place]
@@ -435,7 +445,8 @@ def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
         ops = _body(region.body, graph).ops
         if region.stop > len(ops):
             raise PlanMismatchError(
-                f"A region must lie within {'the function' if not region.body else 'its body'}'s operations, of which there are {len(ops)}; "
+                f"A region must lie within {'the function' if not region.body else 'its body'}'s operations, of "
+                f"which there are {len(ops)}; "
                 f"got {region.start}..{region.stop}. Plan anew."
             )
         where = f"the region {region.start}..{region.stop}"

@@ -1,8 +1,9 @@
-"""What JAX's primitives are: one table, a row for those that are alike, a column for each thing that jaxckpt has to know of them.
+"""What JAX's primitives are: one table, a row for those that are alike, a column for each thing that jaxckpt has to
+know of them.
 
-A name stands in one row. What is not in the table is unknown, and is taken to be what the defaults of `Primitive` say: an
-operation of one FLOP for each element of its results that wants its operands in memory and leaves its results there, that is worth
-keeping, and of which nothing else is known.
+A name stands in one row. What is not in the table is unknown, and is taken to be what the defaults of `Primitive` say:
+an operation of one FLOP for each element of its results that wants its operands in memory and leaves its results there,
+that is worth keeping, and of which nothing else is known.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Kernel(enum.Enum):
     FUSED = enum.auto()
     """In the kernels that use its result; where a platform stores what is used more than once, in one of its own."""
     ROOT = enum.auto()
-    """In a kernel of its own, with what its operands are computed from: these need not be in memory, its results are."""
+    """In a kernel of its own, with what its operands are computed from: these need not be in memory, its results
+    are.
+    """
     OWN = enum.auto()
     """In a kernel of its own; operands and results are in memory."""
 
@@ -72,13 +75,15 @@ class Primitive:
     Attributes:
       flops: the rule for the FLOPs of one execution; operations that hold programs are added up from these instead.
       kernel: where XLA computes it.
-      dear: whether it costs what it computes rather than what it moves. Its results are worth keeping; others can be computed again for
-        a few times what it takes to read and write them.
+      dear: whether it costs what it computes rather than what it moves. Its results are worth keeping; others can be
+        computed again for a few times what it takes to read and write them.
       result: how much of its operand the result is.
-      linear: whether it is linear in all of its operands together, so that its derivative needs none of them; False also where nobody asked.
+      linear: whether it is linear in all of its operands together, so that its derivative needs none of them; False
+        also where nobody asked.
       sends: of a collective, what each device sends, in units of the larger of what goes in and what comes out.
       writes_over: whether it can write over an operand of the same size. What is fused can in any case.
-      asks_result: whether its derivative may read its result: it is differentiated to find out. False where it is known not to.
+      asks_result: whether its derivative may read its result: it is differentiated to find out. False where it is known
+        not to.
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
     """
@@ -123,17 +128,19 @@ _FREE = replace(_MOVED, kernel=Kernel.FUSED)
 _FUSED = Primitive(kernel=Kernel.FUSED, dear=False)
 _SIMPLE = replace(_FUSED, asks_result=False)
 _REDUCED = Primitive(rules.each_input, Kernel.ROOT, dear=False, holds=Holds.SCALARS)
-# Not dear, although on a CPU a cumulative sum takes 12 to 60 times as long as an elementwise operation, and a maximum over windows of 3 x 3
-# takes 10 to 25 times (float32, 256 x 512 and 2048 x 2048; a matmul with a square matrix takes 1.4 and 6 times as long as the sum). What they
-# make is as large as what they read: a scan that keeps it has room for fewer steps, and runs the matmuls of the others again. And a
-# mixture of experts cut at its cumulative sums has plans that take up to 1.2% of a step longer on an H100 than one cut at its matmuls alone.
+# Not dear, although on a CPU a cumulative sum takes 12 to 60 times as long as an elementwise operation, and a maximum
+# over windows of 3 x 3 takes 10 to 25 times (float32, 256 x 512 and 2048 x 2048; a matmul with a square matrix takes
+# 1.4 and 6 times as long as the sum). What they make is as large as what they read: a scan that keeps it has room for
+# fewer steps, and runs the matmuls of the others again. And a mixture of experts cut at its cumulative sums has plans
+# that take up to 1.2% of a step longer on an H100 than one cut at its matmuls alone.
 _CUMULATIVE = Primitive(rules.each_input, dear=False)
 _WINDOW = replace(_REDUCED, flops=rules.window)
 # Series of some hundred operations for each element: 350 times as long as a tanh, on the same CPU.
 _SERIES = replace(_FUSED, dear=True)
 _SCATTER = Primitive(rules.scatter, dear=False, writes_over=True, holds=Holds.SCALARS)
 _COLLECTIVE = Primitive(sends=1.0)
-# A ring reduces by scattering and gathering (R. Thakur et al., "Optimization of collective communication operations in MPICH", 2005).
+# A ring reduces by scattering and gathering (R. Thakur et al., "Optimization of collective communication operations in
+# MPICH", 2005).
 _REDUCED_BY_ALL = replace(_COLLECTIVE, sends=2.0)
 _CALL = Primitive(holds=Holds.CALL, asks_result=False)
 _CHECKPOINT = replace(_CALL, holds=Holds.CHECKPOINT)
@@ -169,8 +176,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("threefry2x32 random_bits random_fold_in", replace(_SIMPLE, flops=rules.threefry)),
     ("random_split", replace(_FUSED, flops=rules.threefry)),
     ("polygamma zeta", _SERIES),
-    # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta, which so are unknown to this table.
-    # Reductions.
+    # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta, which so are unknown to this
+    # table. Reductions.
     ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False)),
     ("reduce reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _REDUCED),
     ("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _WINDOW),
@@ -244,8 +251,8 @@ def flops(primitive: str, inputs: Avals, outputs: Avals, params: Mapping[str, An
 def is_same(primitive: str, params: Mapping[str, Any], dtype: Any) -> bool:
     """Whether an operation's results are its operands, and nothing is computed or moved in the compiled program.
 
-    So it is with barriers and copies, and with the rounding of a value to its own type that `jax.checkpoint` puts on what it keeps: XLA takes
-    both away.
+    So it is with barriers and copies, and with the rounding of a value to its own type that `jax.checkpoint` puts on
+    what it keeps: XLA takes both away.
 
     Args:
       primitive, params: the operation's.
@@ -261,7 +268,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 def altogether(primitive: str, params: Mapping[str, Any], each: Sequence[_Number]) -> _Number:
-    """Returns what an operation takes that holds programs: of branches that of the dearest, of a while loop that of one iteration.
+    """Returns what an operation takes that holds programs: of branches that of the dearest, of a while loop that of one
+    iteration.
 
     Args:
       primitive, params: the operation's.

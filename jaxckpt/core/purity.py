@@ -1,7 +1,8 @@
-"""What a traced function must not do: put traced values into Python objects, change its arguments, work on `jax.Ref`s. Refused by name.
+"""Refuses, by name, what a traced function must not do: put traced values into Python objects, change its arguments,
+use `jax.Ref`s.
 
-JAX does not see any of that. The function is traced apart from the call, perhaps never again, so what it puts aside would be a value of a
-trace that is over. Objects of nnx are another matter: `jaxckpt.core.lift` puts their state back.
+JAX does not see any of that. The function is traced apart from the call, perhaps never again, so what it puts aside
+would be a value of a trace that is over. Objects of nnx are another matter: `jaxckpt.core.lift` puts their state back.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
         for where, value in _tracers(fun):
             if id(value) not in before:
                 raise EffectsError(
-                    f"{_name(fun)} must not put traced values into Python objects, for it is traced apart from its calls; it put one into "
+                    f"{_name(fun)} must not put traced values into Python objects, for it is traced apart from its "
+                    f"calls; it put one into "
                     f"{where}. {_HINT}"
                 )
         try:
@@ -58,7 +60,8 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
         if changed:
             where = ", ".join(map(_argument, changed[:3]))
             raise EffectsError(
-                f"{_name(fun)} must not change its arguments, for it is traced apart from its calls; it changed {where}. {_HINT}"
+                f"{_name(fun)} must not change its arguments, for it is traced apart from its calls; it changed "
+                f"{where}. {_HINT}"
             )
         return out
 
@@ -89,7 +92,8 @@ def refuse_refs(fun: Callable[..., Any], graph: Graph) -> None:
             ops.extend(inner for body in op.bodies for inner in body.ops)
         if any(_compat.is_ref_type(var.aval) for var in (*equation.invars, *equation.outvars)):
             raise EffectsError(
-                f"{_name(fun)} must not work on jax.Refs, whose order of reads and writes a recomputation would change; it does so in "
+                f"{_name(fun)} must not work on jax.Refs, whose order of reads and writes a recomputation would "
+                f"change; it does so in "
                 f"{op.primitive} at {op.source}. Carry the value from one operation to the next instead."
             )
 
@@ -105,7 +109,9 @@ def _argument(path: tuple[Any, ...]) -> str:
 
 
 def _tracers(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the traced values that a function can reach in its closure, its globals and what they hold, each with the way to it."""
+    """Yields the traced values that a function can reach in its closure, its globals and what they hold, each with the
+    way to it.
+    """
     seen: set[int] = set()
     queue: list[tuple[str, Any, int]] = [("", fun, 0)]
     while queue and len(seen) < NODES:

@@ -1,11 +1,12 @@
 """A derivative that reads the result of its own operation reads it from where it is kept.
 
-`jax.checkpoint` keeps what is named: `n = name(tanh(x))`. The derivative of `tanh` reads `tanh(x)` itself, from before it was named, so a policy
-that keeps `n` spends the memory and runs `tanh`, and all that leads to `x`, again. A name is an identity. So after differentiation every read of
-`tanh(x)` can be a read of `n`, in loops and branches too: then what is kept is what is read.
+`jax.checkpoint` keeps what is named: `n = name(tanh(x))`. The derivative of `tanh` reads `tanh(x)` itself, from before
+it was named, so a policy that keeps `n` spends the memory and runs `tanh`, and all that leads to `x`, again. A name is
+an identity. So after differentiation every read of `tanh(x)` can be a read of `n`, in loops and branches too: then what
+is kept is what is read.
 
-`reads_names` puts that into a function: its derivative is JAX's own, with the reads redirected. Functions whose kept values no derivative reads
-in that way do not need it: `needs_redirection` tells.
+`reads_names` puts that into a function: its derivative is JAX's own, with the reads redirected. Functions whose kept
+values no derivative reads in that way do not need it: `needs_redirection` tells.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Flat = Callable[..., list[Any]]
 
 
 def redirect(closed: Any) -> Any:
-    """Returns the jaxpr with the reads of a value that the emitter names, those behind the name, as reads of the name's result."""
+    """Returns the jaxpr with the reads of a value that the emitter names, those behind the name, as reads of the name's
+    result.
+    """
     return _Redirect().jaxpr(closed)
 
 
@@ -94,7 +97,9 @@ class _Redirect:
 
 
 def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
-    """Returns for each value that the emitter names (equations that do it, result): one, or those for both parts of a complex value."""
+    """Returns for each value that the emitter names (equations that do it, result): one, or those for both parts of a
+    complex value.
+    """
     found: dict[Any, tuple[list[Any], Any]] = {}
     makers: dict[Any, Any] = {}
     for eqn in eqns:
@@ -127,7 +132,7 @@ def _read(named: dict[Any, Any], atom: Any) -> Any:
     return atom
 
 
-# ------------------------------------------------------------------------------------------------------------ the function
+# --------------------------------------------------------------------------------------------------------- the function
 
 
 def reads_names(fun: Flat) -> Flat:
@@ -142,8 +147,10 @@ def reads_names(fun: Flat) -> Flat:
         if not _compat.allowed_in_custom_rules(closed):
             if stored.has_markers(_compat.open_jaxpr(closed)):
                 raise EffectsError(
-                    "A function must be free of side effects where a value is kept as something else than it is (a compressed one); it has "
-                    f"{', '.join(map(str, _compat.open_jaxpr(closed).effects))}. Save the value as it is, or move the effect out."
+                    "A function must have no side effects if a value in it is kept in another form (compressed); it "
+                    "has "
+                    f"{', '.join(map(str, _compat.open_jaxpr(closed).effects))}. Save the value as it is, or move "
+                    f"the effect out."
                 )
             return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
         return call_reading_names(closed)(*args)
@@ -189,8 +196,8 @@ def call_reading_names(closed: Any) -> Flat:
 def is_effect(eqn: Any) -> bool:
     """Whether an equation is run for its side effects alone, such as a debugging print.
 
-    It reads its operands from before they are named: jax.checkpoint fails on a kept value that such an equation reads (a KeyError, up to jax
-    0.12.0.1).
+    It reads its operands from before they are named: jax.checkpoint fails on a kept value that such an equation reads
+    (a KeyError, up to jax 0.12.0.1).
     """
     return bool(eqn.effects) and all(isinstance(var, _compat.DropVar) for var in eqn.outvars)
 

@@ -1,4 +1,6 @@
-"""Region and Loop: which operations of a function are run again, how its scans run, and the action of each value in them. Frozen, checked."""
+"""Region and Loop: which operations of a function are run again, how its scans run, and the action of each value in
+them. Frozen, checked.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,25 @@ from jaxckpt.actions import Action
 from jaxckpt.core.schedule import LoopSchedule
 
 Address = tuple[tuple[int, int], ...]
-"""Where a body lies: for each operation around it, the outermost first, (its `Op.index`, the body's place in `Op.bodies`).
+"""Where a body lies: for each operation around it, the outermost first, (its `Op.index`, the body's place in
+`Op.bodies`).
 
 () is the function's own."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A stretch of operations whose intermediate values are dropped after the forward pass, but for those with another action.
+    """A stretch of operations whose intermediate values are dropped after the forward pass, but for those with another
+    action.
 
     Attributes:
-      start, stop: the stretch, a half-open interval of the operations of its body: of `Graph.ops`, or of those of a loop's or branch's body.
+      start, stop: the stretch, a half-open interval of the operations of its body: of `Graph.ops`, or of those of a
+        loop's or branch's body.
       actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
       regions: nested regions, disjoint and in order, in the same numbering.
       checkpoint: False for a stretch that is left to JAX as it stands.
-      tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass begins. A compiler that
-        puts some of them off keeps alive what they are computed from.
+      tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass
+        begins. A compiler that puts some of them off keeps alive what they are computed from.
       body: the address of the body that it lies in; see `Graph.at`. Nested regions lie in the same one.
     """
 

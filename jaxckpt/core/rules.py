@@ -1,11 +1,14 @@
-"""Custom rules opened: the residuals of a `jax.custom_vjp` become values of the graph, which a policy or a plan can keep.
+"""Custom rules opened: the residuals of a `jax.custom_vjp` become values of the graph, which a policy or a plan can
+keep.
 
-JAX runs the forward rule of such a function where it differentiates, so its residuals are in no traced program, and nothing can name them: a
-checkpoint around flash attention runs the whole attention again for the logsumexp that its backward rule reads. `opened` puts a function of our
-own in the rule's place. Its results are the rule's and, after these, the residuals, so that the emitter can name them; its derivative is the
-forward rule and, for cotangents, the user's backward rule.
+JAX runs the forward rule of such a function where it differentiates, so its residuals are in no traced program, and
+nothing can name them: a checkpoint around flash attention runs the whole attention again for the logsumexp that its
+backward rule reads. `opened` puts a function of our own in the rule's place. Its results are the rule's and, after
+these, the residuals, so that the emitter can name them; its derivative is the forward rule and, for cotangents, the
+user's backward rule.
 
-What is opened is the same function to whoever uses its own results. Where nothing of a rule is kept, the rule is emitted as it was.
+What is opened is the same function to whoever uses its own results. Where nothing of a rule is kept, the rule is
+emitted as it was.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
 
 TITLE = "jaxckpt_rule@"
-"""What begins the name of the function that stands in a rule's place; the rest says what rule it is, as encoded JSON."""
+"""What begins the name of the function that stands in a rule's place; the rest says what rule it is, as encoded
+JSON.
+"""
 
 PRIMITIVE = "custom_vjp_call"
 
@@ -41,7 +46,8 @@ class Rule:
     Attributes:
       name: of the user's function.
       results: how many results the rule has; those after them are residuals and tagged values.
-      residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a result's place).
+      residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a
+        result's place).
       tags: (result's place, the tag that the forward rule gives it).
       hidden: tags inside of the function that its forward rule does not give: nothing can be kept by them.
     """
@@ -73,7 +79,8 @@ def _rule_of(encoded: str) -> Rule:
 
 
 def opened(closed: Any, calls: Calls) -> Any:
-    """Returns the closed jaxpr with the custom rules in it opened, those in loops, branches and calls too; itself where it has none.
+    """Returns the closed jaxpr with the custom rules in it opened, those in loops, branches and calls too; itself where
+    it has none.
 
     Args:
       closed: the jaxpr.
@@ -144,7 +151,9 @@ class _Forward:
 
 
 def _open(eqn: Any) -> Any:
-    """Returns the equation that stands in a rule's place; None where the forward rule cannot be opened: it has effects, or constants."""
+    """Returns the equation that stands in a rule's place; None where the forward rule cannot be opened: it has effects,
+    or constants.
+    """
     rule = _compat.custom_rule(eqn)
     try:
         forward = _forward(eqn, rule)
@@ -237,7 +246,9 @@ def _tags(program: Any) -> Iterator[str]:
 
 
 def tags_of(rule: Rule) -> Iterator[tuple[str, int, str]]:
-    """Yields ("in" or "out", place, tag): residuals by the rule's name and their places, and what its forward rule tags."""
+    """Yields ("in" or "out", place, tag): residuals by the rule's name and their places, and what its forward rule
+    tags.
+    """
     for leaf, (kind, place) in enumerate(rule.residuals):
         yield kind, place, f"{rule.name}/{leaf}"
     for place, tag in rule.tags:

@@ -1,4 +1,6 @@
-"""A scan to be run: its body, its operands, and how iterations and segments of it are checkpointed. What schedules of loops work on."""
+"""A scan to be run: its body, its operands, and how iterations and segments of it are checkpointed. What schedules of
+loops work on.
+"""
 
 from __future__ import annotations
 
@@ -95,20 +97,25 @@ class ScanRun(abc.ABC):
 
     @abc.abstractmethod
     def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
-        """Returns one iteration: under a checkpoint that keeps what the actions say, or with None left to JAX as it stands.
+        """Returns one iteration: under a checkpoint that keeps what the actions say, or with None left to JAX as it
+        stands.
 
         Args:
           actions: index of a value that the body computes -> its action.
-          alone: whether no loop is around it, so that the compiler has to be kept from merging forward and backward pass.
+          alone: whether no loop is around it, so that the compiler has to be kept from merging forward and backward
+            pass.
         """
 
     @abc.abstractmethod
     def segment(self, run: Iteration, *, alone: bool = False) -> Iteration:
-        """Returns several iterations under a checkpoint of which only the carry that they start from is kept; `alone` as of `iteration`."""
+        """Returns several iterations under a checkpoint of which only the carry that they start from is kept; `alone`
+        as of `iteration`.
+        """
 
     @abc.abstractmethod
     def keeping(self, actions: Mapping[int, Action] | None) -> tuple[Self, list[Any] | None]:
-        """Returns the scan with a body in which calls are written out, and the body's variables that the actions keep; None for no wish.
+        """Returns the scan with a body in which calls are written out, and the body's variables that the actions keep;
+        None for no wish.
 
         Raises:
           ArgumentError, PlanMismatchError: an action keeps a value as something else, or elsewhere.
@@ -121,7 +128,9 @@ class ScanRun(abc.ABC):
         return out  # type: ignore[no-any-return]
 
     def over(self, length: int, init: Values, xs: Values, *, deeper: bool = False) -> Self:
-        """Returns the scan over so many iterations with another carry and other rows; `deeper` for those of a segment."""
+        """Returns the scan over so many iterations with another carry and other rows; `deeper` for those of a
+        segment.
+        """
         return replace(self, body=replace(self.body, length=length), init=init, xs=xs, depth=self.depth + deeper)
 
     def rows(self, counts: Sequence[int]) -> list[Values]:

@@ -1,7 +1,9 @@
-"""What a schedule of a loop is: which carries are kept from the forward to the backward pass, and in what order iterations run again.
+"""What a schedule of a loop is: which carries are kept from the forward to the backward pass, and in what order
+iterations run again.
 
-A schedule is a value: one frozen dataclass in one file. `jaxckpt.scan`, plans, plan files, pictures and the planner ask it; none of them knows
-which schedules there are. A class with a `kind` is known by that name from its definition on, in this package or anywhere else.
+A schedule is a value: one frozen dataclass in one file. `jaxckpt.scan`, plans, plan files, pictures and the planner ask
+it; none of them knows which schedules there are. A class with a `kind` is known by that name from its definition on, in
+this package or anywhere else.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Iterations:
       count: how many.
       how: in what way, as a phrase that follows their number, such as ", in segments of 4".
       actions: index of a value of the body -> its action in each of them; None where nothing is said.
-      kept: whether the values that the actions keep are kept of all these iterations, from the forward to the backward pass.
+      kept: whether the values that the actions keep are kept of all these iterations, from the forward to the backward
+        pass.
       unsaid: where nothing is said, what is kept.
     """
 
@@ -57,11 +60,13 @@ KINDS: dict[str, type[LoopSchedule]] = {}
 
 
 class LoopSchedule:
-    """How the iterations of a scan run. Schedules are values: equal where kind and parameters are, hashable, and written to plan files.
+    """How the iterations of a scan run. Schedules are values: equal where kind and parameters are, hashable, and
+    written to plan files.
 
-    A subclass is a frozen dataclass with a `kind`; its fields are its parameters: numbers, strings, flags, schedules, tuples of these, and
-    mappings from values to actions. It defines `resolved`, which makes it of other schedules, or else `run` and `cost`. A class with a
-    mapping among its fields takes its hash from here: `__hash__ = LoopSchedule.__hash__`.
+    A subclass is a frozen dataclass with a `kind`; its fields are its parameters: numbers, strings, flags, schedules,
+    tuples of these, and mappings from values to actions. It defines `resolved`, which makes it of other schedules, or
+    else `run` and `cost`. A class with a mapping among its fields takes its hash from here: `__hash__ =
+    LoopSchedule.__hash__`.
 
     Attributes:
       kind: its name in plan files.
@@ -95,7 +100,9 @@ class LoopSchedule:
         return tuple(replace(each, how=f", {self}{each.how}") for each in self.resolved(length).iterations(length))
 
     def all_actions(self) -> Iterator[Mapping[int, Action]]:
-        """Yields what it says of values of the body, and what the schedules in it say: index of the value -> its action; equal ones once."""
+        """Yields what it says of values of the body, and what the schedules in it say: index of the value -> its
+        action; equal ones once.
+        """
         seen: list[Mapping[int, Action]] = []
         for actions in _actions(tuple(self.parameters().values())):
             if actions not in seen:
@@ -158,7 +165,8 @@ def schedule_from(raw: Any) -> LoopSchedule:
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise PlanMismatchError(
-            f"A loop's schedule must be of a kind that is defined: {', '.join(sorted(KINDS))}; got {kind!r:.80}. Import what defines it, "
+            f"A loop's schedule must be of a kind that is defined: {', '.join(sorted(KINDS))}; got {kind!r:.80}. "
+            f"Import what defines it, "
             "or plan anew."
         )
     try:

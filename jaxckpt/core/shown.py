@@ -1,7 +1,7 @@
 """How values are shown: a table from types to functions. `jaxckpt.show` fills it when the package is imported.
 
-So a report knows nothing of tables, pages and pictures, and still prints as one. What is registered imports rich or matplotlib when it is
-called, not before.
+So a report knows nothing of tables, pages and pictures, and still prints as one. What is registered imports rich or
+matplotlib when it is called, not before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Values that are kept as something else than they are: encoded after the forward pass, decoded for the backward pass.
 
-The emitter names such a value as it names all that is kept, and puts the action's JSON into the name: a marker. When the function around it is
-differentiated (`reads.call_reading_names`), it becomes two programs. The first is the forward pass, exact; it also returns, encoded, what is
-marked, and that is what `jax.checkpoint` keeps by name. The second is the derivative; wherever it would read a marked value, or anything that
-is computed from one, it starts from what was decoded. Markers inside of scans, branches and calls are reached through them: what is kept of
-a scan is stacked by it, and read by it again.
+The emitter names such a value as it names all that is kept, and puts the action's JSON into the name: a marker. When
+the function around it is differentiated (`reads.call_reading_names`), it becomes two programs. The first is the forward
+pass, exact; it also returns, encoded, what is marked, and that is what `jax.checkpoint` keeps by name. The second is
+the derivative; wherever it would read a marked value, or anything that is computed from one, it starts from what was
+decoded. Markers inside of scans, branches and calls are reached through them: what is kept of a scan is stacked by it,
+and read by it again.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ INTERNAL = "jaxckpt:"
 
 _MARKER = f"{INTERNAL}@"
 StoredValues = dict[str, Any]
-"""What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that hold markers ("0",
-"1") what is kept inside of it: of a scan stacked, of branches a list."""
+"""What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that
+hold markers ("0", "1") what is kept inside of it: of a scan stacked, of branches a list."""
 
 _THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL)
 """Programs in which markers are reached; while loops have no derivative."""
@@ -139,7 +140,8 @@ class _Storing:
             name, action = mark
             value = eqn.invars[0]
             if value in again:
-                # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever it runs.
+                # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
+                # it runs.
                 env[eqn.outvars[0]] = _read(env, value)
             elif self.storing:
                 env[eqn.outvars[0]] = _read(env, value)

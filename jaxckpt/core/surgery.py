@@ -1,4 +1,6 @@
-"""Surgery on jaxprs, each kind once: the programs inside of an equation, slices, stretches cut out, equations taken out, operands held fixed."""
+"""Surgery on jaxprs, each kind once: the programs inside of an equation, slices, stretches cut out, equations taken
+out, operands held fixed.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def live(
 
 
 def needed(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], *, effects: bool = False) -> list[Any]:
-    """Returns, in order, the equations that it takes to get from `inputs` to `outputs`, and those with side effects if asked."""
+    """Returns, in order, the equations that it takes to get from `inputs` to `outputs`, and those with side effects if
+    asked.
+    """
     given = set(inputs)
     made = {var for eqn in eqns for var in eqn.outvars}
     missing = lambda atoms: [var for var in atoms if isinstance(var, _compat.Var) and var not in given]
@@ -100,7 +104,8 @@ def needed(eqns: Sequence[Any], inputs: Iterable[Any], outputs: Iterable[Any], *
 def function(
     eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], debug_info: Any, *, effects: bool = False
 ) -> Callable[..., list[Any]]:
-    """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations that it takes.
+    """Returns the function of `inputs` (variables) to `outputs` (variables or literals) that only runs the equations
+    that it takes.
 
     Args:
       effects: whether equations with side effects are run although nothing uses their results.
@@ -131,8 +136,8 @@ def without(closed: Any, instead: Callable[[Any, Sequence[Any]], Any]) -> Any:
 
     Args:
       closed: the program.
-      instead: takes an equation and its operands, as they are read now. It returns the atom that is read instead of the equation's first
-        result, which then goes; None for an equation that stays.
+      instead: takes an equation and its operands, as they are read now. It returns the atom that is read instead of the
+        equation's first result, which then goes; None for an equation that stays.
     """
     jaxpr = _compat.open_jaxpr(closed)
     names: dict[Any, Any] = {}
@@ -151,7 +156,8 @@ def without(closed: Any, instead: Callable[[Any, Sequence[Any]], Any]) -> Any:
 def with_holes(
     fun: Callable[..., Any], operands: Sequence[Any], moving: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns the function of some operands alone, the others held fixed, and these operands: to be differentiated in them.
+    """Returns the function of some operands alone, the others held fixed, and these operands: to be differentiated in
+    them.
 
     Args:
       fun: takes all operands.

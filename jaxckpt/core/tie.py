@@ -1,8 +1,9 @@
 """A barrier for tangents, and transposed one for cotangents, that leaves out what nobody needs.
 
-`jax.lax.optimization_barrier` on tangents keeps all of them, and transposed makes zeros of the cotangents that are missing. Those run through
-the backward pass of all that came before: work for nothing, and NaN where a derivative is infinite. A value that later stretches read only
-for what nobody differentiates, such as a metric carried along, has no cotangent.
+`jax.lax.optimization_barrier` on tangents keeps all of them, and transposed makes zeros of the cotangents that are
+missing. Those run through the backward pass of all that came before: work for nothing, and NaN where a derivative is
+infinite. A value that later stretches read only for what nobody differentiates, such as a metric carried along, has no
+cotangent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _tie.multiple_results = True
 
 
 def tie(*tangents: Any) -> list[Any]:
-    """Returns the tangents as they are; in reverse mode no cotangent of theirs goes on before all that there are have come."""
+    """Returns the tangents as they are; in reverse mode no cotangent of theirs goes on before all that there are have
+    come.
+    """
     return _tie.bind(*tangents)  # type: ignore[no-any-return]
 
 
@@ -35,7 +38,8 @@ def _jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _transpose(cotangents: Any, *operands: Any) -> list[Any]:
-    # What nobody needs is gone by now. Zeros that are left are made: up to jax 0.12 scans cannot be transposed for stacked ones.
+    # What nobody needs is gone by now. Zeros that are left are made: up to jax 0.12 scans cannot be transposed for
+    # stacked ones.
     return _held(*map(_compat.instantiate_zeros, cotangents))
 
 

@@ -1,8 +1,9 @@
-"""autocheckpoint: a function that plans itself when it is first called, and then is its plan.
+"""autocheckpoint: a function that is planned at its first call, and then runs under its plan.
 
-A call is looked up by its signature: structure, shapes, dtypes, shardings over several devices, and what is no array. What is found is a
-jaxpr with the plan's checkpoints in it, so a later call costs the lookup, and within `jax.jit` nothing at all. Planning sees shapes alone, so
-it is the same inside and outside of jit, grad and vmap, and nothing of an outer trace gets into it.
+A call is looked up by its signature: structure, shapes, dtypes, shardings over several devices, and leaves that are not
+arrays. What is found is a jaxpr with the plan's checkpoints in it, so a later call costs the lookup, and within
+`jax.jit` nothing at all. Planning sees shapes alone, so it is the same inside and outside of jit, grad and vmap, and
+nothing of an outer trace gets into it.
 """
 
 from __future__ import annotations
@@ -58,27 +59,30 @@ def autocheckpoint(
 ) -> Callable[..., Any]:
     """Returns `fun` under the cheapest plan within a budget, planned at the first call of each input signature.
 
-    The result has `fun`'s values and derivatives and works under jit, grad and vmap. Its attribute `plan(*args, **kwargs)` returns the `Plan`
-    of such a call, made now if it is not there; it takes shapes as well, so it also plans ahead.
+    The result has `fun`'s values and derivatives and works under jit, grad and vmap. Its attribute `plan(*args,
+    **kwargs)` returns the `Plan` for such a call, and makes it if there is none. It also takes shapes, so that you can
+    plan before the first call.
 
     Args:
       fun: a loss: the first argument is differentiated by `step`. Left out: a decorator is returned.
-      budget: bytes, "12GiB", "60%" (of the peak without checkpoints) or "device" (what is free when it is planned); it bounds the compiled peak
-        of `step(fun)` of the arguments. See `jaxckpt.plan`, also for target, actions, costs, verify and solver.
+      budget: bytes, "12GiB", "60%" (of the peak without checkpoints) or "device" (what is free when it is planned); it
+        bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`, also for target, actions, costs,
+        verify and solver.
       target: None for the local backend.
-      step: makes the step that is planned for of `fun`; the step takes the arguments of `fun`.
+      step: makes the training step from `fun`; the step takes the arguments of `fun`.
       actions, costs, verify, solver: see `jaxckpt.plan`.
-      path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the versions of jax, its
-        compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
-      static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings, bools, functions and
-        other leaves that are neither arrays nor numbers are taken for such wherever they are.
+      path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
+        versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
+      static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
+        bools, functions and other leaves that are neither arrays nor numbers are taken for such wherever they are.
 
-    Within `jax.jit` JAX does not say how its arguments are sharded. Call `.plan(...)` with sharded arguments or shapes beforehand: that plan
-    then serves calls of the same shapes.
+    Within `jax.jit` JAX does not say how its arguments are sharded. Call `.plan(...)` with sharded arguments or shapes
+    beforehand: that plan then serves calls of the same shapes.
 
     Raises:
-      ArgumentError: at once: the budget can be none, `path` is a file; at the call: an argument that is no array cannot be hashed.
-      InfeasibleBudgetError and what else `jaxckpt.plan` raises: at the call.
+      ArgumentError: at once: the budget is invalid, or `path` is a file; at the call: an argument that is not an array
+        cannot be hashed.
+      InfeasibleBudgetError and the other errors of `jaxckpt.plan`: at the call.
 
     >>> import jax, jax.numpy as jnp
     >>> @autocheckpoint(budget="100%")
@@ -96,7 +100,7 @@ def autocheckpoint(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `jaxckpt.plan` is told, and which arguments are static."""
+    """The settings of `jaxckpt.plan`, and which arguments are static."""
 
     budget: Any
     target: Any
@@ -137,9 +141,11 @@ def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLi
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """A plan and the function as it is under the plan: a jaxpr of its array leaves. None where it closes over what is being traced.
+    """A plan and the function as it is under the plan: a jaxpr of its array leaves. None where it closes over what is
+    being traced.
 
-    What the jaxpr returns is of the structure `out_tree`; where the call has objects, `results` says what it is: see `lift.Lifted.results`.
+    What the jaxpr returns is of the structure `out_tree`; where the call has objects, `results` says what it is: see
+    `lift.Lifted.results`.
     """
 
     plan: Plan
@@ -182,7 +188,9 @@ class _Auto:
         return planned.finish(call, out)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Returns the plan; one for sharded arguments also serves calls of these shapes where no sharding can be seen."""
+        """Returns the plan; one for sharded arguments also serves calls of these shapes where no sharding can be
+        seen.
+        """
         call, planned = self._found(args, kwargs)
         unsharded = call.without_shardings()
         if unsharded is not None:
@@ -191,7 +199,9 @@ class _Auto:
         return planned.plan
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Planned]:
-        """Takes a call apart and returns what is planned for it: with numbers as arrays, or as they are if the function needs their values."""
+        """Takes a call apart and returns what is planned for it: with numbers as arrays, or as they are if the function
+        needs their values.
+        """
         parse = functools.partial(calls.parse, args, kwargs, self.signature, self.settings.static_places, self.fun)
         call = parse()
         if call.key not in self.valued:
@@ -228,7 +238,8 @@ class _Auto:
     def _make(self, call: Call) -> _Planned:
         with self._busy():
             closed = calls.closed(call, self.fun)
-            # Nothing here is to become part of a trace that the call may be in: planning compiles, and may run, functions of its own.
+            # Nothing here is to become part of a trace that the call may be in: planning compiles, and may run,
+            # functions of its own.
             with _compat.clean_trace():
                 plan = self._stored_or_new(call, closed)
                 if closed.closes:

@@ -1,4 +1,4 @@
-"""Budgets as people write them, to bytes: "4GiB", "60%" of what no checkpoints take, "device"."""
+"""Converts budgets to bytes: "4GiB", "60%" of the peak without checkpoints, "device"."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def budget_bytes(
     """Returns a budget in bytes.
 
     Args:
-      budget: bytes (an int); a size, "12GiB"; a share of the peak without checkpoints, "60%"; or "device": what is free on the local device
-        now, or all of the memory of one that is not here.
+      budget: bytes (an int); a size, "12GiB"; a share of the peak without checkpoints, "60%"; or "device": what is free
+        on the local device now, or all of the memory of one that is not here.
       unplanned: returns the peak without checkpoints in bytes; called only for a share, since it takes a compile.
       target: what the budget is for: see `jaxckpt.Target`.
-      resident: bytes of the step's arguments that are on the device already. They count in the peak that the budget bounds, so they
-        are added to what is free: see `resident_bytes`.
+      resident: bytes of the step's arguments that are on the device already. They count in the peak that the budget
+        bounds, so they are added to what is free: see `resident_bytes`.
 
     Raises:
-      ArgumentError: it is none of these, is not above 0, is over 100%, or is "device" on a target without memory figures (the CPU: its
-        memory is shared with everything else on the machine).
+      ArgumentError: it is none of these, is not above 0, is over 100%, or is "device" on a target without memory
+        figures (the CPU: its memory is shared with everything else on the machine).
       InfeasibleBudgetError: nothing is free on the device.
 
-    >>> budget_bytes("60%", unplanned=lambda: 1000, target="cpu"), budget_bytes("1.5KiB", unplanned=lambda: 1000, target="cpu")
-    (600, 1536)
+    >>> [budget_bytes(budget, unplanned=lambda: 1000, target="cpu") for budget in ("60%", "1.5KiB")]
+    [600, 1536]
     """
     check_budget(budget)
     if not isinstance(budget, str):
@@ -55,7 +55,7 @@ def budget_bytes(
 
 
 def check_budget(budget: Any) -> None:
-    """Raises `ArgumentError` for what can be no budget whatever the program, without compiling anything."""
+    """Raises `ArgumentError` for a budget that is invalid for every program, without compiling anything."""
     if isinstance(budget, str):
         _check_text(budget)
         return
@@ -90,7 +90,7 @@ def _check_text(budget: str) -> None:
 
 
 def normal(budget: Any) -> str:
-    """Returns the text by which equal budgets are equal: bytes as digits, a share as "60%", or "device".
+    """Returns a text that is the same for equal budgets: bytes as digits, a share as "60%", or "device".
 
     >>> normal("1 KiB"), normal(1024), normal(" 60.0 %"), normal("Device")
     ('1024', '1024', '60%', 'device')
@@ -104,7 +104,8 @@ def normal(budget: Any) -> str:
 
 
 def resident_bytes(args: Any, target: Target | str | None = None) -> int:
-    """Returns the bytes of the arrays in `args` that are on the target's first device already; 0 for a target that is not here.
+    """Returns the bytes of the arrays in `args` that are on the target's first device already; 0 for a target that is
+    not here.
 
     Args:
       args: a pytree of arrays, shapes, whatever a step takes.

@@ -1,4 +1,4 @@
-"""A call of a function, taken apart: what is an array and what is not, what calls with one plan have in common."""
+"""A call of a function, separated into arrays and other leaves, with the key of its plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Call:
       arrays: the leaves that are arrays or numbers, in order.
       statics: place among all leaves -> a leaf that is neither.
       avals: of `arrays`: (abstract value, whether its type is weak, sharding or None).
-      taken: the call taken apart, where there are objects among its arguments that it may change; `arrays` and `statics` are then those of that.
+      taken: the call taken apart, where there are objects among its arguments that it may change; `arrays` and
+        `statics` are then those of that.
       fun, args: then, the call that is taken apart: of positional arguments, static leaves wrapped.
       key: what calls with one plan have in common.
     """
@@ -56,7 +57,9 @@ class Call:
         object.__setattr__(self, "key", (self.tree, self.avals, statics))
 
     def without_shardings(self) -> Call | None:
-        """Returns the call as it looks where shardings cannot be seen; None where it has none, or explicit ones, which always can be."""
+        """Returns the call as it looks where shardings cannot be seen; None where it has none, or explicit ones, which
+        always can be.
+        """
         shardings = [sharding for _, _, sharding in self.avals if sharding is not None]
         axes = [kind for each in shardings for kind in getattr(getattr(each, "mesh", None), "axis_types", ())]
         if not shardings or jax.sharding.AxisType.Explicit in axes:
@@ -80,7 +83,9 @@ class Call:
         return tuple(map(_value, args)), kwargs
 
     def positional(self) -> tuple[Any, ...]:
-        """Returns the arguments without what is static, by position; the keyword ones, if any, as one dictionary after the others."""
+        """Returns the arguments without what is static, by position; the keyword ones, if any, as one dictionary after
+        the others.
+        """
         rest = iter(self.arrays)
         count = len(self.arrays) + len(self.statics)
         leaves = [None if i in self.statics else next(rest) for i in range(count)]
@@ -101,7 +106,8 @@ def parse(
 
     Args:
       args, kwargs: of the call.
-      signature: the function's, by which keyword arguments are taken as positional ones where they can be; None where it has none.
+      signature: the function's, by which keyword arguments are taken as positional ones where they can be; None where
+        it has none.
       static: numbers of positional arguments that are static as a whole.
       fun: the function; only calls with objects among their arguments depend on it.
       numbers: whether Python's numbers, not bools, are taken for arrays.
@@ -147,7 +153,9 @@ def parse(
 
 
 def _of_positions(fun: Callable[..., Any], keywords: bool) -> Callable[..., Any]:
-    """Returns the function for arguments that may be static as a whole; with `keywords` the last one is the dictionary of those by keyword."""
+    """Returns the function for arguments that may be static as a whole; with `keywords` the last one is the dictionary
+    of those by keyword.
+    """
 
     def call(*args: Any) -> Any:
         *given, last = lift.map_leaves(_value, args)
@@ -158,7 +166,9 @@ def _of_positions(fun: Callable[..., Any], keywords: bool) -> Callable[..., Any]
 
 
 def _aval(leaf: Any) -> tuple[Any, bool, Any] | None:
-    """Returns (abstract value, whether its type is weak, sharding over several devices or None); None for what is no array."""
+    """Returns (abstract value, whether its type is weak, sharding over several devices or None); None for what is no
+    array.
+    """
     if isinstance(leaf, jax.Array):
         aval = jax.typeof(leaf)
         if _compat.is_tracer(leaf):
@@ -189,7 +199,9 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def shapes_of(call: Call) -> Any:
-    """Returns the arguments of a call's function of arrays (of `call.taken.fun`, where there are objects), as shapes."""
+    """Returns the arguments of a call's function of arrays (of `call.taken.fun`, where there are objects), as
+    shapes.
+    """
     return jax.tree.map(abstract, call.positional() if call.taken is None else call.taken.args)
 
 
@@ -214,8 +226,8 @@ class Closed:
 def closed(call: Call, fun: Callable[..., Any]) -> Closed:
     """Returns a call as what is planned.
 
-    A function that closes over values being traced (a lambda within a train step does) gets those as one argument more, so that it can
-    be planned by itself. It is traced for that at each call.
+    A function that closes over values being traced (a lambda within a train step does) gets those as one argument more,
+    so that it can be planned by itself. It is traced for that at each call.
     """
     taken = call.taken
 

@@ -1,8 +1,10 @@
-"""Within a stretch: what its backward pass needs, and the candidates of what to keep of it, each with its bytes, seconds and working memory.
+"""Within a stretch: what its backward pass needs, and the candidates of what to keep of it, each with its bytes,
+seconds and working memory.
 
-What the backward pass needs is JAX's own answer: the stretch is differentiated once, with a name at every value, and what the backward half
-reads of the forward half is needed. So every rule of JAX's, every function with a derivative of its own (its residuals too), every
-branch and inner loop is what it will be. Values that only the derivative computes (`cos x`) can be computed again but not kept.
+What the backward pass needs is JAX's own answer: the stretch is differentiated once, with a name at every value, and
+what the backward half reads of the forward half is needed. So every rule of JAX's, every function with a derivative of
+its own (its residuals too), every branch and inner loop is what it will be. Values that only the derivative computes
+(`cos x`) can be computed again but not kept.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Candidates:
       forward, backward: time of one run, recomputation not counted.
       forward_work: bytes that a forward run needs at once, results counted, what goes in not.
       residual_bytes: what plain differentiation keeps of it, besides what goes in.
-      left_bytes: what is left of that where the compiler may fuse the forward with the backward pass, outputs not counted.
+      left_bytes: what is left of that where the compiler may fuse the forward with the backward pass, outputs not
+        counted.
       plain_work: as `Candidate.work`, where nothing runs again.
     """
 
@@ -154,7 +157,8 @@ class _Joint:
         self.forward: list[Op] = []
         self.backward: list[Op] = []
         for op in graph.ops:
-            # A rule of the user's may compute something in its backward half that no cotangent goes into: flash attention its scores.
+            # A rule of the user's may compute something in its backward half that no cotangent goes into: flash
+            # attention its scores.
             if late.intersection(op.inputs) or op.scope.startswith("transpose("):
                 late.update(op.outputs)
                 self.backward.append(op)
@@ -173,7 +177,8 @@ class _Joint:
 def _without_names(closed: Any, named: Named, origins: dict[Any, int]) -> Any:
     """Returns the program without the names, and fills `origins`: variable -> the value that it was named as.
 
-    A value and its name are one: what reads the value, its own operation's derivative too, reads it behind the name in what is emitted.
+    A value and its name are one: what reads the value, its own operation's derivative too, reads it behind the name in
+    what is emitted.
     """
     seen: set[int] = set()
 

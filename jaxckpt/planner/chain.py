@@ -32,7 +32,8 @@ class Candidate:
       work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later
         stages have written are not counted.
       seconds: the same seconds by the target's rates, not weighed.
-      how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it is.
+      how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it
+        is.
     """
 
     kept: int
@@ -80,8 +81,9 @@ class Chain:
 
     Attributes:
       length: how many stages.
-      segments: (start, stop) -> Segment, one for each (start, stop). Single stages have candidates. Longer segments may have
-        some: those can drop the inputs of inner stages too. A segment without candidates says what it takes to run it.
+      segments: (start, stop) -> Segment, one for each (start, stop). Single stages have candidates. Longer segments may
+        have some: those can drop the inputs of inner stages too. A segment without candidates says what it takes to run
+        it.
       carried: the values between stages, those that skip some among them.
     """
 
@@ -98,7 +100,9 @@ class Chain:
         return self.segments[item.start, item.stop].candidates[item.candidate]
 
     def output(self, start: int, j: int, stop: int) -> int:
-        """Returns the bytes that the stages start..j make and j..stop use: what is kept of start..j while start..stop runs."""
+        """Returns the bytes that the stages start..j make and j..stop use: what is kept of start..j while start..stop
+        runs.
+        """
         return int(self.outputs[j, start, stop])
 
     @functools.cached_property
@@ -153,12 +157,16 @@ class SolutionCost:
 
 
 def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> SolutionCost:
-    """Simulates a solution: the forward pass, then the backward pass from the last item to the first. Solvers are held against this."""
+    """Simulates a solution: the forward pass, then the backward pass from the last item to the first. Solvers are held
+    against this.
+    """
     return _run(chain, tuple(solution), chain.length, 0, 0)
 
 
 def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> SolutionCost:
-    """Cost of `items`, which end at stage `stop`, with `live` bytes kept before them and `written` bytes of gradients of later stages."""
+    """Cost of `items`, which end at stage `stop`, with `live` bytes kept before them and `written` bytes of gradients
+    of later stages.
+    """
     peak, time = live + written, 0.0
     held = []
     for item in items:

@@ -1,12 +1,13 @@
 """Seconds of an operation, by the target's rates: a roofline in which fused operations are nearly free.
 
-An operation that XLA gives a kernel of its own (matmul, convolution, reduction, sort, scatter, gather, custom call, collective) takes what it
-computes over the rate of its type, and what it moves over the memory's bandwidth. S. Williams et al. ("Roofline", 2009) take the larger of the
-two, which supposes that they overlap fully; the sum is never more than twice that, and tells two plans apart that move as much and compute
-differently. What XLA computes where it is used moves nothing, unless such a kernel wants its result in memory.
+An operation that XLA gives a kernel of its own (matmul, convolution, reduction, sort, scatter, gather, custom call,
+collective) takes what it computes over the rate of its type, and what it moves over the memory's bandwidth. S. Williams
+et al. ("Roofline", 2009) take the larger of the two, which supposes that they overlap fully; the sum is never more than
+twice that, and tells two plans apart that move as much and compute differently. What XLA computes where it is used
+moves nothing, unless such a kernel wants its result in memory.
 
-A collective that the program names (under `jax.shard_map`) takes the bytes that each device sends over the bandwidth of its links, as rings of
-many devices send them; those that the compiler puts in of its own are not seen.
+A collective that the program names (under `jax.shard_map`) takes the bytes that each device sends over the bandwidth of
+its links, as rings of many devices send them; those that the compiler puts in of its own are not seen.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def scaled(time: Callable[[Op], Time], factor: float) -> Callable[[Op], Time]:
 
 
 def is_dear(op: Op) -> bool:
-    """Whether an operation costs what it computes rather than what it moves, or holds one that does: see `Primitive.dear`."""
+    """Whether an operation costs what it computes rather than what it moves, or holds one that does: see
+    `Primitive.dear`.
+    """
     if op.bodies:
         return any(is_dear(inner) for body in op.bodies for inner in body.ops)
     return primitives.of(op.primitive).dear
@@ -134,8 +137,8 @@ def _passes(graph: Graph, op: Op) -> bool:
 
 
 def _wanted_whole(graph: Graph, ops: Sequence[Op]) -> Collection[int]:
-    """Returns the values that some operation wants in memory. What passes a value on wants it if the result is wanted; no fusion reaches
-    over a barrier."""
+    """Returns the values that some operation wants in memory. What passes a value on wants it if the result is wanted;
+    no fusion reaches over a barrier."""
     wanted: set[int] = set()
     for op in reversed(ops):
         whole = primitives.of(op.primitive).kernel is Kernel.OWN
@@ -147,7 +150,9 @@ def _wanted_whole(graph: Graph, ops: Sequence[Op]) -> Collection[int]:
 
 
 def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Callable[[int], int]:
-    """Returns the function that says how many bytes are read to read a value: those of what it is computed from, where it is fused."""
+    """Returns the function that says how many bytes are read to read a value: those of what it is computed from, where
+    it is fused.
+    """
     read: dict[int, int] = {}
 
     def bytes_of(index: int) -> int:

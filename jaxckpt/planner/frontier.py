@@ -1,4 +1,6 @@
-"""frontier: the cheapest plan for each of many budgets, one analysis for all, and other ways to run the step held against them."""
+"""frontier: the cheapest plan for each of many budgets, with one analysis for all, compared with other ways to run the
+step.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Way:
 
     Attributes:
       name: what to call it.
-      peak_bytes: compiled; what the compiler says that it needs where that does not fit the device, None where it says nothing.
+      peak_bytes: compiled; what the compiler says that it needs where that does not fit the device, None where it says
+        nothing.
       flops: of the step as traced, recomputation counted; where arguments are sharded, of all devices.
       seconds: of the step by the target's rates (a roofline), recomputation counted; of one device.
     """
@@ -120,7 +123,8 @@ class Frontier:
         return (way.seconds or 0.0) / self.unplanned.seconds - 1 if self.unplanned.seconds else 0.0
 
     def best_other(self, point: Point, by: str = "flops", within: int | None = None) -> Way | None:
-        """Returns the cheapest of the others, the step as it is among them, that needs no more memory than a plan; None where there is none.
+        """Returns the cheapest of the others, the step as it is among them, that needs no more memory than a plan; None
+        where there is none.
 
         Args:
           point: one with a plan that was compiled.
@@ -174,12 +178,13 @@ def frontier(
 
     Args:
       fun, *args, target, step, actions, costs, verify, solver: see `jaxckpt.plan`.
-      budgets: each as `jaxckpt.plan` takes it. One that no plan fits has its place in the result, with the reason.
-      others: name -> function of the same arguments, to be held against the plans: the same loss with checkpoints put in by hand.
+      budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
+      others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
+        by hand.
       progress: called before each piece of work: see `Progress`.
 
     Raises:
-      ArgumentError: `budgets` is empty, or one of them is none.
+      ArgumentError: `budgets` is empty, or one of them is invalid.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(ws, x):
@@ -255,7 +260,9 @@ def point(
 
 
 def unplanned_bytes(problem: search.Problem) -> int | None:
-    """Returns the peak of the step as it is: compiled, or what the compiler says that it needs where it does not fit the device."""
+    """Returns the peak of the step as it is: compiled, or what the compiler says that it needs where it does not fit
+    the device.
+    """
     try:
         return problem.unplanned.peak_bytes
     except DoesNotFitError as error:
@@ -272,7 +279,9 @@ def way(
     peak: int | None = None,
     shards: Shards = WHOLE,
 ) -> Way:
-    """Returns what a way to run the step needs and costs: compiles it, unless its peak is given; `shards` as of `cost_of`."""
+    """Returns what a way to run the step needs and costs: compiles it, unless its peak is given; `shards` as of
+    `cost_of`.
+    """
     made = step(fun)
     if peak is None:
         try:
@@ -292,7 +301,8 @@ def cost_of(
       step: a function.
       args: its arguments.
       target: what it would run on.
-      shards: how arrays lie over the target's devices: `Problem.model.shards`. FLOPs are those of all devices, seconds those of one.
+      shards: how arrays lie over the target's devices: `Problem.model.shards`. FLOPs are those of all devices, seconds
+        those of one.
     """
     graph = shards.applied(trace(step, *args))
     seconds = rates.roofline(graph, target_of(target), shards.devices)

@@ -1,11 +1,11 @@
 """Which values to keep at a price per byte: a minimum cut.
 
-Every value that the backward pass needs must be there: kept, which costs its bytes times the price, or computed again, which costs
-its operation's seconds and needs the operands to be there. Of several ways to keep a value (compressed, on the host) the one that
-costs least at that price counts, its own seconds included, so that the problem stays a cut. With a variable for "value is there" and
-one for "operation runs again" it is a cut of a graph with two nodes for each; D. Greig et al. 1989 for such energies, A. Jain et al.
-2020 (Checkmate, arXiv:1910.02653) for the problem, for which this is the part without the order in time. All prices together give the
-convex hull of (bytes, seconds).
+Every value that the backward pass needs must be there: kept, which costs its bytes times the price, or computed again,
+which costs its operation's seconds and needs the operands to be there. Of several ways to keep a value (compressed, on
+the host) the one that costs least at that price counts, its own seconds included, so that the problem stays a cut. With
+a variable for "value is there" and one for "operation runs again" it is a cut of a graph with two nodes for each; D.
+Greig et al. 1989 for such energies, A. Jain et al. 2020 (Checkmate, arXiv:1910.02653) for the problem, for which this
+is the part without the order in time. All prices together give the convex hull of (bytes, seconds).
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class _Problem:
         self.sink = self.source + 1
 
     def solve(self, price: float) -> Cut:
-        """Returns the cheapest cut: seconds + price x bytes. 0 asks for the fewest seconds, infinity for the fewest bytes."""
+        """Returns the cheapest cut: seconds + price x bytes. 0 asks for the fewest seconds, infinity for the fewest
+        bytes.
+        """
         times = np.array([op.seconds for op in self.operations] or [0.0])
         sizes = np.array([max((way.bytes for way in self.ways.get(key, ())), default=0) for key in self.keys] or [0])
         if price == 0.0:

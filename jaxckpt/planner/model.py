@@ -67,7 +67,9 @@ class Model:
         return seconds
 
     def dearest(self) -> tuple[int, int, int]:
-        """Returns the stage that needs most at once even when it keeps as little as can be: (first operation, one after its last, bytes)."""
+        """Returns the stage that needs most memory at once when it keeps the least: (first operation, one after its
+        last, bytes).
+        """
 
         def least(stage: int) -> int:
             segment = self.chain.segment(stage, stage + 1)
@@ -168,7 +170,8 @@ class _Builder:
                 if (s, t) in found:
                     one = found[s, t]
                     candidates = self._candidates(one, places[s], places[t])
-                    # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes out.
+                    # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes
+                    # out.
                     if isinstance(one, Candidates) and (s, t) == (length - 1, length):
                         candidates.append(Candidate(one.left_bytes, 0.0, one.plain_work))
                     more = int(passing[s, t]) - self._written_before(places[s], places[t])
@@ -191,9 +194,11 @@ class _Builder:
         )
 
     def _finer(self, places: list[int]) -> list[int]:
-        """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what the step can do with.
+        """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what
+        the step can do with.
 
-        Ends also when `OPERATIONS` operations have been differentiated for it, or would be: a stage of many operations has many places to cut.
+        Ends also when `OPERATIONS` operations have been differentiated for it, or would be: a stage of many operations
+        has many places to cut.
         """
         operations = 0
         gaps = stages.gaps(self.graph, stages.crossing(self.graph))
@@ -213,12 +218,14 @@ class _Builder:
         return places
 
     def _least_work(self, start: int, stop: int) -> int:
-        """Returns the bytes that a stage needs at once if it keeps as little as can be."""
+        """Returns the bytes that a stage needs at once when it keeps the least."""
         found = self._found(start, stop)
         return max(found.forward_work, min((each.kept + each.work for each in _listed(found)), default=0))
 
     def _segments_with_candidates(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (start, stop) of the stages, and of as many longer segments as `OPERATIONS` allows, equal ones counted once."""
+        """Returns (start, stop) of the stages, and of as many longer segments as `OPERATIONS` allows, equal ones
+        counted once.
+        """
         ends: list[tuple[int, int]] = []
         known: set[str] = set()
         operations = 0
@@ -288,7 +295,9 @@ class _Builder:
         return found
 
     def _gradients(self, places: Sequence[int]) -> list[int]:
-        """Returns for each stage the bytes of gradients that no later stage has written: those of arguments last used here."""
+        """Returns for each stage the bytes of gradients that no later stage has written: those of arguments last used
+        here.
+        """
         bytes_ = [0] * (len(places) - 1)
         for index in self.differentiated:
             stage = _stage_of(places, self.last.get(index))
@@ -324,7 +333,8 @@ def _of_width(length: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _passing(carried: Sequence[Carried], length: int) -> np.ndarray:
-    """Returns for every (start, stop) the bytes of cotangents that wait for an earlier stage while start..stop are at work.
+    """Returns for every (start, stop) the bytes of cotangents that wait for an earlier stage while start..stop are at
+    work.
 
     Args:
       carried: values whose cotangents come back.
@@ -340,7 +350,9 @@ def _passing(carried: Sequence[Carried], length: int) -> np.ndarray:
 
 
 def _made_before(carried: Sequence[Carried], length: int) -> np.ndarray:
-    """Returns for every (start, j) the bytes made in start..j that j or a later stage uses, int64[length + 1, length + 1]."""
+    """Returns for every (start, j) the bytes made in start..j that j or a later stage uses, int64[length + 1, length +
+    1].
+    """
     tables = np.zeros((length + 1, length + 1), np.int64)
     for value in carried:
         tables[value.made, value.made + 1 : value.uses[-1] + 1] += value.bytes

@@ -1,4 +1,6 @@
-"""Reports of plans for the command, its tables and its pictures: costs of both steps, their times, plans for other budgets."""
+"""Reports of plans for the command, its tables and its pictures: costs of both steps, their times, plans for other
+budgets.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def report_of(
 
 
 def timed(report: PlanReport, problem: Problem, progress: Progress) -> PlanReport:
-    """Returns the report with the times of both steps, run in turns on the local backend; shapes are filled with data."""
+    """Returns the report with the times of both steps, run in turns on the local backend; shapes are filled with
+    data.
+    """
     steps = {
         "planned": problem.step(report.plan.apply(problem.fun)),
         "as it is": problem.step(problem.fun),

@@ -1,7 +1,9 @@
-"""The candidates for a scan: what each iteration keeps, in which segments, and from which iteration on another way; or slots for carries.
+"""The candidates for a scan: what each iteration keeps, in which segments, and from which iteration on another way; or
+slots for carries.
 
-Nothing fuses across a loop's iterations, so what is kept of a body is what it says, times the iterations. Kept on top are the carries that
-segments start from. Segments inside segments cost one more run of every iteration a level; T. Chen et al. 2016 (arXiv:1604.06174).
+Nothing fuses across a loop's iterations, so what is kept of a body is what it says, times the iterations. Kept on top
+are the carries that segments start from. Segments inside segments cost one more run of every iteration a level; T. Chen
+et al. 2016 (arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class LoopCandidates:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes: of one carry, of the rows that iterations read, of cotangents of rows and constants, of stacked results, of their cotangents."""
+    """Bytes: of one carry, of the rows that iterations read, of cotangents of rows and constants, of stacked results,
+    of their cotangents.
+    """
 
     carry: int
     rows: int
@@ -122,7 +126,9 @@ def loop_candidates_of(
 
 
 def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, carries: int) -> frozenset[int]:
-    """Returns the values of a scan's body that the derivative passes through; what one iteration makes so, the next one starts with."""
+    """Returns the values of a scan's body that the derivative passes through; what one iteration makes so, the next one
+    starts with.
+    """
     body = op.bodies[0]
     operands = [None if isinstance(v, _compat.Literal) else graph.body.values.get(v) for v in op.equation.invars]
     inside = {inner for inner, outer in zip(body.inputs, operands) if outer in active}
@@ -190,7 +196,9 @@ def _nested(count: int, segments: tuple[int, ...], choice: Candidate) -> Nested:
 def _slots(
     op: Op, inside: Collection[int], found: Candidates, sizes: _Sizes, context: Context
 ) -> Iterator[LoopCandidate]:
-    """Yields schedules of slots, for fewer and fewer bytes; none for a scan that is short, has side effects or is not differentiated."""
+    """Yields schedules of slots, for fewer and fewer bytes; none for a scan that is short, has side effects or is not
+    differentiated.
+    """
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
     length, effects = op.params["length"], _compat.open_jaxpr(op.params["jaxpr"]).effects
@@ -227,7 +235,9 @@ def _time(choice: Candidate) -> Time:
 
 
 def _lengths(length: int) -> list[int]:
-    """Returns segment lengths to look at: all of a short loop, of a long one those that divide it and some in between."""
+    """Returns segment lengths to look at: all of a short loop, of a long one those that divide it and some in
+    between.
+    """
     if length <= 2 * LENGTHS:
         return list(range(2, length))
     spaced = {round(length ** (i / LENGTHS)) for i in range(1, LENGTHS)}

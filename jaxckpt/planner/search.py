@@ -1,7 +1,8 @@
-"""plan: a byte budget in, the cheapest plan that fits out, proved by the compiler.
+"""plan: find the cheapest plan that fits a budget in bytes, and check it with the compiler.
 
-Solve, emit, compile the whole step, compare. The chain's bytes are a prediction; what the compiler says of one plan corrects it for the next,
-so that the plan that is returned is the cheapest whose compiled peak is within the budget, after at most `COMPILES` compilations.
+Solve, emit, compile the whole step, compare. The chain's bytes are a prediction. The compiled peak of one plan corrects
+the prediction for the next plan. The returned plan is the cheapest whose compiled peak is within the budget, after at
+most `COMPILES` compilations.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OPAQUE = {
     "shard_map": "Nothing inside of jax.shard_map is planned: checkpoint parts of what it maps with jaxckpt.checkpoint.",
     "while": "Nothing inside of a while loop is planned.",
 }
-"""What becomes of operations that the planner takes as they are."""
+"""Primitive -> a sentence, for operations that the planner does not look into."""
 
 
 def plan(
@@ -70,29 +71,34 @@ def plan(
     `plan(...).apply(fun)` is the function to train with.
 
     Args:
-      fun: a loss, or whatever `step` differentiates; it needs no checkpoints and no tags.
+      fun: a loss, or any function that `step` differentiates. It needs no checkpoints and no tags.
       *args: arguments of `step(fun)`: pytrees of arrays or `jax.ShapeDtypeStruct`; shapes, dtypes and shardings count.
-      budget: bytes, "12GiB", "60%" (of the peak without a plan) or "device" (what is free on the device now). It bounds the compiled peak of
-        `step(plan.apply(fun))(*args)` on the target, for each device: arguments, outputs, temporaries and all.
-      target: what it will run on, see `jaxckpt.Target`; None for the local backend. It need not be here.
-      step: makes the step of a function: `jax.value_and_grad`, or a function that also has the optimiser's update in it, which calls
-        the function that it is given and differentiates it.
-      actions: what may become of a value; RECOMPUTE and SAVE, and others at will: of each value that is kept, the planner takes the one that
-        costs least.
-      costs: "roofline", seconds by the target's rates; or "measured": each distinct stretch is run on the local device, which must be the
-        target, and its rates corrected by what that took.
-      verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in seconds.
-      solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of `jaxckpt.planner.solvers.Solver`.
-      reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once: `jaxckpt.Slots`, which need
-        the least memory. False leaves them out; so does a step that differentiates a gradient.
+      budget: bytes, "12GiB", "60%" (of the peak without a plan) or "device" (what is free on the device now). It bounds
+        the compiled peak of `step(plan.apply(fun))(*args)` on the target, for each device, with arguments, outputs and
+        temporaries.
+      target: the hardware that it will run on, which this machine need not have: see `jaxckpt.Target`. None for the
+        local backend.
+      step: makes the training step from the loss: `jax.value_and_grad`, or a function whose step also has the
+        optimiser's update. The step must call and differentiate the loss.
+      actions: the allowed actions: RECOMPUTE, SAVE, and any others. For each value that is kept, the planner takes the
+        cheapest of them.
+      costs: "roofline": seconds from the target's rates; or "measured": each distinct stretch runs on the local device,
+        which must be the target, and the measured times correct the rates.
+      verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in
+        seconds.
+      solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of
+        `jaxckpt.planner.solvers.Solver`.
+      reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once:
+        `jaxckpt.Slots`, which need the least memory. False leaves them out; so does a step that differentiates a
+        gradient.
       progress: called before each piece of work.
 
     Returns:
-      The plan, with `predicted`, `measured` and `overhead`. It is empty where the step fits as it is.
+      The plan, with `predicted`, `measured` and `overhead`. It is empty if the step fits without a plan.
 
     Raises:
-      ArgumentError: the budget, an action, the costs or the solver is none.
-      InfeasibleBudgetError: no plan was found that fits; it names the least budget that was found to.
+      ArgumentError: the budget, an action, the costs or the solver is invalid.
+      InfeasibleBudgetError: no plan fits the budget. The error names the least budget that was found to fit.
       NotDifferentiableError: the step does not differentiate the function.
 
     >>> import jax, jax.numpy as jnp
@@ -130,7 +136,7 @@ def problem_of(
     reverse_only: bool = True,
     progress: Progress | None = None,
 ) -> Problem:
-    """Returns the analysis of a function, which plans for any number of budgets share; arguments as of `plan`."""
+    """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`."""
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
     if not callable(step):
@@ -139,7 +145,7 @@ def problem_of(
         raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
     wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
     if RECOMPUTE not in wanted or SAVE not in wanted:
-        hint = "Where regions meet values are saved, and others recomputed, whatever other actions there are."
+        hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
         raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
@@ -179,8 +185,8 @@ def problem_of(
 
 @dataclass
 class _Seen:
-    """What a step does with its function: the arguments that it calls it with, and which of their leaves it differentiates in; `again`
-    says whether it differentiates the gradient too.
+    """What a step does with its function: the arguments that it calls it with, and which of their leaves it
+    differentiates in; `again` says whether it differentiates the gradient too.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -193,7 +199,9 @@ class _Seen:
 
 
 def _observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> _Seen:
-    """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it was asked for."""
+    """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it
+    was asked for.
+    """
     calls: list[tuple[_Seen, set[int], set[int]]] = []
 
     def watch(call: lift.Taken) -> Any:
@@ -216,12 +224,15 @@ def _observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) ->
             return replace(seen, differentiated=tuple(sorted(asked)), again=twice)
     raise NotDifferentiableError(
         "step must differentiate the function that it is given, as jax.value_and_grad does; it "
-        f"{'calls it without taking a gradient' if calls else 'does not call it'}. There is nothing to keep or to recompute then."
+        f"{'calls it without taking a gradient' if calls else 'does not call it'}. Then there is nothing to keep or "
+        f"to recompute."
     )
 
 
 def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]:
-    """Returns an identity; differentiated it enters `place` into `asked`, and into `again` if its gradient is differentiated too."""
+    """Returns an identity; differentiated it enters `place` into `asked`, and into `again` if its gradient is
+    differentiated too.
+    """
 
     @jax.custom_vjp
     def same(x: Any) -> Any:
@@ -249,7 +260,7 @@ def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]
 
 @dataclass
 class _Try:
-    """A plan that was compiled: what the chain says that it needs besides what stands, and what the compiler says that it does in all."""
+    """A compiled plan: its modelled bytes, arguments excluded, and its compiled peak."""
 
     modelled: int
     compiled: int
@@ -299,7 +310,9 @@ class Problem:
 
     @functools.cached_property
     def used_argument_bytes(self) -> int:
-        """Bytes of the arguments that the step uses, on one device: a compiled program is not given the others. Traces the step."""
+        """Bytes of the arguments that the step uses, on one device: a compiled program is not given the others. Traces
+        the step.
+        """
         if _sharded(self.args):
             return self.argument_bytes
         graph = trace(self.step(self.fun), *self.args)
@@ -372,7 +385,8 @@ class _Search:
         if self.verify and (found := self._as_it_is()) is not None:
             return found
         least = self.solver.least(self.chain)
-        # JAX traces what a region holds once for each region around it: of a large program a plan without nested ones is looked at.
+        # JAX traces what a region holds once for each region around it: of a large program a plan without nested ones
+        # is looked at.
         small = least is not None and self._nested(least) <= NESTED
         standing = self._standing(least if least is not None and small else single(self.chain, leanest))
         best: _Try | None = None
@@ -441,7 +455,7 @@ class _Search:
         return estimate <= 1.5 * self.budget
 
     def _standing(self, solution: Solution) -> int:
-        """Estimates the bytes besides what the chain counts: arguments, the optimiser's work, results."""
+        """Estimates the bytes that the chain does not count: arguments, the optimiser's work, results."""
         problem = self.problem
         modelled = cost(self.chain, solution).peak
         if _sharded(problem.args):
@@ -457,7 +471,9 @@ class _Search:
         return sum(places[item.stop] - places[item.start] for item in drops)
 
     def _offset(self, standing: int) -> int:
-        """Returns what to take off the budget before the chain is solved for it: compiled minus modelled bytes of the plans nearest to it."""
+        """Returns the bytes to subtract from the budget before the chain is solved: compiled minus modelled bytes of
+        the nearest plans.
+        """
         if not self.tries:
             return standing
         above = [t for t in self.tries if t.compiled > self.budget]
@@ -537,7 +553,8 @@ class _Search:
         text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
         stretch, said = self._dearest()
         return InfeasibleBudgetError(
-            f"budget must be enough for the plan that keeps least; got {format_bytes(self.budget)} ({self.budget} bytes).{text} "
+            f"budget must be enough for the plan that keeps least; got {format_bytes(self.budget)} ({self.budget} "
+            f"bytes).{text} "
             f"Use that, a smaller batch, or shard the arguments over more devices. {said}",
             least_bytes=needed,
             budget_bytes=self.budget,
@@ -558,7 +575,7 @@ class _Search:
 
 
 def _share_hint(budget: int | str) -> str:
-    """Returns a sentence for a budget of so few bytes that a share of the peak will have been meant."""
+    """Returns a sentence for a budget of very few bytes, which is probably meant as a share of the peak."""
     count = str(budget).strip()
     return f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
 

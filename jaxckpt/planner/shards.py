@@ -1,7 +1,8 @@
-"""Bytes per device: how the compiler lays the values of a function over several devices, read from its compiled pieces.
+"""Bytes on each device: the compiler's shardings of a function's values, read from compiled parts of the function.
 
-A piece is what lies between two scans, or the body of one, run forward with a value of every shape for a result. Loops stay loops, so that this
-takes seconds for a model that takes a pod. Values of the same shape are taken to be laid out alike, cotangents as what they belong to.
+A piece is what lies between two scans, or the body of one, run forward with a value of every shape for a result. Loops
+stay loops, so that this takes seconds for a model that takes a pod. Values of the same shape are taken to be laid out
+alike, cotangents as what they belong to.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxckpt.memory.targets import Target
 
 Shape = tuple[int, ...]
 SMALL = 2**16
-"""Elements up to which a value of an unknown layout is taken to be whole on every device."""
+"""A value with an unknown sharding and at most this many elements is assumed to be whole on every device."""
 
 
 @dataclass(frozen=True)

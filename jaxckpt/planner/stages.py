@@ -1,10 +1,11 @@
 """Stages: the function cut into a chain where few bytes are live.
 
-A cut lies between two dear operations, where the least bytes cross, if no more cross there than between the neighbouring ones: in a
-transformer between the halves of a block, where only the residual stream is live, not between attention's scores and its context. A scan is
-a stage of its own. Where operations follow one another that have no such place between them, they are cut where least crosses in each `LONG`
-of them. The stage that needs most at once is cut again where that makes it need less, whatever crosses there (`planner/model.py`).
-What crosses several cuts (U-Net's skips, a mask that all blocks share) is carried; see `jaxckpt.planner.chain`.
+A cut lies between two dear operations, where the least bytes cross, if no more cross there than between the
+neighbouring ones: in a transformer between the halves of a block, where only the residual stream is live, not between
+attention's scores and its context. A scan is a stage of its own. Where operations follow one another that have no such
+place between them, they are cut where least crosses in each `LONG` of them. The stage that needs most at once is cut
+again where that makes it need less, whatever crosses there (`planner/model.py`). What crosses several cuts (U-Net's
+skips, a mask that all blocks share) is carried; see `jaxckpt.planner.chain`.
 
 Equal stretches have equal digests, so that 48 equal blocks are analysed once.
 """
@@ -25,7 +26,7 @@ from jaxckpt.planner.costs import is_dear
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some operations in a row, and what goes in and comes out (indices of values, in order of first use)."""
+    """Consecutive operations, with their inputs and outputs (indices of values, in order of first use)."""
 
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
@@ -33,7 +34,8 @@ class Stretch:
 
 
 def active_values(graph: Graph, differentiated: Collection[int]) -> frozenset[int]:
-    """Returns the values that the derivative passes through: computed from differentiated arguments, and of an inexact dtype.
+    """Returns the values that the derivative passes through: computed from differentiated arguments, and of an inexact
+    dtype.
 
     Args:
       differentiated: the indices of values that are differentiated in.
@@ -103,13 +105,17 @@ def _equal_cuts(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
 
 
 def gaps(graph: Graph, live: Sequence[int]) -> list[int]:
-    """Returns for each two dear operations in a row the place between them where least crosses; `live` as of `crossing`."""
+    """Returns for each two dear operations in a row the place between them where least crosses; `live` as of
+    `crossing`.
+    """
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
     return [min(range(a + 1, b + 1), key=lambda place: (live[place], place)) for a, b in itertools.pairwise(dear)]
 
 
 def loops(graph: Graph) -> frozenset[int]:
-    """Returns the places of the operations that are planned for as loops: scans with something dear in them, `LOOPS` at most."""
+    """Returns the places of the operations that are planned for as loops: scans with something dear in them, `LOOPS` at
+    most.
+    """
     scans = [place for place, op in enumerate(graph.ops) if _is_scan(op)]
 
     def holds(place: int) -> int:
@@ -124,7 +130,9 @@ def _is_scan(op: Op) -> bool:
 
 
 def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], most: int = MOST_STAGES) -> list[int]:
-    """Returns fewer cuts where there are more than `most` stages: neighbours joined in pairs, in the way that leaves most of them equal."""
+    """Returns fewer cuts where there are more than `most` stages: neighbours joined in pairs, in the way that leaves
+    most of them equal.
+    """
     scans = loops(graph)
     while len(places) - 1 > most:
         stages = list(itertools.pairwise(places))
@@ -157,8 +165,8 @@ def digest(
 ) -> str:
     """Returns a text that is equal for stretches that do the same to arrays of the same shapes, wherever they stand.
 
-    Fills `numbers`, value -> number: values of equal stretches with the same number correspond. `texts` (operation -> what it does) is filled
-    too; with one for all stretches of a graph, no operation is described twice.
+    Fills `numbers`, value -> number: values of equal stretches with the same number correspond. `texts` (operation ->
+    what it does) is filled too; with one for all stretches of a graph, no operation is described twice.
     """
     known = {} if texts is None else texts
 

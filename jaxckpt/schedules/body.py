@@ -1,7 +1,8 @@
-"""The body of a scan as a program: taken out of a call or of an operation, and what in it depends on what is differentiated.
+"""The body of a scan as a program: taken out of a call or of an operation, and what in it depends on what is
+differentiated.
 
-`lax.scan` itself traces the function, so its rules and its error messages hold. The body is then a jaxpr, (constants, carry, x) -> (carry, y),
-with calls written out.
+`lax.scan` itself traces the function, so its rules and its error messages hold. The body is then a jaxpr, (constants,
+carry, x) -> (carry, y), with calls written out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from jaxckpt.core.scans import nbytes as nbytes
 
 @dataclass(frozen=True, eq=False)
 class TracedScan:
-    """A call of lax.scan: its body, its operands, and what makes the caller's result of the carries and ys that come out."""
+    """A call of lax.scan: its body, its operands, and what makes the caller's result of the carries and ys that come
+    out.
+    """
 
     body: ScanBody
     consts: Values
@@ -78,11 +81,13 @@ def written_out(closed: Any, consts: int, carries: int, length: int, reverse: bo
     return ScanBody(jaxpr, consts + len(extra), carries, len(opened.invars) - consts - carries, length, reverse), extra
 
 
-# ------------------------------------------------------------------------------------------------------------ parts of jaxprs
+# ------------------------------------------------------------------------------------------------------ parts of jaxprs
 
 
 def zeros(aval: Any, rows: int | None = None) -> Any:
-    """Returns zeros of an abstract value, its sharding and manual axes too, or so many rows of it; for random keys, keys of zero words."""
+    """Returns zeros of an abstract value, its sharding and manual axes too, or so many rows of it; for random keys,
+    keys of zero words.
+    """
     wide = aval if rows is None else _compat.unmapped_aval(rows, 0, aval)
     return (
         _compat.blank_keys(wide) if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else _compat.zeros_like_aval(wide)
@@ -126,7 +131,9 @@ def perturbed(
 
 
 def _moved(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Returns which results of a jaxpr have tangents, as JAX's own rules say, where the inputs with a flag have some."""
+    """Returns which results of a jaxpr have tangents, as JAX's own rules say, where the inputs with a flag have
+    some.
+    """
     found: list[bool] = []
 
     @jax.custom_jvp

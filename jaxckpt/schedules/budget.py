@@ -1,18 +1,20 @@
-"""What schedules of a scan take in bytes, as compilers will report it, and the fastest one that fits into a budget.
+"""The bytes that schedules of a scan take when they are compiled, and the fastest schedule that fits a budget.
 
 `jaxckpt.scan` is called while a program is traced, when nothing can be compiled. So bytes are counted:
 
   - what is kept: carries, residuals of plain steps, what a run of `Slots` keeps, integers that place the slots;
-  - copies: rows of xs that a segment reads as a block, and xs and ys cut and put together where a length does not divide;
+  - copies: rows of xs that a segment reads as a block, and xs and ys cut and put together where a length does not
+    divide;
   - sums of constants' cotangents that an inner loop has beside the outer one's;
-  - what one step and its backward pass work with: the liveness of that program, for the compilers of CPUs and of GPUs the larger one.
+  - what one step and its backward pass work with: the liveness of that program, for the compilers of CPUs and of GPUs
+    the larger one.
 
-A CPU computes 16-bit floats in float32: while a step works with them they have 4 bytes an element there, and bfloat16 that
-a loop writes row by row may have (`stacked_bytes`).
+A CPU computes 16-bit floats in float32: while a step works with them they have 4 bytes an element there, and bfloat16
+that a loop writes row by row may have (`stacked_bytes`).
 
-What is there anyway does not count: operands and results of the scan, their cotangents, and copies in float32 that the scan
-without a gradient makes too. One program is traced for all targets, so where compilers differ the count is of the one that
-takes more.
+What is there anyway does not count: operands and results of the scan, their cotangents, and copies in float32 that the
+scan without a gradient makes too. One program is traced for all targets, so where compilers differ the count is of the
+one that takes more.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from jaxckpt.schedules.optimum import (
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmented
 
-# A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the parts. These are an H100's.
+# A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the
+# parts. These are an H100's.
 CORES, TILE, SHORTEST = 132, 128, 64
 
 
@@ -55,7 +58,8 @@ class Priced:
 
 
 def fit(body: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomial:
-    """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is differentiated.
+    """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is
+    differentiated.
 
     Args:
       body: of the scan.
@@ -72,8 +76,9 @@ def fit(body: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomia
     if not fitting:
         least = min(choice.bytes for choice in choices)
         raise InfeasibleBudgetError(
-            f"budget must be at least {format_bytes(least)} ({least} bytes), which the schedule takes that keeps least: one carry, and what a "
-            f"step and its backward pass work with; got {format_bytes(limit)} ({limit} bytes). Give it as much, or make the step smaller.",
+            f"budget must be at least {format_bytes(least)} ({least} bytes), the need of the schedule that keeps "
+            f"least: one carry, and the working memory of a step and its backward pass; got {format_bytes(limit)} "
+            f"({limit} bytes). Raise the budget, or make the step smaller.",
             least_bytes=least,
             budget_bytes=limit,
         )
@@ -114,7 +119,9 @@ def everything(body: ScanBody) -> Wanted:
 
 
 def residual_bytes(body: ScanBody) -> int:
-    """Returns the bytes that a loop keeps of the step, if all that can be is differentiated; constants and xs not counted."""
+    """Returns the bytes that a loop keeps of the step, if all that can be is differentiated; constants and xs not
+    counted.
+    """
     inputs = [var.aval for var in body.jaxpr.invars]
 
     def residuals(*flat: Any) -> Values:
@@ -135,7 +142,7 @@ def residual_bytes(body: ScanBody) -> int:
     return sum(stacked_bytes(var.aval) for var in kept)
 
 
-# ------------------------------------------------------------------------------------------------------------- runs of slots
+# -------------------------------------------------------------------------------------------------------- runs of slots
 
 
 class SlotBudget:
@@ -154,11 +161,15 @@ class SlotBudget:
         self._works: dict[Wanted, Backward | None] = {}
 
     def choose(self, wanted: Wanted) -> Binomial:
-        """Returns the runs and slots that fit and take the least time; those that take the fewest bytes where none fit."""
+        """Returns the runs and slots that fit and take the least time; those that take the fewest bytes where none
+        fit.
+        """
         return self.within(wanted, self.limit)
 
     def within(self, wanted: Wanted, limit: float) -> Binomial:
-        """Returns the runs and slots that take at most `limit` bytes and the least time; those that take the fewest bytes where none fit."""
+        """Returns the runs and slots that take at most `limit` bytes and the least time; those that take the fewest
+        bytes where none fit.
+        """
         body, beside, work = self.body, self._beside(wanted), self._work(wanted)
 
         def left(run: int) -> int:
@@ -180,7 +191,9 @@ class SlotBudget:
         return self.kept_bytes(plan) + self.work_bytes(wanted, plan)
 
     def kept_bytes(self, plan: Binomial) -> int:
-        """Returns the bytes that a plan keeps from the forward to the backward pass: slots, and the integers that place them."""
+        """Returns the bytes that a plan keeps from the forward to the backward pass: slots, and the integers that place
+        them.
+        """
         return plan.slots * self.body.carry_bytes + places_bytes(plan.units, plan.slots)
 
     def work_bytes(self, wanted: Wanted, plan: Binomial) -> int:
@@ -225,18 +238,21 @@ class SlotBudget:
         if work is not None and longest > 1:
             pulling = working_bytes(body, work)
             ends = [settling_bytes(body, work, run) for run in (2, longest)]
-            # The bytes that live at once are the largest of several sums, so between two lengths they are at most on the line.
+            # The bytes that live at once are the largest of several sums, so between two lengths they are at most on
+            # the line.
             slope = (ends[1] - ends[0]) / max(longest - 2, 1)
             settling = lambda run: ends[0] + slope * (run - 2)
         self._counted[wanted] = beside
         return beside
 
 
-# ------------------------------------------------------------------------------------------------------------- working memory
+# ------------------------------------------------------------------------------------------------------- working memory
 
 
 def working_bytes(body: ScanBody, work: Backward) -> int:
-    """Returns the bytes that taking the cotangents back through one step works with, a carry and its cotangents among them."""
+    """Returns the bytes that taking the cotangents back through one step works with, a carry and its cotangents among
+    them.
+    """
     consts, carry, xs = _inputs(body)
     cts = [aval.to_ct_aval() for aval in (*body.carry_avals, *body.y_avals)]
     flags = [*work.wanted.carry, *work.wanted.ys]
@@ -245,7 +261,8 @@ def working_bytes(body: ScanBody, work: Backward) -> int:
     args = consts, rows, xs, [ct for ct, flag in zip(cts, flags) if flag], sums
     forward = graph_of(_compat.close_jaxpr(body.jaxpr, ()))
     back = graph_of(jax.make_jaxpr(work.pull)(*args))
-    # The scan without a gradient has the xs in float32 where the compiler widens them, but not the cotangents of the ys.
+    # The scan without a gradient has the xs in float32 where the compiler widens them, but not the cotangents of the
+    # ys.
     wide = body.length * sum(stacked_bytes(aval, twice=True) - nbytes(aval) for aval in body.y_avals)
     one = sum(stacked_bytes(aval, twice=True) for aval in body.carry_avals)
     return max(_live(forward), _live(back)) + one + wide
@@ -269,7 +286,8 @@ def _inputs(body: ScanBody) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def stacked_bytes(aval: Any, *, twice: bool = False) -> int:
-    """Returns the bytes of a row of an array that a loop writes row by row, or of a carry, by the compiler that takes more.
+    """Returns the bytes of a row of an array that a loop writes row by row, or of a carry, by the compiler that takes
+    more.
 
     Args:
       aval: the abstract value of the row or carry.
@@ -291,7 +309,9 @@ def _beside(graph: Graph, platform: str) -> int:
 
 
 def _widened(graph: Graph) -> Graph:
-    """Returns the graph with four bytes for each element of what a CPU computes in float32: all floats that have fewer."""
+    """Returns the graph with four bytes for each element of what a CPU computes in float32: all floats that have
+    fewer.
+    """
     narrow = lambda dtype: jax.dtypes.issubdtype(dtype, jax.numpy.floating) and dtype.itemsize < 4
     values = tuple(
         replace(value, bytes=4 * math.prod(value.shape)) if narrow(value.dtype) else value for value in graph.values
@@ -300,7 +320,9 @@ def _widened(graph: Graph) -> Graph:
 
 
 def _parts(op: Any, graph: Graph) -> int:
-    """Returns the bytes of the parts of a matmul's result where a GPU's compiler splits its contraction, the result not counted."""
+    """Returns the bytes of the parts of a matmul's result where a GPU's compiler splits its contraction, the result not
+    counted.
+    """
     if op.primitive != "dot_general":
         return 0
     (left_axes, _), (batch, _) = op.params["dimension_numbers"]

@@ -1,12 +1,13 @@
 """The engine of `Slots`: a scan whose backward pass runs revolve's schedule in one compiled loop.
 
-The forward pass stores the carries that the schedule asks for in a buffer. The backward pass is a loop over *runs* of a few steps, from the
-last to the first. Each time round it restores a carry, advances it to the start of the run and stores carries on the way, where
-`schedules.Places` says. Then it goes through the run forward once more, keeping what its backward pass needs, pulls the cotangents back step by
-step, and settles what could wait. Nothing in the compiled program depends on the length or on the number of slots but a few integers a slot.
+The forward pass stores the carries that the schedule asks for in a buffer. The backward pass is a loop over *runs* of a
+few steps, from the last to the first. Each time round it restores a carry, advances it to the start of the run and
+stores carries on the way, where `schedules.Places` says. Then it goes through the run forward once more, keeping what
+its backward pass needs, pulls the cotangents back step by step, and settles what could wait. Nothing in the compiled
+program depends on the length or on the number of slots but a few integers a slot.
 
-It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours. A custom_vjp gives a tangent to all of
-its results. Those that do not depend on what is differentiated lose it again, as they have none from lax.scan.
+It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours. A custom_vjp gives a tangent to
+all of its results. Those that do not depend on what is differentiated lose it again, as they have none from lax.scan.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def scan_with_slots(
     Args:
       scan: what to run; its body with calls written out.
       slots: carries whose bytes may be kept, the initial one counted; or what chooses runs and slots by bytes.
-      run: iterations that one turn of the backward loop takes; what is kept of them comes on top. None: as many as are best for the slots,
-        what is kept of them being paid for in slots.
+      run: iterations that one turn of the backward loop takes; what is kept of them comes on top. None: as many as are
+        best for the slots, what is kept of them being paid for in slots.
       kept: variables of the body to keep in a run; None for those that make its backward pass cheap.
 
     Returns:
@@ -127,7 +128,7 @@ class _Engine:
                 return work, plan
         return backward(body, wanted, None, defer=False), binomial(body.length, self.slots)
 
-    # ----------------------------------------------------------------------------------------------------------- forward
+    # ---------------------------------------------------------------------------------------------------------- forward
 
     def plain(self, consts: Values, init: Values, xs: Values) -> tuple[Values, Values]:
         """Runs the scan as lax.scan does, for when it is not differentiated."""
@@ -145,8 +146,8 @@ class _Engine:
             slots = carries.home.write(slots, carry, carries.spare)
             return carries.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
-        # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So the number of turns is
-        # known, and if nobody uses the ys, JAX sees it.
+        # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So
+        # the number of turns is known, and if nobody uses the ys, JAX sees it.
         def turn(i: Any, state: tuple[Values, Values, Values, Any]) -> tuple[Values, Values, Values, Any]:
             carry, ys, slots, part = state
             kept = i == carries.parts.starts[part]
@@ -161,7 +162,7 @@ class _Engine:
         slots = carries.home.write(slots, carry, carries.spare)
         return carries.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
-    # ---------------------------------------------------------------------------------------------------------- backward
+    # --------------------------------------------------------------------------------------------------------- backward
 
     def backward(
         self,
@@ -215,7 +216,9 @@ def _spread(values: Values, flags: Sequence[bool]) -> Values:
 
 
 class _State(NamedTuple):
-    """What the backward loop carries: cotangents of the carry, of the constants so far, of xs so far, and the stacks of a run."""
+    """What the backward loop carries: cotangents of the carry, of the constants so far, of xs so far, and the stacks of
+    a run.
+    """
 
     ct: Values
     totals: Values
@@ -237,10 +240,12 @@ class _Carries:
     def __init__(self, body: ScanBody, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
         self.body, self.plan, self.consts, self.init, self.xs = body, plan, consts, init, xs
         self.home = _Home(carry, body.carry_avals)
-        # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before the loop.
+        # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before
+        # the loop.
         self.even = plan.last == plan.run
-        # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row that is to spare the
-        # carry at the start of the last run; nothing is read from it later, so what need not be kept may be written there.
+        # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row
+        # that is to spare the carry at the start of the last run; nothing is read from it later, so what need not be
+        # kept may be written there.
         self.spare = plan.slots - 1
         self.places = places(plan.units, plan.slots)
         self.table = jnp.asarray(self.places.reach)
@@ -268,7 +273,9 @@ class _Carries:
     def advance(
         self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: _Unreversed
     ) -> tuple[Values, Values, Values, _Unreversed]:
-        """Takes the carry of run `at`, the start of the last part, to run `to`, storing carries of the parts that it makes on the way."""
+        """Takes the carry of run `at`, the start of the last part, to run `to`, storing carries of the parts that it
+        makes on the way.
+        """
         run = self.plan.run
         if self.plan.units == 1:
             return carry, ys, slots, parts
@@ -340,7 +347,9 @@ class _Home:
         ]
 
     def _goes(self, leaf: Any) -> bool:
-        """Whether a leaf of the carry lies on the host: arrays of floats do; counters and keys are not worth the way."""
+        """Whether a leaf of the carry lies on the host: arrays of floats do; counters and keys are not worth the
+        way.
+        """
         return self.away and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 

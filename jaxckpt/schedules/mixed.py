@@ -31,7 +31,8 @@ class Mixed(LoopSchedule):
         set_fields(self, parts=parts)
         if refusals := [why for count, part in parts if (why := part.refusal(count))]:
             raise PlanMismatchError(
-                f"Each part must be able to run the iterations that it is given; got {parts!r:.200}. {refusals[0]} Plan anew."
+                f"Each part must be able to run the iterations that it is given; got {parts!r:.200}. {refusals[0]} "
+                f"Plan anew."
             )
 
     @property

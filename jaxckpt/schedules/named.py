@@ -19,17 +19,20 @@ Schedule = str | int | Sequence[int] | LoopSchedule
 
 
 def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> LoopSchedule:
-    """Returns the object that a schedule means for so many iterations; for a length of 0 it is only looked at whether it is a schedule.
+    """Returns the object that a schedule means for so many iterations; for a length of 0 it is only looked at whether
+    it is a schedule.
 
     Args:
       length: iterations, at least 0.
-      schedule: "none" (lax.scan as it is), "every" (each iteration checkpointed), "sqrt" (segments of square-root length), "log" (segments of
-        segments, 4 at every level), an int (iterations in a segment), a tuple of ints (nested lengths, outermost first; the product at least the
-        length), or an object: `Slots`, or any other `LoopSchedule`.
+      schedule: "none" (lax.scan as it is), "every" (each iteration checkpointed), "sqrt" (segments of square-root
+        length), "log" (segments of segments, 4 at every level), an int (iterations in a segment), a tuple of ints
+        (nested lengths, outermost first; the product at least the length), or an object: `Slots`, or any other
+        `LoopSchedule`.
       argument: the name that an error gives to the schedule.
 
     Raises:
-      ArgumentError: there is no such schedule, an int is below 1, a product too small, or the object cannot run so many iterations.
+      ArgumentError: there is no such schedule, an int is below 1, a product too small, or the object cannot run so many
+        iterations.
     """
     if isinstance(schedule, LoopSchedule):
         if length and (why := schedule.refusal(length)):
@@ -87,8 +90,10 @@ class Description:
     def __str__(self) -> str:
         carries = f"{self.kept_carries} {'carry' if self.kept_carries == 1 else 'carries'}"
         return (
-            f"{self.schedule} over {counted(self.length, 'step')}: keeps {carries}, at most {self.peak_carries} at once and the residuals "
-            f"of {counted(self.residual_steps, 'step')}; runs the step {counted(self.forward_steps, 'time')}, {self.overhead:.2f} again "
+            f"{self.schedule} over {counted(self.length, 'step')}: keeps {carries}, at most {self.peak_carries} at "
+            f"once and the residuals "
+            f"of {counted(self.residual_steps, 'step')}; runs the step {counted(self.forward_steps, 'time')}, "
+            f"{self.overhead:.2f} again "
             "for each."
         )
 
@@ -99,14 +104,15 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     Args:
       length: steps, at least 0.
       schedule: as of `jaxckpt.scan`.
-      row: for `Slots`: bytes that a run of several steps keeps of each, in carries (3 for an LSTM). Infinite: runs of one step, revolve
-        itself; `jaxckpt.scan` knows the step and so may do better, never worse.
+      row: for `Slots`: bytes that a run of several steps keeps of each, in carries (3 for an LSTM). Infinite: runs of
+        one step, revolve itself; `jaxckpt.scan` knows the step and so may do better, never worse.
 
     Raises:
-      ArgumentError: the length or the schedule is none.
+      ArgumentError: the length or the schedule is invalid.
 
     >>> print(describe(100, "sqrt"))
-    'sqrt' over 100 steps: keeps 10 carries, at most 10 at once and the residuals of 10 steps; runs the step 200 times, 1.00 again for each.
+    'sqrt' over 100 steps: keeps 10 carries, at most 10 at once and the residuals of 10 steps; runs the step 200 times,
+    1.00 again for each.
     >>> describe(1000, Slots(10)).forward_steps
     4637
     """

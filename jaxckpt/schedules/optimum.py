@@ -2,12 +2,14 @@
 
     Griewank and Walther 2000, Algorithm 799: revolve, ACM Transactions on Mathematical Software 26(1), 19-45.
 
-With s slots, the first of which always holds the initial carry, and r = min{r : C(s+r, s) >= l}, reversing l iterations takes
+With s slots, the first of which always holds the initial carry, and r = min{r : C(s+r, s) >= l}, reversing l iterations
+takes
 
     t(l, s) = r l - C(s+r, s+1)
 
-runs of the body beyond the one in which each iteration is linearised; as a recursion t(l, s) = min over j of j + t(l-j, s-1) + t(j, s), where a
-carry is kept after j iterations, the rest is reversed with one slot less, and then the first j iterations with all of them. Pure Python, no JAX.
+runs of the body beyond the one in which each iteration is linearised; as a recursion t(l, s) = min over j of j + t(l-j,
+s-1) + t(j, s), where a carry is kept after j iterations, the rest is reversed with one slot less, and then the first j
+iterations with all of them. Pure Python, no JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from jaxckpt.core.constants import LONGEST_RUN
 
 
 def repetitions(length: int, slots: int) -> int:
-    """Returns r: no step is run more than r times before it is linearised. The least r with C(slots+r, slots) >= length.
+    """Returns r: no step is run more than r times before it is linearised. The least r with C(slots+r, slots) >=
+    length.
 
     >>> repetitions(10, 3), repetitions(1000, 10)
     (2, 4)
@@ -38,7 +41,8 @@ def repetitions(length: int, slots: int) -> int:
 
 
 def extra_steps(length: int, slots: int) -> int:
-    """Returns t(length, slots): runs of the step beyond the linearising ones, with the forward pass up to the last step counted.
+    """Returns t(length, slots): runs of the step beyond the linearising ones, with the forward pass up to the last step
+    counted.
 
     >>> [extra_steps(l, s) for l, s in [(10, 3), (56, 3), (100, 5), (100, 10), (1000, 10), (1000, 50)]]
     [15, 210, 316, 222, 3636, 1948]
@@ -70,7 +74,9 @@ def split(length: int, slots: int) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """One move of a schedule: "store" or "restore" (carry of `step`, in `slot`), "advance" (from `step` to `stop`), "adjoint" (of `step`)."""
+    """One move of a schedule: "store" or "restore" (carry of `step`, in `slot`), "advance" (from `step` to `stop`),
+    "adjoint" (of `step`).
+    """
 
     kind: str
     step: int
@@ -79,10 +85,11 @@ class Move:
 
 
 def revolve(length: int, slots: int) -> Iterator[Move]:
-    """Yields the moves that reverse `length` steps with at most `slots` kept carries, in the fewest advances: `extra_steps(length, slots)`.
+    """Yields the moves that reverse `length` steps with at most `slots` kept carries, in the fewest advances:
+    `extra_steps(length, slots)`.
 
-    Before the first move the carry of step 0 is at hand. An adjoint move takes the carry at hand through its step, linearises it there and
-    pulls the cotangent back; the carry at hand is then gone.
+    Before the first move the carry of step 0 is at hand. An adjoint move takes the carry at hand through its step,
+    linearises it there and pulls the cotangent back; the carry at hand is then gone.
 
     >>> [f"{m.kind} {m.step}" for m in revolve(3, 2)]
     ['store 0', 'advance 0', 'store 1', 'advance 1', 'adjoint 2', 'restore 1', 'adjoint 1', 'restore 0', 'adjoint 0']
@@ -115,16 +122,16 @@ def revolve(length: int, slots: int) -> Iterator[Move]:
             todo += [(start, j, slot), (start + j, count - j, slot + 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------- runs of steps
+# -------------------------------------------------------------------------------------------------------- runs of steps
 
 
 @dataclass(frozen=True)
 class Binomial:
     """Revolve over runs of steps: the mixed schedule.
 
-    The unit that revolve reverses is a run of `run` steps. A run is gone through forward once more when its turn comes, keeping of each of its
-    steps what the backward pass needs, so that no step of it is run again. What a run keeps is paid for in slots. With one step to a run it
-    is revolve itself.
+    The unit that revolve reverses is a run of `run` steps. A run is gone through forward once more when its turn comes,
+    keeping of each of its steps what the backward pass needs, so that no step of it is run again. What a run keeps is
+    paid for in slots. With one step to a run it is revolve itself.
 
     Attributes:
       length: steps.
@@ -152,8 +159,8 @@ class Binomial:
     def steps(self) -> int:
         """Runs of the step over a forward and a backward pass.
 
-        The forward pass takes `length`; the backward pass advances carries, t(units, slots) runs but for those that the forward pass made,
-        and goes through every run.
+        The forward pass takes `length`; the backward pass advances carries, t(units, slots) runs but for those that the
+        forward pass made, and goes through every run.
         """
         if not self.length:
             return 0
@@ -164,7 +171,8 @@ class Binomial:
     def carries(self, row: float = 1.0) -> float:
         """Carries that are kept at once, in the backward pass; what a run keeps of a step counts as `row` carries.
 
-        Of the first step it counts as none, for linearising a single step takes as much. A shorter last run has room of its own.
+        Of the first step it counts as none, for linearising a single step takes as much. A shorter last run has room of
+        its own.
         """
         rows = self.run - 1 + (self.last if self.last < self.run else 0)
         return self.slots + (rows * row if rows else 0)
@@ -188,7 +196,8 @@ class TurnCosts:
 def binomial(
     length: int, slots: int, *, row: float = math.inf, again: bool = False, costs: TurnCosts = TurnCosts()
 ) -> Binomial:
-    """Returns the runs and slots that use `slots` carries' bytes best: never more runs of the step than revolve with `slots` carries.
+    """Returns the runs and slots that use `slots` carries' bytes best: never more runs of the step than revolve with
+    `slots` carries.
 
     Args:
       length: steps, at least 1.
@@ -220,7 +229,8 @@ def best_runs(
     again: bool = False,
     costs: TurnCosts = TurnCosts(),
 ) -> Binomial | None:
-    """Returns the runs that take least time, and no more runs of the step than revolve where that fits; None where nothing fits.
+    """Returns the runs that take least time, and no more runs of the step than revolve where that fits; None where
+    nothing fits.
 
     Args:
       length: steps, at least 1.
@@ -244,22 +254,26 @@ def best_runs(
     return min(plans, key=score, default=None)
 
 
-# ------------------------------------------------------------------------------------------------------- places for a loop
+# ---------------------------------------------------------------------------------------------------- places for a loop
 
 
 @dataclass(frozen=True)
 class Places:
-    """What a compiled loop has to know to place carries as revolve does: a few integers for each slot, however long the scan is.
+    """The table with which a compiled loop places carries as revolve does: a few integers for each slot, for any length
+    of the scan.
 
-    A slot holds the carry of the first step of a *part* that is still to be reversed; the parts lie one after the other, in the order of the
-    slots. A part with s slots free, its own included, and r repetitions left has at most C(s+r, s) steps. When it is reversed, the next carry
-    is kept at its step `cut`: what lies after that has a slot less, what lies before it keeps its slot and has a repetition less. That is
-    t(l, s) = j + t(l-j, s-1) + t(j, s), with a j for which both sides stay optimal.
+    A slot holds the carry of the first step of a *part* that is still to be reversed; the parts lie one after the
+    other, in the order of the slots. A part with s slots free, its own included, and r repetitions left has at most
+    C(s+r, s) steps. When it is reversed, the next carry is kept at its step `cut`: what lies after that has a slot
+    less, what lies before it keeps its slot and has a repetition less. That is t(l, s) = j + t(l-j, s-1) + t(j, s),
+    with a j for which both sides stay optimal.
 
     Attributes:
       length, slots: steps, and slots that are used.
-      reach: int32 of shape (slots + 1, repetitions): C(s+r, s), or the length where that is less. Of shape (1, 1) for one slot.
-      starts: int32, one a slot: first steps of the parts once the forward pass has placed its carries; the length where there is no part.
+      reach: int32 of shape (slots + 1, repetitions): C(s+r, s), or the length where that is less. Of shape (1, 1) for
+        one slot.
+      starts: int32, one a slot: first steps of the parts once the forward pass has placed its carries; the length where
+        there is no part.
       left: int32, one a slot: repetitions that the parts have left then.
       top: the slot of the last part then.
     """
@@ -279,7 +293,8 @@ class Places:
         return starts, left, 0
 
     def cut(self, reach: Any, steps: Any, free: Any, left: Any) -> Any:
-        """Returns the step of a part at which the next carry is kept; where only one slot is free, its last step, which needs no carry.
+        """Returns the step of a part at which the next carry is kept; where only one slot is free, its last step, which
+        needs no carry.
 
         Args:
           reach: the table, as an array of NumPy's or JAX's.

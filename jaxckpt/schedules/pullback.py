@@ -1,11 +1,11 @@
 """The backward pass of a step: what to keep for it, and which cotangents can wait.
 
-*What to keep*: a few values of a step that make its backward pass cheap, the results of matmuls and the like, carried on through sums as long
-as that makes them no larger. Everything else is elementwise and computed again.
+*What to keep*: a few values of a step that make its backward pass cheap, the results of matmuls and the like, carried
+on through sums as long as that makes them no larger. Everything else is elementwise and computed again.
 
-*What can wait*: the cotangent of a matrix that is closed over is a sum over steps of products, d(W) = sum over t of outer(x_t, d(y_t)). Taken
-step by step that is a small matmul and a pass over all of d(W) each time. The factors are kept for a run of steps instead, and one matmul
-contracts over the steps too.
+*What can wait*: the cotangent of a matrix that is closed over is a sum over steps of products, d(W) = sum over t of
+outer(x_t, d(y_t)). Taken step by step that is a small matmul and a pass over all of d(W) each time. The factors are
+kept for a run of steps instead, and one matmul contracts over the steps too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxckpt.core.scans import ScanBody, Values, nbytes
 from jaxckpt.schedules.body import pick, split
 from jaxckpt.schedules.optimum import TurnCosts
 
-# --------------------------------------------------------------------------------------------------------------- what to keep
+# --------------------------------------------------------------------------------------------------------- what to keep
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -43,10 +43,11 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def dear_values(body: ScanBody) -> list[Any] | None:
-    """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values cannot do that.
+    """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values
+    cannot do that.
 
-    It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A function with a derivative
-    of its own, jax.custom_jvp, brings that along.)
+    It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A
+    function with a derivative of its own, jax.custom_jvp, brings that along.)
     """
     dear = [eqn for eqn in body.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
     if any(surgery.programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
@@ -56,7 +57,9 @@ def dear_values(body: ScanBody) -> list[Any] | None:
 
 
 def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) -> list[Any]:
-    """Returns the kept variables, each replaced by the sum that it goes into where nothing else uses it and the sum is no larger."""
+    """Returns the kept variables, each replaced by the sum that it goes into where nothing else uses it and the sum is
+    no larger.
+    """
     uses: dict[Any, list[Any]] = {}
     for eqn in eqns:
         for var in eqn.invars:
@@ -107,7 +110,7 @@ def _given(traced: Any, given: Sequence[Any]) -> Any:
     return surgery.without(redirect(traced), kept)
 
 
-# ------------------------------------------------------------------------------------------------------------ the backward step
+# ---------------------------------------------------------------------------------------------------- the backward step
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,14 @@ class Backward:
       wanted: which cotangents it computes.
       defers: whether cotangents of constants may wait for the end of a run.
       again: whether `pull` runs the step again, or part of it that is not cheap.
-      keep: (consts, carry, x) -> (next carry, kept): runs a step and returns what is kept of it. None: nothing is, so a run need not be run to
-        its end, and `pull` runs each of its steps again.
-      pull: (consts, stacked rows, x, cotangents of carry and ys, sums) -> (cotangents of carry and x, sums, further stacked rows).
+      keep: (consts, carry, x) -> (next carry, kept): runs a step and returns what is kept of it. None: nothing is, so a
+        run need not be run to its end, and `pull` runs each of its steps again.
+      pull: (consts, stacked rows, x, cotangents of carry and ys, sums) -> (cotangents of carry and x, sums, further
+        stacked rows).
       settle: (consts, stacks, x rows, sums) -> sums: what could wait, over all rows. None: nothing could.
       carry_rows: which carries are stacked.
-      stacks: abstract value of one row of each stack; carries first, then kept values, then factors that found no stack to take over.
+      stacks: abstract value of one row of each stack; carries first, then kept values, then factors that found no stack
+        to take over.
       rows: how many of the stacks are carries and kept values, what `pull` reads.
       takes: for each factor that `pull` returns, the stack that its row is written to.
       gathered: abstract value of one row of each of the xs that `settle` reads.
@@ -198,7 +203,9 @@ def backward(body: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defe
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of a pulled-back step in their order: constants, carries, xs, kept values, cotangents of carries and of ys."""
+    """The inputs of a pulled-back step in their order: constants, carries, xs, kept values, cotangents of carries and
+    of ys.
+    """
 
     avals: list[Any]
     counts: tuple[int, ...]
@@ -220,7 +227,9 @@ class _Inputs:
 
 @dataclass(frozen=True, eq=False)
 class _Term:
-    """A summand of a constant's cotangent that can wait: the sum over steps of a product, or of a value; then what is linear."""
+    """A summand of a constant's cotangent that can wait: the sum over steps of a product, or of a value; then what is
+    linear.
+    """
 
     const: int
     var: Any  # the summand
@@ -291,10 +300,12 @@ class _Splitter:
             waiting_bytes=sum(nbytes(term.dot.outvars[0].aval) for term in terms if term.dot is not None),
         )
 
-    # ------------------------------------------------------------------------------------------------------ what can wait
+    # ---------------------------------------------------------------------------------------------------- what can wait
 
     def _summands(self, var: Any) -> list[Any]:
-        """Returns what a sum is of, in order; one of as many as the step uses a constant is as deep, so this does not recurse."""
+        """Returns what a sum is of, in order; one of as many as the step uses a constant is as deep, so this does not
+        recurse.
+        """
         found, waiting = [], [var]
         while waiting:
             var = waiting.pop()
@@ -337,7 +348,9 @@ class _Splitter:
         return None
 
     def _roots(self, term: _Term) -> list[Any]:
-        """Returns what has to be stacked for a term: of each factor the value under its layout, unless the step was given it or kept it."""
+        """Returns what has to be stacked for a term: of each factor the value under its layout, unless the step was
+        given it or kept it.
+        """
         roots = []
         for factor in term.factors:
             while (eqn := self.made.get(factor)) is not None and _is_layout(eqn):
@@ -367,7 +380,7 @@ class _Splitter:
         read = {v for eqn in run for v in eqn.invars if isinstance(v, _compat.Var)}
         return (read | set(factors)) - set(roots)
 
-    # --------------------------------------------------------------------------------------------------------- functions
+    # -------------------------------------------------------------------------------------------------------- functions
 
     def _keep(self, kept: list[Any]) -> Callable[..., tuple[Values, Values]] | None:
         carries, jaxpr = self.body.carries, self.body.jaxpr
@@ -384,7 +397,8 @@ class _Splitter:
         return keep
 
     def _pull(self, rows: list[Any], at_once: list[tuple[int, Any]], roots: list[Any]) -> Callable[..., Any]:
-        # What is scattered goes straight into the sum so far, one such summand of each constant, before others are added.
+        # What is scattered goes straight into the sum so far, one such summand of each constant, before others are
+        # added.
         reads = self._reads([*self.ct_carry, *self.ct_x, *(var for _, var in at_once), *roots])
         scattered = {i: var for i, var in reversed(at_once) if self._is_scattered(var, reads)}
         added = [(i, var) for i, var in at_once if scattered.get(i) is not var]
@@ -415,7 +429,8 @@ class _Splitter:
         return Counter(map(id, [*outputs, *(var for eqn in run for var in eqn.invars)]))
 
     def _is_scattered(self, var: Any, reads: Counter[int]) -> bool:
-        """Whether a summand is rows scattered into zeros, an embedding's, and neither it nor the zeros serve anything else.
+        """Whether a summand is rows scattered into zeros, an embedding's, and neither it nor the zeros serve anything
+        else.
 
         For it becomes the sum so far, which nothing else may take for the summand.
         """

@@ -1,9 +1,10 @@
-"""Identities that may be differentiated in one way only, with errors of ours that say what to do.
+"""Identities that can be differentiated in only one way, with errors that say what to do.
 
-JAX's own, "can't apply forward-mode autodiff (jvp) to a custom_vjp function", is raised where the tangent would be computed: at once, when the
-program is batched, or when it is compiled. A linear identity on tangents that raises in the same places, put before the custom_vjp, comes
-first. In reverse mode it is transposed and never evaluated. The other identity is the other way round: its tangent may be evaluated, which
-is what forward over reverse does, and raises when it is transposed.
+JAX's own, "can't apply forward-mode autodiff (jvp) to a custom_vjp function", is raised where the tangent would be
+computed: at once, when the program is batched, or when it is compiled. A linear identity on tangents that raises in the
+same places, put before the custom_vjp, comes first. In reverse mode it is transposed and never evaluated. The other
+identity is the other way round: its tangent may be evaluated, which is what forward over reverse does, and raises when
+it is transposed.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ def no_second_reverse(values: list[Any]) -> list[Any]:
 
 def _forward(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(
-        "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in forward mode (jax.jvp, "
+        "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in forward "
+        "mode (jax.jvp, "
         f"jax.jacfwd), nor can a plan that has it. {_INSTEAD}"
     )
 
 
 def _twice(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(
-        "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in reverse more than once, nor "
+        "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in reverse "
+        "more than once, nor "
         f"can a plan that has it; jax.jvp of jax.grad (forward over reverse) is fine. {_INSTEAD}"
     )
 

@@ -1,5 +1,6 @@
-"""Nested segments: keep the carry at the start of each segment, run a segment again when the backward pass reaches it, and treat the segment in
-the same way inside. With one level of square-root length this is Chen et al. 2016 (arXiv:1604.06174).
+"""Nested segments: keep the carry at the start of each segment, run a segment again when the backward pass reaches it,
+and treat the segment in the same way inside. With one level of square-root length this is Chen et al. 2016
+(arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jaxckpt.core.units import counted
 class Nested(LoopSchedule):
     """Iterations in segments: `count` segments of `inner.length` iterations, each checkpointed, then `rest` iterations.
 
-    The rest is shorter than a segment, or than there are segments. It is last: where the scan's backward pass follows its forward
-    pass at once, its values are needed first and checkpointing it saves nothing, so its iterations run as those in segments do.
-    Where the backward pass comes later, as in a planned program, the rest is a shorter segment (`tail`).
+    The rest is shorter than a segment, or than there are segments. It is last: where the scan's backward pass follows
+    its forward pass at once, its values are needed first and checkpointing it saves nothing, so its iterations run as
+    those in segments do. Where the backward pass comes later, as in a planned program, the rest is a shorter segment
+    (`tail`).
 
     Attributes:
       length: iterations.
@@ -59,12 +61,14 @@ class Nested(LoopSchedule):
         ended = self.tail is None or (self.tail.length == self.rest and self.inner is not None)
         if covered != self.length or not ended or (self.inner is None) != (self.count == 0):
             raise PlanMismatchError(
-                f"Segments and rest must be as many iterations as the schedule; it has {self.length}, of which they cover {covered}; got "
+                f"Segments and rest must be as many iterations as the schedule; it has {self.length}, of which they "
+                f"cover {covered}; got "
                 f"{self!r:.200}. Plan anew."
             )
         if self.actions and (self.inner is not None or not self.remat):
             raise PlanMismatchError(
-                f"Only iterations that are checkpointed one by one may have actions; got actions in {self!r:.200}. Plan anew."
+                f"Only iterations that are checkpointed one by one may have actions; got actions in {self!r:.200}. "
+                f"Plan anew."
             )
 
     @property
@@ -171,7 +175,8 @@ def checkpointed(
     *,
     remat: bool = True,
 ) -> Nested:
-    """Returns iterations in nested segments of which the last, shorter one is checkpointed too, as planned programs have them.
+    """Returns iterations in nested segments of which the last, shorter one is checkpointed too, as planned programs
+    have them.
 
     Args:
       length: iterations, at least 1.
@@ -186,7 +191,8 @@ def checkpointed(
     length, lengths = whole(length, "length"), [whole(size, "lengths") for size in lengths]
     if length < 1 or any(size < 1 for size in lengths):
         raise PlanMismatchError(
-            f"Iterations and the lengths of segments must be at least 1; got {length} iterations in {lengths}. Plan anew."
+            f"Iterations and the lengths of segments must be at least 1; got {length} iterations in {lengths}. Plan "
+            f"anew."
         )
     if not lengths:
         return Nested(length, rest=length, remat=remat, actions=actions or {})
@@ -206,11 +212,13 @@ def nested(length: int, lengths: Sequence[int]) -> Nested:
 
     Args:
       length: steps.
-      lengths: outermost first: so many segments, each of so many segments, ..., each of so many steps. Their product must be at least
-        `length`; where it is more, segments are made equal and as long as need be, and what does not divide comes last.
+      lengths: outermost first: so many segments, each of so many segments, ..., each of so many steps. Their product
+        must be at least `length`; where it is more, segments are made equal and as long as need be, and what does not
+        divide comes last.
 
     >>> nested(100, (10, 10))
-    Nested(length=100, count=10, inner=Nested(length=10, count=0, inner=None, rest=10, remat=False), rest=0, remat=False)
+    Nested(length=100, count=10, inner=Nested(length=10, count=0, inner=None, rest=10, remat=False), rest=0,
+    remat=False)
     >>> nested(103, (10, 11)).rest
     3
     """
@@ -219,8 +227,8 @@ def nested(length: int, lengths: Sequence[int]) -> Nested:
     count = min(lengths[0], length)
     cover = math.prod(lengths[1:])
     shorter, longer = length // count, -(-length // count)
-    # Segments rounded down leave a rest of fewer steps than there are segments; rounded up, of fewer than a segment has. The first
-    # is better in a deep nest, where a long rest would want segments of its own.
+    # Segments rounded down leave a rest of fewer steps than there are segments; rounded up, of fewer than a segment
+    # has. The first is better in a deep nest, where a long rest would want segments of its own.
     size = longer if longer * longer <= length and longer <= cover else shorter
     return _segments(length, min(size, cover), lengths[1:])
 
@@ -241,7 +249,8 @@ def _segments(length: int, size: int, lengths: Sequence[int]) -> Nested:
 
 
 def sqrt_size(length: int) -> int:
-    """Returns steps in a segment of "sqrt": about the square root; a divisor of the length if one is near, since a rest costs a copy of xs.
+    """Returns steps in a segment of "sqrt": about the square root; a divisor of the length if one is near, since a rest
+    costs a copy of xs.
 
     >>> sqrt_size(10000), sqrt_size(1000), sqrt_size(10007)
     (100, 25, 100)
@@ -256,7 +265,8 @@ def sqrt_size(length: int) -> int:
 
 
 def nearest_divisors(length: int, size: int) -> list[int]:
-    """Returns the largest divisor of a length that is at most `size`, and the smallest that is more; the length's own if there is no other.
+    """Returns the largest divisor of a length that is at most `size`, and the smallest that is more; the length's own
+    if there is no other.
 
     >>> nearest_divisors(20_000, 141), nearest_divisors(10_007, 100)
     ([125, 160], [1, 10007])

@@ -1,4 +1,6 @@
-"""Slots: carries are kept, freed and reused as `jaxckpt.schedules.optimum` says, so that the fewest iterations run again."""
+"""Slots: carries are kept, freed and reused as `jaxckpt.schedules.optimum` says, so that the fewest iterations run
+again.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ class Slots(LoopSchedule):
     It is differentiated in reverse mode alone, and once; see `jaxckpt.ForwardModeError`.
 
     Attributes:
-      count: kept carries, at least 1, the initial one counted. It may be more than there are iterations: then none is run twice to
-        obtain a carry.
-      run_length: iterations that one turn of the backward loop takes; what is kept of them comes on top of the slots. None: as many
-        as are best for the slots' bytes, what is kept of them included.
-      actions: index of a value that the body computes -> SAVE, for what is kept of each iteration in a run. None: what makes the
-        backward pass cheap. For plans; `jaxckpt.scan` has a policy.
+      count: kept carries, at least 1, the initial one counted. It may be more than there are iterations: then none is
+        run twice to obtain a carry.
+      run_length: iterations that one turn of the backward loop takes; what is kept of them comes on top of the slots.
+        None: as many as are best for the slots' bytes, what is kept of them included.
+      actions: index of a value that the body computes -> SAVE, for what is kept of each iteration in a run. None: what
+        makes the backward pass cheap. For plans; `jaxckpt.scan` has a policy.
 
     Raises:
       ArgumentError: the count or the run is no int of at least 1.
@@ -52,7 +54,8 @@ class Slots(LoopSchedule):
         for action in self.actions.values():
             if action.changes or action.on_host or not action.keeps:
                 raise PlanMismatchError(
-                    f"What a run of Slots keeps of its iterations must be SAVE: it is needed at once; got {action!r}. Plan anew."
+                    f"What a run of Slots keeps of its iterations must be SAVE: it is needed at once; got "
+                    f"{action!r}. Plan anew."
                 )
 
     def __repr__(self) -> str:
@@ -63,7 +66,8 @@ class Slots(LoopSchedule):
         """Returns what running so many iterations costs.
 
         Args:
-          row: bytes that a run keeps of each iteration, in carries. Infinite: runs of one iteration where it is left to the schedule.
+          row: bytes that a run keeps of each iteration, in carries. Infinite: runs of one iteration where it is left to
+            the schedule.
         """
         if length == 0:
             return LoopCost(0, 0, 0, 0)

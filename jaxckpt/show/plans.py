@@ -1,4 +1,4 @@
-"""What is shown of plans and frontiers: as text, as pictures, as pages."""
+"""Plans and frontiers as text, pictures and pages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
 
 
 def _added_time(report: PlanReport) -> float | None:
-    """Returns the share of time that a plan adds: of the traced steps where they are known, else as the planner has it."""
+    """Returns the share of time that a plan adds: of the traced steps where they are known, else as the planner has
+    it.
+    """
     return report.overhead if report.slowdown is None else report.slowdown
 
 
@@ -74,7 +76,9 @@ def plan_view(report: PlanReport, graph: Graph, title: str) -> Group:
 
 
 def report_view(report: PlanReport) -> Group:
-    """Returns what is printed of a report where the function is not at hand: its figures, and how much the plan holds."""
+    """Returns what is printed of a report where the function is not at hand: its figures, and how much the plan
+    holds.
+    """
     return table.titled(_title(report), _cell_table(report), advice=_recipe(report))
 
 
@@ -114,11 +118,11 @@ def _recipe(report: PlanReport) -> str:
     return f"{' and '.join(parts)}: {values or 'keep nothing but what goes in'}."
 
 
-# ------------------------------------------------------------------------------------------------------------- the frontier
+# --------------------------------------------------------------------------------------------------------- the frontier
 
 FRONTIER_NOTE = (
-    "peak: compiled, arguments and outputs and all. predicted: before that plan was compiled. recomputed: FLOPs beyond those of the step as it "
-    "is; time: by the target's rates."
+    "peak: compiled, with arguments and outputs. predicted: before the plan was compiled. recomputed: FLOPs more "
+    "than those of the step without a plan; time: by the target's rates."
 )
 BESIDE_NOTE = " beside it: the cheapest other way that needs no more memory than the plan."
 
@@ -176,7 +180,7 @@ def frontier_view(frontier: Frontier) -> Group:
     return table.titled(f"Plans on {frontier.target}{unplanned}", shown, _note(frontier), infeasible)
 
 
-# ----------------------------------------------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------------------------------------------- pictures
 
 MEASURES = {
     "seconds": "time of recomputation by the target's rates, in % of the step",
@@ -190,7 +194,9 @@ def save_plan_report(report: PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def plan_report_figure(report: PlanReport) -> Figure:
-    """Returns the figure of a plan's peaks: without the plan, predicted (by its parts), compiled, against the budget."""
+    """Returns the figure of a plan's peaks: without the plan, predicted (by its parts), compiled, against the
+    budget.
+    """
     plot.require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -385,7 +391,7 @@ def _peak(point: Point | PlanReport) -> int:
     return point.peak_bytes or point.predicted_bytes or 0
 
 
-# -------------------------------------------------------------------------------------------------------------------- pages
+# ---------------------------------------------------------------------------------------------------------------- pages
 
 
 def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) -> str:
@@ -407,7 +413,8 @@ def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) 
         "<h2>Memory against recomputation</h2>",
         html.image(
             frontier_figure(frontier, report, title=""),
-            "Peak against the time of recomputation, of this plan, of plans for other budgets, and of the step as it is.",
+            "Peak against the time of recomputation, of this plan, of plans for other budgets, and of the step as "
+            "it is.",
         ),
         *_frontier_parts(frontier),
     ]

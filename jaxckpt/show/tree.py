@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from jaxckpt.core.plan import Loop, Plan, Region
 
 NAMED = 6
-"""So many kinds of kept values of a region are listed by name,"""
+"""Maximum number of kinds of kept values of a region that are listed by name,"""
 LISTED = 0.01
 """if they are at least this share of what the region keeps."""
 LONGEST_PATTERN = 12
-"""Regions that come again after so many others at most are told once, with how often."""
+"""A sequence of at most this many regions that repeats is printed once, with its number."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Stretch:
 def plan_lines(plan: Plan, graph: Graph) -> list[str]:
     """Returns a plan as the lines of a tree: what runs in order, what of it is kept and what is computed again.
 
-    What comes again and again (the blocks of a model) is told once, with how often.
+    Parts that repeat (the blocks of a model) are printed once, with their number.
     """
     plan.check(graph)
     if not plan.regions and not plan.loops:
@@ -120,7 +120,9 @@ _PLAIN = "left to JAX, which keeps what derivatives need"
 
 
 def _kind(stretch: _Stretch, graph: Graph) -> Any:
-    """Returns what two stretches have in common that are told as one: operations, shapes, and what is kept, by its place."""
+    """Returns what two stretches have in common that are told as one: operations, shapes, and what is kept, by its
+    place.
+    """
     ops = graph.ops[stretch.start : stretch.stop]
     program = tuple((op.primitive, tuple(graph.values[i].shape for i in op.outputs)) for op in ops)
     return program, _treatment(stretch, graph, stretch.start)

@@ -26,8 +26,8 @@ from jaxckpt.schedules.budget import SlotBudget, fit
 from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.transforms.checkpoint import checkpoint
 
-# The name of carries that are kept on the host, with a number of its own at each level: a checkpoint moves all that bears its name, in inner
-# segments and in inner scans too, which keep their carries for no longer than they run.
+# The name of carries that are kept on the host, with a number of its own at each level: a checkpoint moves all that
+# bears its name, in inner segments and in inner scans too, which keep their carries for no longer than they run.
 _CARRY = "jaxckpt.scan:carry:"
 
 
@@ -44,9 +44,10 @@ def scan(
     carry: Action | str = SAVE,
     budget: int | str | None = None,
 ) -> tuple[Any, Any]:
-    """`lax.scan`, keeping only some of the carries for the backward pass and running steps again to come by the others.
+    """`lax.scan` that keeps only some of the carries for the backward pass, and runs iterations again to obtain the
+    others.
 
-    Arguments and results are lax.scan's, and its errors where they do not fit together.
+    Arguments, results and errors are those of lax.scan.
 
     Args:
       f: the step, (carry, x) -> (carry, y), of pytrees. What it closes over is differentiated too.
@@ -54,25 +55,28 @@ def scan(
       xs: pytree of arrays with one row a step, or None.
       length: steps; may be left out where there are xs.
       reverse: whether to start from the last row.
-      unroll: as of lax.scan, for the innermost steps. With `Slots`: the steps that one turn of the backward loop takes; what is kept of them
-        comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
-      schedule: "none" (lax.scan as it is), "every" (each step checkpointed), "sqrt" (segments of square-root length, one more run of each
-        step), "log" (segments of segments, 4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a
-        tuple of ints (nested lengths, outermost first; their product at least the length), `Slots(n)`: at most n carries' bytes, placed by the
-        binomial optimum; or any other `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left,
-        and nothing is padded.
+      unroll: as of lax.scan, for the innermost steps. With `Slots`: the steps that one turn of the backward loop takes;
+        what is kept of them comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
+      schedule: "none" (lax.scan as it is), "every" (each step checkpointed), "sqrt" (segments of square-root length,
+        one more run of each step), "log" (segments of segments, 4 at every level: fewest carries, about log4(length)
+        more runs), an int (steps in a segment), a tuple of ints (nested lengths, outermost first; their product at
+        least the length), `Slots(n)`: at most n carries' bytes, placed by the binomial optimum; or any other
+        `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left, and
+        nothing is padded.
       policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
-      carry: SAVE, or OFFLOAD to keep the carries between segments in host memory; nothing moves where none are kept.
-      budget: bytes ("64MiB") that differentiating the scan may take, instead of a schedule: the one with the least recomputation that fits.
-        It bounds what the compiled value and gradient takes beside arguments, results and their cotangents, and beside what the compiler
-        takes for the scan without a gradient: kept carries, residuals, copies, and what a step's backward pass works with. Whatever the
-        target, and if all that can be is differentiated.
+      carry: SAVE, or OFFLOAD to keep the carries between segments in host memory. If no carries are kept, nothing
+        moves.
+      budget: bytes ("64MiB") that differentiating the scan may take, instead of a schedule: the one with the least
+        recomputation that fits. It bounds the memory that the compiled value and gradient takes in addition to
+        arguments, results, their cotangents, and the memory of the scan without a gradient: kept carries, residuals,
+        copies, and the working memory of an iteration's backward pass. It holds for every target, and if everything is
+        differentiated that can be.
 
     Returns:
       The carry after the last step, and the ys with one row a step.
 
     Raises:
-      ArgumentError: the schedule, the policy, the action or the budget is none.
+      ArgumentError: the schedule, the policy, the action or the budget is invalid.
       InfeasibleBudgetError: no schedule fits into the budget; the error names the least bytes that one takes.
       ForwardModeError: when a scan with `Slots` is differentiated forward.
       TypeError, ValueError: lax.scan's own.
@@ -92,7 +96,7 @@ def scan(
     if rowless := [x for x in jax.tree.leaves(xs) if not getattr(x, "shape", ())]:
         raise ArgumentError("xs", "a pytree of arrays with one row a step, or None", rowless[0])
     if budget is not None and schedule != "sqrt":
-        raise ArgumentError("schedule", "left out where there is a budget, which chooses it", schedule)
+        raise ArgumentError("schedule", "omitted if a budget is given, because the budget chooses it", schedule)
     policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
     schedule_of(0, schedule)
@@ -150,7 +154,7 @@ class _Call(ScanRun):
     name: int | None
 
     def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
-        # Inside a scan nothing can be merged with the forward pass, so there is no need to prevent it.
+        # Inside a scan the compiler cannot merge the recomputation with the forward pass, so prevent_cse is not needed.
         if actions:
             hint = "Values have numbers in plans; here a policy says what is kept."
             raise ArgumentError("schedule", "one without actions", dict(actions), hint)

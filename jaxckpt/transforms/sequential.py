@@ -22,20 +22,22 @@ def checkpoint_sequential(
     policy: Any = None,
     checkpoint_last: bool = False,
 ) -> LayerFunction:
-    """Returns the layers one after the other as one function, each run of `segment_size` of them under a checkpoint.
+    """Returns one function that runs the layers one after the other, with a checkpoint around each segment of
+    `segment_size` layers.
 
     Args:
-      layers: functions x -> x, of one pytree of arrays each. None of them: the result is the identity.
-      segment_size: layers in a segment, at least 1; the last segment takes what is left. "sqrt": the square root of their number, rounded,
-        which keeps the fewest values for one extra forward pass (Chen et al. 2016, arXiv:1604.06174).
+      layers: functions x -> x of a pytree of arrays. With no layers, the result is the identity.
+      segment_size: layers in a segment, at least 1; the last segment takes what is left. "sqrt": the square root of
+        their number, rounded, which keeps the fewest values for one extra forward pass (Chen et al. 2016,
+        arXiv:1604.06174).
       policy: for each segment, as of `checkpoint`.
-      checkpoint_last: whether the last segment is checkpointed too. Its values are needed at once, when the backward pass begins, so
-        recomputing them saves nothing.
+      checkpoint_last: whether the last segment is checkpointed too. Its values are needed at once, when the backward
+        pass begins, so recomputing them saves nothing.
 
     Raises:
-      ArgumentError: `segment_size` is no int of at least 1 and not "sqrt", or a layer is no function.
-      StructureError: at the call: a layer does not take what the one before it returned, and does take what came earlier. What else a layer
-        raises comes as it is, with a note that names the layer.
+      ArgumentError: `segment_size` is neither an int of at least 1 nor "sqrt", or a layer is not a function.
+      StructureError: at the call: a layer does not take what the one before it returned, and does take what came
+        earlier. Other exceptions of a layer are not changed; a note names the layer.
 
     >>> import jax.numpy as jnp
     >>> f = checkpoint_sequential([jnp.sin] * 5, segment_size="sqrt")
@@ -110,7 +112,8 @@ _MISFITS = (TypeError, ValueError, AttributeError, LookupError)
 
 
 def _misfit(layers: Sequence[LayerFunction], x: Any, error: Exception) -> StructureError | None:
-    """Returns the error of a layer that does not take what the one before it returned; None where the error is the layer's own.
+    """Returns the error of a layer that does not take what the one before it returned; None where the error is the
+    layer's own.
 
     It is found by running the layers on shapes alone: the layer raises the error again, and does not where it is given
     what came before.
@@ -132,8 +135,10 @@ def _misfit(layers: Sequence[LayerFunction], x: Any, error: Exception) -> Struct
         if not earlier:
             return None
         return StructureError(
-            f"layers[{i}] ({_name(layer)}) must take what layers[{i - 1}] returned; that was {_described(given[i])}, and it failed with "
-            f"{type(error).__name__}: {error}. It does take {_described(given[earlier[-1]])}: let layers[{i - 1}] return that."
+            f"layers[{i}] ({_name(layer)}) must take what layers[{i - 1}] returned; that was "
+            f"{_described(given[i])}, and it failed with "
+            f"{type(error).__name__}: {error}. It does take {_described(given[earlier[-1]])}: let layers[{i - 1}] "
+            f"return that."
         )
     return None
 

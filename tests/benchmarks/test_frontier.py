@@ -1,4 +1,6 @@
-"""The planner's benchmarks: what is placed by hand is what one would place, rows resume, and verdicts count against the planner too."""
+"""The planner's benchmarks: what is placed by hand is what one would place, rows resume, and verdicts count against the
+planner too.
+"""
 
 from __future__ import annotations
 

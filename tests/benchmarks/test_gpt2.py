@@ -1,4 +1,6 @@
-"""GPT-2 at full size on the H100: what `jaxckpt compare` says is what bare JAX compiles to, and in the order and size that are known."""
+"""GPT-2 at full size on the H100: what `jaxckpt compare` says is what bare JAX compiles to, and in the order and size
+that are known.
+"""
 
 import functools
 import itertools

@@ -1,7 +1,9 @@
-"""On the models of benchmarks/models: the same program, or the same peak and matmuls, as `jax.checkpoint` with JAX's own policy.
+"""On the models of benchmarks/models: the same program, or the same peak and matmuls, as `jax.checkpoint` with JAX's
+own policy.
 
-Peaks are those of the H100 target. Where two programs lower to the same text they are the same, and nothing is compiled.
-`python -m benchmarks.parity` does this for every model at full size; here depth is less, shapes are full where that compiles in seconds.
+Peaks are those of the H100 target. Where two programs lower to the same text they are the same, and nothing is
+compiled. `python -m benchmarks.parity` does this for every model at full size; here depth is less, shapes are full
+where that compiles in seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A process in which jaxckpt is imported with a JAX, or a Flax, that lacks one thing after another: `python -m tests.compat.lacking jax`.
+"""A process in which jaxckpt is imported with a JAX, or a Flax, that lacks one thing after another: `python -m
+tests.compat.lacking jax`.
 
 It prints a JSON object: "symbol: what it lacks" -> what the import raised, or None.
 """
@@ -40,7 +41,9 @@ def other(*, needed: Any) -> None:
 
 
 def ways(need: Need) -> dict[str, Any]:
-    """Returns in what ways something can be missing: what is missing -> what is there instead, given what was; None for nothing."""
+    """Returns in what ways something can be missing: what is missing -> what is there instead, given what was; None for
+    nothing.
+    """
     found: dict[str, Any] = {"all": None}
     for attribute in need.has:
         found[f"attribute {attribute}"] = lambda original, attribute=attribute: Without(original, attribute)

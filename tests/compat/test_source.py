@@ -154,7 +154,7 @@ def test_flax_is_used_by_names_that_it_exports(path):
     assert {name for name in names - {"flax.linen", "flax.nnx", "flax.core"} if not public_of_flax(name)} == set()
 
 
-# ------------------------------------------------------------------------------------------------------ and inside of it
+# ----------------------------------------------------------------------------------------------------- and inside of it
 
 
 def declared():

@@ -1,4 +1,6 @@
-"""What takes a trace, or a compilation, to see is checked at first use: then a JAX that has changed it is the same error, or the log says so."""
+"""What takes a trace, or a compilation, to see is checked at first use: then a JAX that has changed it is the same
+error, or the log says so.
+"""
 
 import functools
 import logging

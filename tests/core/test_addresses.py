@@ -1,4 +1,6 @@
-"""Regions and planned loops inside of loops, branches and loops in loops: what is kept is what they name, and no more."""
+"""Regions and planned loops inside of loops, branches and loops in loops: what is kept is what they name, and no
+more.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,9 @@ def body_of(graph, depth):
 
 
 def halves(fun, action):
-    """Returns a plan with a region around each of the two layers in the body, of which the first keeps its hidden value."""
+    """Returns a plan with a region around each of the two layers in the body, of which the first keeps its hidden
+    value.
+    """
     graph = jaxckpt.trace(fun, W, X)
     address, body = body_of(graph, 2 if fun is nested else 1)
     hidden = [value.index for value in graph.values if "hidden" in value.tags]

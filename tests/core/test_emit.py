@@ -1,7 +1,8 @@
 """Random nested plans over random programs keep and compute again what the same checkpoints do that are put by hand.
 
-A program is a tree of statements; scans and branches hold blocks of their own. Each block has random regions, nested ones among them, and each
-region names some of its values. The plan says so by places and indices, `by_hand` by `jax.checkpoint` around the statements themselves.
+A program is a tree of statements; scans and branches hold blocks of their own. Each block has random regions, nested
+ones among them, and each region names some of its values. The plan says so by places and indices, `by_hand` by
+`jax.checkpoint` around the statements themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul": lambda w, a, b: a * b,
     "sum": lambda w, a, b: a + jnp.sum(b * b, axis=-1, keepdims=True),
 }
-"""Operations whose derivatives do not read their own results: where they do, jaxckpt computes less again than a checkpoint by hand."""
+"""Operations whose derivatives do not read their own results: where they do, jaxckpt computes less again than a
+checkpoint by hand.
+"""
 COUNTED = ("dot_general", "sin", "cos", "mul", "reduce_sum")
 
 
@@ -71,7 +74,9 @@ class Statement:
 
 @dataclass(frozen=True)
 class Block:
-    """Statements; value 0 is the block's argument, value i + 1 the result of statement i, and the last is the block's."""
+    """Statements; value 0 is the block's argument, value i + 1 the result of statement i, and the last is the
+    block's.
+    """
 
     statements: tuple[Statement, ...]
     regions: tuple[Stretch, ...]
@@ -104,11 +109,13 @@ def _stretches(rng: random.Random, names: Sequence[str], start: int, stop: int, 
     return tuple(found)
 
 
-# ---------------------------------------------------------------------------------------------------- the program, two ways
+# ------------------------------------------------------------------------------------------------ the program, two ways
 
 
 def run(block: Block, w: Any, x: Any, checkpointed: bool, call: Any = lambda fun: fun) -> Any:
-    """Runs a block; `checkpointed` with its regions as checkpoints that are put by hand, `call` around each operation."""
+    """Runs a block; `checkpointed` with its regions as checkpoints that are put by hand, `call` around each
+    operation.
+    """
 
     def statements(start: int, stop: int, values: dict[int, Any], regions: Sequence[Stretch]) -> dict[int, Any]:
         at = start
@@ -242,7 +249,7 @@ def _without_actions(region: Region) -> Region:
     return Region(region.start, region.stop, {}, tuple(map(_without_actions, region.regions)), body=region.body)
 
 
-# --------------------------------------------------------------------------------------- programs of the fuzzer, with everything
+# ------------------------------------------------------------------------------ programs of the fuzzer, with everything
 
 
 def _random_regions(rng: random.Random, graph: Graph, body: Body, start: int, stop: int, depth: int) -> list[Region]:

@@ -1,4 +1,6 @@
-"""FLOPs of each operation: by hand for each rule of the table, and as XLA counts them where it has a count of the same thing."""
+"""FLOPs of each operation: by hand for each rule of the table, and as XLA counts them where it has a count of the same
+thing.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def test_what_only_moves_or_renames_counts_nothing() -> None:
     assert [op.primitive for op in graph.walk() if op.flops and math.prod(graph.values[op.outputs[0]].shape) > 1] == []
 
 
-# -------------------------------------------------------------------------------------------------------------- against XLA
+# ---------------------------------------------------------------------------------------------------------- against XLA
 
 
 def counted_by_xla(fun: Callable[..., Any], *args: Any) -> float:

@@ -190,7 +190,9 @@ def test_calls_in_calls_need_no_more_recursion_than_jaxs():
 
 @pytest.mark.parametrize("number", range(6))
 def test_a_plan_of_a_random_program_keeps_and_runs_as_much_whether_its_operations_are_called_or_written_out(number):
-    """Each operation is a jitted function, some of them called often, in loops and branches too; regions are nested and keep values."""
+    """Each operation is a jitted function, some of them called often, in loops and branches too; regions are nested and
+    keep values.
+    """
     block, plan = programs.drawn(number)
     written, called = programs.function(block), programs.function(block, call=jax.jit)
     args = programs.W, programs.X

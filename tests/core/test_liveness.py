@@ -1,4 +1,6 @@
-"""The estimate of a step's peak from its trace: exact where nothing is left to XLA, near elsewhere, always for a reason."""
+"""The estimate of a step's peak from its trace: exact where nothing is left to XLA, near elsewhere, always for a
+reason.
+"""
 
 import functools
 
@@ -147,7 +149,9 @@ def buffers(written, steps):
 
 
 def first_fit(written, values):
-    """Says of each value (bytes, first, last) whether an output has room for it: one after the other, the largest first."""
+    """Says of each value (bytes, first, last) whether an output has room for it: one after the other, the largest
+    first.
+    """
     taken = [[(time, steps)] for steps in (10**9,) for _, time in sorted(written, key=lambda each: -each[0])]
     sizes = sorted((size for size, _ in written), reverse=True)
     found = []

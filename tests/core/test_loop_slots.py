@@ -1,4 +1,6 @@
-"""Slots in plans: values and gradients, carries kept in the compiled program, runs of the body, what is refused; a schedule of one's own."""
+"""Slots in plans: values and gradients, carries kept in the compiled program, runs of the body, what is refused; a
+schedule of one's own.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ def test_a_planned_loop_with_slots_within_regions_and_loops():
     assert_trees_close(batched(w, jnp.stack([c, c]), xs)[1], expected, rtol=1e-4, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def test_what_slots_cannot_do_is_refused_in_plans_too():
@@ -188,7 +190,7 @@ def test_values_that_are_no_part_of_the_body_are_refused():
         planned(Slots(3, actions={10**6: SAVE}))(*arguments())
 
 
-# --------------------------------------------------------------------------------------------------------- a schedule of one's own
+# ---------------------------------------------------------------------------------------------- a schedule of one's own
 
 
 @dataclass(frozen=True)

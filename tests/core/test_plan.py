@@ -149,7 +149,7 @@ def test_regions_must_be_in_order_and_inside():
         Region(2, 4, {}, (Region(0, 3),))
 
 
-# ------------------------------------------------------------------------------------------------------------- tied regions
+# --------------------------------------------------------------------------------------------------------- tied regions
 
 
 def test_a_tied_region_holds_its_cotangents_together_and_changes_no_value():
@@ -204,7 +204,7 @@ def test_a_region_that_is_no_checkpoint_keeps_what_jax_keeps():
     assert "as they stand" in loose.describe(graph)
 
 
-# ------------------------------------------------------------------------------------------- plans that are not what they were
+# ------------------------------------------------------------------------------------ plans that are not what they were
 
 FIRST = GRAPH.ops[0].outputs[0]
 NESTED = Region(0, 8, {GRAPH.ops[3].outputs[0]: SAVE}, (Region(0, 4, {FIRST: OFFLOAD}), Region(4, 8)), tied=True)
@@ -274,7 +274,7 @@ def test_types_are_strict_where_the_digest_fits_too():
                 Plan.from_json(json.dumps(raw))
 
 
-# ----------------------------------------------------------------------------------------- the recipe, and what is known of it
+# ---------------------------------------------------------------------------------- the recipe, and what is known of it
 
 
 def test_plans_of_one_recipe_are_equal_whatever_their_reports_say():
@@ -428,7 +428,7 @@ def test_a_missing_file_and_a_folder_are_the_systems_errors(tmp_path):
         Plan.load(tmp_path / "none")
 
 
-# --------------------------------------------------------------------------------------------------------- copies and pickles
+# --------------------------------------------------------------------------------------------------- copies and pickles
 
 
 def test_plans_are_copied_and_pickled_also_with_what_was_measured():

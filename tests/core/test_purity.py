@@ -1,4 +1,6 @@
-"""Side effects on Python objects, which a function that is traced apart from its calls would lose, are refused by name."""
+"""Side effects on Python objects, which a function that is traced apart from its calls would lose, are refused by
+name.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -97,7 +97,8 @@ def test_what_is_kept_of_a_rule_is_not_run_again(which):
     w, x = weights(), inputs()
     bare = matmuls(total(block), w, x)
     nothing = matmuls(total(jax.checkpoint(block)), w, x)
-    # All six of a block run again where nothing is kept but its input. The products that make q, k and v run again unless these are kept.
+    # All six of a block run again where nothing is kept but its input. The products that make q, k and v run again
+    # unless these are kept.
     assert nothing == bare + 6
     assert matmuls(total(kept), w, x) == bare + 1 + again + (0 if which == "all" else 3)
     assert_trees_close(jax.grad(total(kept))(w, x), jax.grad(total(block))(w, x), rtol=1e-4, atol=1e-4)
@@ -196,7 +197,7 @@ def test_a_plan_keeps_what_the_rule_needs_rather_than_run_attention_again():
     assert_trees_close(jax.jit(planned)(ws, x), jax.jit(step)(ws, x), rtol=1e-3, atol=1e-3)
 
 
-# --------------------------------------------------------------------------------------------------- rules of every kind
+# -------------------------------------------------------------------------------------------------- rules of every kind
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))

@@ -62,7 +62,9 @@ def loss_of(model: nn.Module, *args: Any, state: Any = None, **kwargs: Any) -> A
 
 @functools.cache
 def params_of(model: nn.Module) -> Any:
-    """Returns parameters of the model's shapes; drawn by numpy, for compiling initialisers takes longer than the tests."""
+    """Returns parameters of the model's shapes; drawn by numpy, for compiling initialisers takes longer than the
+    tests.
+    """
     return drawn(model, X)["params"]
 
 

@@ -18,7 +18,9 @@ WIDTH, DEPTH = 32, 3
 
 
 class Net(nnx.Module):
-    """Layers with statistics and noise, so that a call changes BatchStats and the count of a stream of random numbers."""
+    """Layers with statistics and noise, so that a call changes BatchStats and the count of a stream of random
+    numbers.
+    """
 
     def __init__(self, seed=0):
         rngs = nnx.Rngs(seed)

@@ -125,7 +125,8 @@ def _many(options: argparse.Namespace) -> int:
             progress.update(
                 task,
                 advance=1,
-                description=f"{sum(map(len, failures.values()))} failures, {total / max(sum(seconds.values()), 1e-9):.1f} a second",
+                description=f"{sum(map(len, failures.values()))} failures, "
+                f"{total / max(sum(seconds.values()), 1e-9):.1f} a second",
             )
             if not console.is_terminal and total % 100 == 0:
                 print(f"{total} programs, {sum(map(len, failures.values()))} failures", flush=True)

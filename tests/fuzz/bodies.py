@@ -52,7 +52,8 @@ def _wrappers(b: Builder) -> list[str]:
         "jax.checkpoint($f0)",
         "jax.checkpoint($f0, prevent_cse=False)",
         f"jax.checkpoint($f0, policy=jax.checkpoint_policies.{rng.choice(_JAXS)})",
-        f"jax.checkpoint($f0, policy=jax.checkpoint_policies.save_only_these_names({rng.choice(TAGS)!r}, {rng.choice(TAGS)!r}))",
+        f"jax.checkpoint($f0, policy=jax.checkpoint_policies.save_only_these_names({rng.choice(TAGS)!r}, "
+        f"{rng.choice(TAGS)!r}))",
         "jax.named_call($f0, name='block')",
         "jax.jit(jax.checkpoint($f0))",
         "jax.checkpoint(jax.jit($f0))",

@@ -33,9 +33,11 @@ class Style:
     Attributes:
       statements: most at the top level.
       width, rows: sizes of the axes.
-      statics: "leaves" where leaves that are no arrays may stand anywhere, "arguments" where they are arguments of their own, "none".
+      statics: "leaves" where leaves that are no arrays may stand anywhere, "arguments" where they are arguments of
+        their own, "none".
       scans: how many `SCAN`s it begins with at least, and of how many steps at most.
-      loss: whether the program returns one real number, and its first argument is made of arrays that can be differentiated in.
+      loss: whether the program returns one real number, and its first argument is made of arrays that can be
+        differentiated in.
       own: whether jaxckpt's own transforms may stand in it.
     """
 
@@ -84,7 +86,8 @@ class Builder:
       scope: names of values, in order.
       statics: names of what is no array.
       depth: bodies around this one.
-      twice: whether what is written is differentiated within the program, so that schedules of slots and while loops have no place in it.
+      twice: whether what is written is differentiated within the program, so that schedules of slots and while loops
+        have no place in it.
     """
 
     def __init__(
@@ -183,7 +186,8 @@ class Builder:
 
         Args:
           params: kinds of its parameters.
-          returns: called with its builder and its parameters when its statements are written: returns the expression and the outputs.
+          returns: called with its builder and its parameters when its statements are written: returns the expression
+            and the outputs.
           most: statements.
           closed: whether it may use what is outside of it.
           twice: see `Builder`.
@@ -206,7 +210,9 @@ class Builder:
         return made[0]
 
     def fitted(self, kind: Kind, params: Sequence[str]) -> str:
-        """Returns a value of that kind, made for it if there is none; now and then a parameter or a literal, which nothing was computed for."""
+        """Returns a value of that kind, made for it if there is none; now and then a parameter or a literal, which
+        nothing was computed for.
+        """
         same = [name for name in self.scope if self.kind(name) == kind]
         chance = self.rng.random()
         if chance < 0.1 and is_real(kind):

@@ -112,7 +112,7 @@ def _schedule(rng: random.Random) -> str:
     return rng.choice(["'none'", "'every'", "'sqrt'", "'log'", *nests, *slots])
 
 
-# ------------------------------------------------------------------------------------------------------------------ failures
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
 class Failed(AssertionError):
@@ -128,7 +128,9 @@ class Invalid(Exception):
 
 
 def signature(error: BaseException) -> str:
-    """Returns what failures of one cause have in common: the promise, or the exception and where in jaxckpt it was raised."""
+    """Returns what failures of one cause have in common: the promise, or the exception and where in jaxckpt it was
+    raised.
+    """
     if isinstance(error, Failed):
         return error.what
     frames = [

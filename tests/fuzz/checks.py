@@ -1,4 +1,6 @@
-"""What must hold of every program: equal results and gradients, kept values as decided and not computed again, budgets that hold."""
+"""What must hold of every program: equal results and gradients, kept values as decided and not computed again, budgets
+that hold.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def check(case: Case) -> None:
     {"checkpoint": _check_checkpoint, "scan": _check_scan, "plan": _check_plan, "auto": _check_auto}[case.kind](case)
 
 
-# ---------------------------------------------------------------------------------------------------------------- checkpoint
+# ----------------------------------------------------------------------------------------------------------- checkpoint
 
 
 def _reference(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...], Differentiated]:
@@ -164,7 +166,9 @@ def _part(dtype: Any) -> Any:
 
 
 SPARED = ("dot_general", "conv_general_dilated", "cumsum", "sin", "cos")
-"""Primitives whose derivatives do not read their own results, so that a kept result is all that a recomputation is needed for."""
+"""Primitives whose derivatives do not read their own results, so that a kept result is all that a recomputation is
+needed for.
+"""
 RULES = ("checkpoint", "remat", "remat2", "custom_vjp_call", "custom_jvp_call")
 """Operations whose bodies run by rules of their own."""
 
@@ -195,12 +199,15 @@ def _nothing_kept_computed_again(
         if after[primitive] > before[primitive] + again[primitive]:
             raise Failed(
                 "nothing is computed again that is kept",
-                f"{primitive} runs {after[primitive]} times, {before[primitive]} without a checkpoint; {again[primitive]} more are dropped",
+                f"{primitive} runs {after[primitive]} times, {before[primitive]} without a checkpoint; "
+                f"{again[primitive]} more are dropped",
             )
 
 
 def _read_by_effects(body: Body) -> Iterator[int]:
-    """Yields the operations that a print or the like depends on: JAX runs it again, on values from before they are named."""
+    """Yields the operations that a print or the like depends on: JAX runs it again, on values from before they are
+    named.
+    """
     read: set[int] = set()
     for op in reversed(body.ops):
         if is_effect(op.equation) or not read.isdisjoint(op.outputs):
@@ -224,7 +231,7 @@ def _executions(closed: Any) -> Counter:
     return count
 
 
-# ---------------------------------------------------------------------------------------------------------------------- scans
+# ---------------------------------------------------------------------------------------------------------------- scans
 
 
 def _check_scan(case: Case) -> None:
@@ -243,11 +250,13 @@ def _check_scan(case: Case) -> None:
     compare("results and gradients of a scan are lax.scan's", reference, fun, args, "walk")
 
 
-# -------------------------------------------------------------------------------------------------------------------- budgets
+# -------------------------------------------------------------------------------------------------------------- budgets
 
 
 def _least(error: InfeasibleBudgetError) -> int:
-    """Returns the bytes that an error says would be enough, or that the arguments take alone; its text must say the same."""
+    """Returns the bytes that an error says would be enough, or that the arguments take alone; its text must say the
+    same.
+    """
     if error.least_bytes is None:
         raise Failed("an infeasible budget says the least that is feasible", str(error)) from error
     if not re.search(rf"(?:to fit is |\(){error.least_bytes} bytes\b", str(error)):
@@ -256,7 +265,9 @@ def _least(error: InfeasibleBudgetError) -> int:
 
 
 def _least_budget(plan: Callable[[int], Any]) -> int:
-    """Returns the least budget that a planner accepts, as it says itself: for a byte the arguments', for those what fits."""
+    """Returns the least budget that a planner accepts, as it says itself: for a byte the arguments', for those what
+    fits.
+    """
     try:
         made = plan(1)
     except InfeasibleBudgetError as error:

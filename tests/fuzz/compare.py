@@ -16,7 +16,8 @@ from tests.fuzz.walk import walk
 
 
 class Differentiated:
-    """A function's results and its gradients in all that can be differentiated, as one function of its arrays; traced once.
+    """A function's results and its gradients in all that can be differentiated, as one function of its arrays; traced
+    once.
 
     Attributes:
       closed: the jaxpr, of (results, gradients).
@@ -83,8 +84,9 @@ def compare(
 ) -> Differentiated:
     """Checks that `fun` has the reference's results and gradients; returns it differentiated.
 
-    Rounding may differ where cotangents are added in another order, or where a compiler fuses otherwise. What is off by more than the
-    tolerance is held against how far the reference itself moves when its arguments are changed in their last digits.
+    Rounding may differ where cotangents are added in another order, or where a compiler fuses otherwise. What is off by
+    more than the tolerance is held against how far the reference itself moves when its arguments are changed in their
+    last digits.
     """
     try:
         expected = reference.run(mode)
@@ -129,7 +131,9 @@ def _nudged(x: Any, rng: np.random.Generator) -> Any:
 
 
 def difference(got: Any, expected: Any) -> tuple[float, str] | None:
-    """Returns the largest error, relative to the largest number in its array or a hundredth of that in all, and where it is; None for none."""
+    """Returns the largest error, relative to the largest number in its array or a hundredth of that in all, and where
+    it is; None for none.
+    """
     here, there = jax.tree.structure(got), jax.tree.structure(expected)
     if here != there:
         return np.inf, f"the structure is {here}, not {there}"
@@ -158,7 +162,8 @@ def difference(got: Any, expected: Any) -> tuple[float, str] | None:
         if worst is None or error > worst[0]:
             worst = (
                 error,
-                f"{'results' if path.startswith('[0]') else 'gradients'}{path} is off by {off:.3g}, {error:.3g} of its largest: "
+                f"{'results' if path.startswith('[0]') else 'gradients'}{path} is off by {off:.3g}, {error:.3g} of "
+                f"its largest: "
                 f"{a.ravel()[:4]} for {b.ravel()[:4]}",
             )
     return worst

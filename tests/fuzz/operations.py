@@ -15,8 +15,10 @@ _ELEMENTWISE = (
     "lax.reduce_precision($0, 8, 7)", "lax.integer_pow($0, 2)", "jnp.square(jnp.sin($0))", "jax.nn.leaky_relu($0)",
 )  # fmt: skip
 _PAIRS = (
-    "$0 + $1", "$0 - $1", "$0 * $1", "$0 * jnp.sin($1)", "jnp.maximum($0, $1)", "jnp.minimum($0, $1)", "$0 / (1.0 + $1 * $1)",
-    "jnp.where($0 > $1, $0, $1)", "jnp.arctan2($0, $1 * $1 + 1.0)", "jnp.hypot($0, $1 + 2.0)", "jnp.where($0 > 0, $0, $1)",
+    "$0 + $1", "$0 - $1", "$0 * $1", "$0 * jnp.sin($1)", "jnp.maximum($0, $1)", "jnp.minimum($0, $1)", "$0 / (1.0 + "
+    "$1 * $1)",
+    "jnp.where($0 > $1, $0, $1)", "jnp.arctan2($0, $1 * $1 + 1.0)", "jnp.hypot($0, $1 + 2.0)", "jnp.where($0 > 0, "
+    "$0, $1)",
     "jnp.logaddexp($0, $1)",
 )  # fmt: skip
 _ROWS = (
@@ -27,7 +29,8 @@ _ROWS = (
     "jnp.squeeze(jnp.expand_dims($0, $a), $a)", "jnp.linalg.norm($0, axis=$a)", "jnp.concatenate([$0, $0], axis=$a)",
     "jnp.stack([$0, $0 * 2], axis=$a)",
     "($0 - jnp.mean($0, axis=$a, keepdims=True)) * lax.rsqrt(jnp.var($0, axis=$a, keepdims=True) + 1e-3)", "lax.top_k($0, 2)[0]",
-    "lax.associative_scan(jnp.add, $0, axis=$n)", "jnp.median($0, axis=$a)", "jnp.diff($0, axis=$a)", "jnp.take($0, 1, axis=$a)",
+    "lax.associative_scan(jnp.add, $0, axis=$n)", "jnp.median($0, axis=$a)", "jnp.diff($0, axis=$a)", "jnp.take($0, "
+    "1, axis=$a)",
     "lax.index_in_dim($0, 0, axis=$n)", "jax.nn.standardize($0, axis=$a)", "jnp.any($0 > 0, axis=$a)",
     "jnp.pad($0, 1)", "lax.slice_in_dim($0, 0, 2, axis=$n)",
 )  # fmt: skip
@@ -41,16 +44,20 @@ _MATMULS = (
     "$0 @ $1", "$0 @ $1", "$0 @ $1.T", "$0.T @ $1", "jnp.einsum('...i,...j->...ij', $0, $1)", "jnp.einsum('bij,bkj->bik', $0, $1)",
     "jnp.tensordot($0, $1, 1)", "jnp.dot($0, $1, preferred_element_type=jnp.float32)", "jnp.vdot($0, $1)", "jnp.outer($0[0], $1[0])",
     "jnp.einsum('ij,jk->ki', $0, $1)", "jnp.matmul($0, $1, precision='highest')",
-    "lax.conv_general_dilated($0[None, None], $1[None, None], (1, 1), 'SAME')", "jnp.convolve(jnp.ravel($0)[:4], jnp.ravel($1)[:3])",
+    "lax.conv_general_dilated($0[None, None], $1[None, None], (1, 1), 'SAME')", "jnp.convolve(jnp.ravel($0)[:4], "
+    "jnp.ravel($1)[:3])",
 )  # fmt: skip
 _LITERALS = (
     "jnp.linspace(0.0, 1.0, $w)", "jnp.arange($w)", "jnp.arange($w, dtype=jnp.float32)", "jnp.full(($r, $w), 0.5)", "jnp.zeros(($r, $w))",
-    "jnp.ones(($w,))", "jnp.eye($w)", "jnp.asarray(0.5)", "jnp.array([1.0, 2.0])", "np.arange($w, dtype=np.float32) * jnp.float32(0.1)",
+    "jnp.ones(($w,))", "jnp.eye($w)", "jnp.asarray(0.5)", "jnp.array([1.0, 2.0])", "np.arange($w, dtype=np.float32) "
+    "* jnp.float32(0.1)",
     "jnp.copy(jnp.float32(0.5))", "jnp.reshape(0.5, (1,))", "jnp.squeeze(jnp.ones((1,)))", "jnp.expand_dims(0.5, 0)",
-    "lax.stop_gradient(jnp.asarray(0.5))", "lax.stop_gradient(jnp.ones(($w,)))", "jnp.asarray(np.linspace(0, 1, $w, dtype=np.float32))",
+    "lax.stop_gradient(jnp.asarray(0.5))", "lax.stop_gradient(jnp.ones(($w,)))", "jnp.asarray(np.linspace(0, 1, $w, "
+    "dtype=np.float32))",
     "lax.iota(jnp.int32, $w)", "jnp.float32(2.0)", "lax.full((), 1.5)", "jnp.tri($w)", "jnp.broadcast_to(jnp.float32(1.5), ($w,))",
     "jnp.array(True)", "jnp.int32(1)", "jnp.asarray(1.0, jnp.bfloat16)", "jnp.array([[0.5]]) * 2", "lax.squeeze(jnp.full((1, 1), 0.25), (0, 1))",
-    "lax.reshape(jnp.float32(0.5), (1, 1))", "jnp.full((), 0.5) + 1", "jnp.hanning($w)", "jnp.sin(jnp.linspace(0.0, 1.0, $w))",
+    "lax.reshape(jnp.float32(0.5), (1, 1))", "jnp.full((), 0.5) + 1", "jnp.hanning($w)", "jnp.sin(jnp.linspace(0.0, "
+    "1.0, $w))",
 )  # fmt: skip
 _INTEGERS = (
     "$0 + 1",
@@ -72,7 +79,8 @@ _COMPLEX = (
 )  # fmt: skip
 _KEYS = (
     ("jax.random.split($0)[0]", 1), ("$out = jax.random.split($0)", 2), ("jax.random.fold_in($0, 3)", 1), ("jax.random.normal($0, ($r, $w))", 1),
-    ("jax.random.uniform($0, ($w,))", 1), ("jax.random.bernoulli($0, 0.7, ($r, $w))", 1), ("jax.random.randint($0, ($w,), 0, 3)", 1),
+    ("jax.random.uniform($0, ($w,))", 1), ("jax.random.bernoulli($0, 0.7, ($r, $w))", 1), ("jax.random.randint($0, "
+    "($w,), 0, 3)", 1),
     ("jax.random.normal($0, ($w,), jnp.bfloat16)", 1), ("jax.random.permutation($0, $w)", 1), ("jax.random.split($0, 3)", 1),
 )  # fmt: skip
 
@@ -176,9 +184,12 @@ def _op_gather(b: Builder) -> None:
     b.emit(
         b.rng.choice(
             (
-                f"$0[$1 % {n}]", f"jnp.take($0, $1 % {n}, axis=0)", f"$0.at[$1 % {n}].set(0.5)", f"$0.at[$1 % {n}].add($0[0])",
-                f"$0.at[$1 % {n}].multiply(2.0)", f"$0.at[$1 % {n}].max(0.0)", "$0[$1]", f"jax.nn.one_hot($1 % {n}, {n}) @ $0",
-                "jnp.take_along_axis($0, jnp.argsort($0, axis=-1), axis=-1)", f"jax.ops.segment_sum($0, jnp.arange({n}) % 2, 2)",
+                f"$0[$1 % {n}]", f"jnp.take($0, $1 % {n}, axis=0)", f"$0.at[$1 % {n}].set(0.5)", f"$0.at[$1 % "
+                f"{n}].add($0[0])",
+                f"$0.at[$1 % {n}].multiply(2.0)", f"$0.at[$1 % {n}].max(0.0)", "$0[$1]", f"jax.nn.one_hot($1 % {n}, "
+                f"{n}) @ $0",
+                "jnp.take_along_axis($0, jnp.argsort($0, axis=-1), axis=-1)", f"jax.ops.segment_sum($0, "
+                f"jnp.arange({n}) % 2, 2)",
                 f"looked_up($0, $1 % {n})", f"lax.dynamic_index_in_dim($0, jnp.max($1) % {n})",
                 "jnp.searchsorted(jnp.sort(jnp.ravel($0)), 0.1)", f"$0.at[$1 % {n}].get(mode='fill', fill_value=0.0)",
             )

@@ -41,6 +41,7 @@ def _selector(rng: random.Random, tags: Sequence[str], depth: int = 0) -> str:
             "larger_than('1KiB')",
             "intensity_above(0.1)", "intensity_above(1)", "intensity_above(4)", "where(lambda v: v.bytes % 3 == 1)",
             "where(lambda v: len(v.shape) == 2)",
-            "where(lambda v: v.repeats > 1)", "where(lambda v: v.dtype == jnp.float32)", "where(lambda v: v.dtype == jnp.int32)",
+            "where(lambda v: v.repeats > 1)", "where(lambda v: v.dtype == jnp.float32)", "where(lambda v: v.dtype "
+            "== jnp.int32)",
         )
     )  # fmt: skip

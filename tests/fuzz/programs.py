@@ -9,8 +9,8 @@
         v4, v5 = lax.scan(f2, v1, v5)
         return v4
 
-Names are used once in the whole program, so that a statement may be taken out, and its results replaced by others of the same kind, without
-a look at scopes.
+Names are used once in the whole program, so that a statement may be taken out, and its results replaced by others of
+the same kind, without a look at scopes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jaxckpt import (
     where,
 )
 
-# ---------------------------------------------------------------------------------------------- what programs can refer to
+# ------------------------------------------------------------------------------------------- what programs can refer to
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,9 @@ looked_up.defvjp(
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Returns seeded data: normal values (divided by the root of the last axis but one), integers of 0 to 2, booleans."""
+    """Returns seeded data: normal values (divided by the root of the last axis but one), integers of 0 to 2,
+    booleans.
+    """
     rng = np.random.default_rng([seed, *shape])
     if dtype == "bool":
         return jnp.asarray(rng.integers(0, 2, shape), bool)
@@ -137,7 +139,7 @@ from jaxckpt import RECOMPUTE, SAVE, Policy, Slots, intensity_above, larger_than
 from tests.fuzz.programs import Box, clipped, doubled, draw, halved, looked_up
 """
 
-# ------------------------------------------------------------------------------------------------------------------ the tree
+# ------------------------------------------------------------------------------------------------------------- the tree
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ class Statement:
     """Lines of Python.
 
     Attributes:
-      text: with $0, $1, ... for the operands, $f0, ... for the bodies' names, $out for the results, $g for a name of its own.
+      text: with $0, $1, ... for the operands, $f0, ... for the bodies' names, $out for the results, $g for a name of
+        its own.
       operands, results: names.
       kinds: of the results.
       bodies: functions that it defines first.
@@ -239,7 +242,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Node:
-    """An argument, or a part of one: a leaf, or a dict, tuple, list or Box of parts; "none" is None, in a place where a leaf might be.
+    """An argument, or a part of one: a leaf, or a dict, tuple, list or Box of parts; "none" is None, in a place where a
+    leaf might be.
 
     Attributes:
       form: "leaf", "none", "dict", "tuple", "list" or "box".

@@ -54,7 +54,9 @@ def _fewer_statements(fun: Function) -> Iterator[Function]:
 
 
 def without(fun: Function, gone: set[int]) -> Function | None:
-    """Returns the function without some statements; what uses their results uses earlier values of the kind, or a literal."""
+    """Returns the function without some statements; what uses their results uses earlier values of the kind, or a
+    literal.
+    """
     return _without(fun, gone, [], {})
 
 
@@ -96,7 +98,9 @@ def renamed(fun: Function, names: dict[str, str], only: Statement) -> Function:
 
 
 def _earlier(fun: Function, name: str) -> str | None:
-    """Returns the first result of the function's own statements that is of the same kind as `name`, if that is another and earlier."""
+    """Returns the first result of the function's own statements that is of the same kind as `name`, if that is another
+    and earlier.
+    """
     kinds = {result: kind for s in fun.statements for result, kind in zip(s.results, s.kinds)}
     if name not in kinds:
         return None

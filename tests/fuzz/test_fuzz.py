@@ -1,4 +1,6 @@
-"""Some random programs in the suite, and the fuzzer itself: it is the same every time, it finds what is broken, and it cuts programs down."""
+"""Some random programs in the suite, and the fuzzer itself: it is the same every time, it finds what is broken, and it
+cuts programs down.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs a traced program one operation at a time: most in NumPy, loops as Python's.
 
-No program is compiled, and an operation gives the same result wherever it stands. So what is recomputed is what was computed, to the bit, and
-a comparison costs milliseconds. NumPy's sums and products are rounded otherwise than XLA's, which no comparison minds; an operation that is
-not in the table is JAX's own.
+No program is compiled, and an operation gives the same result wherever it stands. So what is recomputed is what was
+computed, to the bit, and a comparison costs milliseconds. NumPy's sums and products are rounded otherwise than XLA's,
+which no comparison minds; an operation that is not in the table is JAX's own.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _is_key(dtype: Any) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-# ----------------------------------------------------------------------------------------------------------------- operations
+# ----------------------------------------------------------------------------------------------------------- operations
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

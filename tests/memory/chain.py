@@ -1,4 +1,6 @@
-"""The chain of tanh layers that the tests of this folder compile: uniform, and small enough to compile in a second or two."""
+"""The chain of tanh layers that the tests of this folder compile: uniform, and small enough to compile in a second or
+two.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ def joined(parts: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def edited(data: bytes, path: tuple[int, ...], number: int | None) -> bytes:
-    """Returns a message with the fields at a path (numbers, outermost first; all there are of each) dropped or given another number."""
+    """Returns a message with the fields at a path (numbers, outermost first; all there are of each) dropped or given
+    another number.
+    """
     parts = []
     for field, wire, content in fields(data):
         if field != path[0]:

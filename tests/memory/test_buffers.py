@@ -92,7 +92,8 @@ def live_activations(report: MemoryReport) -> int:
 def test_without_checkpoints_every_layers_activation_is_live_at_the_peak_and_with_them_a_few(target):
     plain, checkpointed = chain.report(target), chain.report(target, 4)
     assert chain.LAYERS - 1 <= live_activations(plain) <= chain.LAYERS + 4
-    # One for each segment's input, and those of one segment. (On TPU weights prefetched to the chip come on top: of another size.)
+    # One for each segment's input, and those of one segment. (On TPU weights prefetched to the chip come on top: of
+    # another size.)
     assert live_activations(checkpointed) <= chain.LAYERS / 4 + 4 + 4
 
 
@@ -209,7 +210,7 @@ def test_what_is_no_program_is_an_error():
         buffers.read(b"this is no protocol buffer", "cpu")
 
 
-# ------------------------------------------------------------------------------------------ dumps that cannot be read rightly
+# ------------------------------------------------------------------------------------ dumps that cannot be read rightly
 
 
 def figures(found: Assignment) -> tuple[int, ...]:
@@ -362,7 +363,7 @@ def test_what_is_another_kind_of_content_is_an_error():
             buffers.read(dumps.edited(data, path, number), "cpu")
 
 
-# ------------------------------------------------------------------------------------- and what a report makes of such a dump
+# ------------------------------------------------------------------------------- and what a report makes of such a dump
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -31,7 +31,7 @@ def loss(ws, x):
 
 STEP = jax.value_and_grad(loss)
 
-# -------------------------------------------------------------------------------------------------------------------- a row
+# ---------------------------------------------------------------------------------------------------------------- a row
 
 
 @pytest.fixture
@@ -85,7 +85,9 @@ def test_the_compiler_knows_blackwell(name):
 
 
 def test_figures_of_gpus_agree_with_each_other():
-    """Twice the rate for half the bits; what is on the chip is far less than what is beside it; both bandwidths are one."""
+    """Twice the rate for half the bits; what is on the chip is far less than what is beside it; both bandwidths are
+    one.
+    """
     for name, row in CHIPS.items():
         if row.platform == "cuda":
             assert row.flops["bfloat16"] == pytest.approx(2 * row.flops["float32"], rel=0.01), name
@@ -93,7 +95,7 @@ def test_figures_of_gpus_agree_with_each_other():
             assert row.gpu["bandwidth"] == pytest.approx(row.bandwidth, rel=0.05), name
 
 
-# --------------------------------------------------------------------------------------------------------------- a platform
+# ----------------------------------------------------------------------------------------------------------- a platform
 
 
 class Toy(Cpu):
@@ -165,7 +167,7 @@ def used_twice(x):
     return jnp.sum(y), jnp.sum(y * y)
 
 
-# ------------------------------------------------------------------------------------------------------------ what they say
+# -------------------------------------------------------------------------------------------------------- what they say
 
 
 def stats(**figures):

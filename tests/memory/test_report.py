@@ -23,7 +23,7 @@ CUDA = pytest.param("cuda:h100", marks=pytest.mark.cuda)
 TPU = pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)
 
 
-# ---------------------------------------------------------------------------------------------------------- peak, by backend
+# ----------------------------------------------------------------------------------------------------- peak, by backend
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_each_gpu_is_compiled_for_as_itself():
     )
 
 
-# ------------------------------------------------------------------------------------------------- the CPU's compiler options
+# ------------------------------------------------------------------------------------------- the CPU's compiler options
 
 
 def test_the_default_options_are_what_checkpointing_needs():
@@ -150,7 +150,7 @@ def test_the_memory_of_a_process_that_runs_the_step_falls():
     np.testing.assert_allclose(values, plain_values, rtol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------------ arguments
 
 
 @pytest.mark.parametrize("target", ["cpu", CUDA, TPU])
@@ -211,7 +211,7 @@ def test_nothing_is_run_and_nothing_is_donated():
     assert not x.is_deleted()
 
 
-# ----------------------------------------------------------------------------------------------------------- several devices
+# ------------------------------------------------------------------------------------------------------ several devices
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_program_without_shardings_is_for_one_of_the_devices():
     assert measure(jnp.sin, x, target="cuda:h100x8").argument_bytes == 256 * 256 * 4
 
 
-# ------------------------------------------------------------------------------------------------------------- host memory
+# ---------------------------------------------------------------------------------------------------------- host memory
 
 ROWS, UP = 1024, 2048
 
@@ -310,7 +310,7 @@ def test_an_argument_in_host_memory_of_a_gpu_that_is_not_here_is_counted_as_on_i
     assert "have no host memory: an argument in pinned_host counts as on the device" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------------- what a report says
+# --------------------------------------------------------------------------------------------------- what a report says
 
 
 def test_flops_are_the_compilers_where_it_counts():
@@ -359,7 +359,7 @@ def test_advice_begins_below_a_fifth(temp, speaks):
     assert (report.advice() is not None) == speaks
 
 
-# ------------------------------------------------------------------------------------------------------------------ errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_what_cannot_be_called_is_an_error():
@@ -387,7 +387,7 @@ def test_without_a_buffer_assignment_the_figures_stay_and_the_rest_is_an_error(m
             ask()
 
 
-# ------------------------------------------------------------------------------------------------------- compilation cache
+# ---------------------------------------------------------------------------------------------------- compilation cache
 
 
 @pytest.mark.cuda

@@ -59,7 +59,9 @@ def model(layers, x, broken=None):
 
 @jax.custom_vjp
 def wrong_by_a_hundredth(w):
-    """The identity; the first row's cotangent comes out by 1% too large, as it would of a recomputation that reads something else."""
+    """The identity; the first row's cotangent comes out by 1% too large, as it would of a recomputation that reads
+    something else.
+    """
     return w
 
 

@@ -40,7 +40,9 @@ def loss(ws, x, scale=1.0):
 
 @pytest.fixture
 def planner(monkeypatch):
-    """A planner that takes no time: halves of the function are checkpointed. Counts its calls and keeps their arguments."""
+    """A planner that takes no time: halves of the function are checkpointed. Counts its calls and keeps their
+    arguments.
+    """
     asked = []
 
     def plan(fun, *args, **settings):
@@ -306,7 +308,7 @@ def test_configuration_is_part_of_the_signature(planner):
     assert "HIGHEST" not in str(jax.make_jaxpr(planned)(WS, X))
 
 
-# ------------------------------------------------------------------------------------------------------------------- disk
+# ----------------------------------------------------------------------------------------------------------------- disk
 
 
 def files(folder):
@@ -451,12 +453,13 @@ def test_a_fresh_process_reads_the_plan_and_compiles_to_the_same_peak(tmp_path):
     made = run("make")
     assert run("read") == made
     promised, compiled, unplanned = map(int, made)
-    # Not to the byte: jax 0.10 compiles a jaxpr that is run again to some bytes less than the function that it was made of.
+    # Not to the byte: jax 0.10 compiles a jaxpr that is run again to some bytes less than the function that it was made
+    # of.
     assert compiled == pytest.approx(promised, rel=1e-3)
     assert max(promised, compiled) <= 0.75 * unplanned
 
 
-# ------------------------------------------------------------------------------------------------------------- the real one
+# --------------------------------------------------------------------------------------------------------- the real one
 
 
 def test_the_compiled_peak_is_within_the_budget():

@@ -20,7 +20,9 @@ def test_the_simulator_counts_gradients_from_when_they_are_written():
 
 
 def test_a_dropped_stretch_keeps_only_what_later_stages_of_its_own_run_use():
-    """The value of stage 0 that stage 2 uses is held through a Drop of 0..2 at the top, and not by the run of 0..2 itself."""
+    """The value of stage 0 that stage 2 uses is held through a Drop of 0..2 at the top, and not by the run of 0..2
+    itself.
+    """
     segments = {
         (start, stop): Segment(1.0, 0, 0, (Candidate(0, 0.0, 1),) if stop == start + 1 else ())
         for start in range(3)

@@ -77,7 +77,9 @@ def test_what_is_no_budget_is_an_error():
 
 @pytest.mark.cuda
 def test_seconds_of_a_sharded_step_are_those_of_one_device():
-    """Rows over four devices: each takes what one device takes for a quarter of the rows, in the step as it is, by hand, and planned."""
+    """Rows over four devices: each takes what one device takes for a quarter of the rows, in the step as it is, by
+    hand, and planned.
+    """
     mesh = Target("cuda:h100x4").mesh((4,), ("data",))
     ws = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
     quarter, whole = (jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (8192, 4 * 8192))

@@ -1,4 +1,6 @@
-"""Plans of programs over four devices, on meshes whose axes are explicit or not, inside of jax.shard_map and around it."""
+"""Plans of programs over four devices, on meshes whose axes are explicit or not, inside of jax.shard_map and around
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Programs with literals for operands, results that nobody reads, arrays of no bytes, or no operations at all are planned like others."""
+"""Programs with literals for operands, results that nobody reads, arrays of no bytes, or no operations at all are
+planned like others.
+"""
 
 import re
 

@@ -85,7 +85,9 @@ def test_an_infeasible_budget_says_which_stretch_is_the_dearest(problem):
 
 
 def test_the_stage_that_needs_most_is_cut_again_where_no_neck_is(monkeypatch):
-    """Layers that widen one after the other: more crosses at each cut than at the one before, so none is narrow by itself."""
+    """Layers that widen one after the other: more crosses at each cut than at the one before, so none is narrow by
+    itself.
+    """
 
     def widening(ws, x):
         for w in ws:
@@ -106,7 +108,9 @@ def test_the_stage_that_needs_most_is_cut_again_where_no_neck_is(monkeypatch):
 
 
 def test_a_stage_of_many_operations_is_not_tried_at_every_place(monkeypatch):
-    """Every layer reads all before it, so there is no neck and the function is one stage; to try all its cuts takes the square of its size."""
+    """Every layer reads all before it, so there is no neck and the function is one stage; to try all its cuts takes the
+    square of its size.
+    """
 
     def dense(ws, x):
         seen = [x]
@@ -161,7 +165,7 @@ def test_every_solver_keeps_the_budget(problem, name):
     assert plan.measured_bytes <= plan.budget
 
 
-# ----------------------------------------------------------------------------------------------------------- models, gradients
+# ---------------------------------------------------------------------------------------------------- models, gradients
 
 
 SMALL_MODELS = {
@@ -254,7 +258,7 @@ def test_measured_costs_need_the_device_here():
         problem_of(loss, *ARGS, target="cuda:h100", costs="measured")
 
 
-# ------------------------------------------------------------------------------------------------------------------- steps
+# ---------------------------------------------------------------------------------------------------------------- steps
 
 
 def test_a_train_step_counts_with_its_optimiser_and_donated_arguments():
@@ -304,7 +308,7 @@ def test_only_the_arguments_that_the_step_differentiates_have_gradients():
         assert sum(found.model.chain.segment(0, found.model.chain.length).gradient for _ in "x") == count * 64 * 64 * 4
 
 
-# ------------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
 def test_a_saved_plan_gives_the_same_peak_in_a_fresh_process(problem, tmp_path):
@@ -350,7 +354,7 @@ def test_a_plan_for_other_shapes_or_another_function_is_refused(problem):
         jax.eval_shape(plan.apply(lambda ws, x: loss(ws[:3], x)), weights, x)
 
 
-# --------------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 @pytest.mark.parametrize("budget", [0, -1, "12 GB or so", "101%", "0%", 1.5, None, True, "device"])
@@ -397,7 +401,7 @@ def test_other_arguments_that_are_none(argument, value):
         jaxckpt.plan(fun, *ARGS, budget="1GiB", target="cpu", **options)
 
 
-# ----------------------------------------------------------------------------------------------------------------- targets
+# -------------------------------------------------------------------------------------------------------------- targets
 
 
 @pytest.mark.cuda

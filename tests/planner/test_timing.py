@@ -1,4 +1,6 @@
-"""Seconds of a stretch as it runs: more work takes longer, the median counts, short programs run several times, recomputation is timed."""
+"""Seconds of a stretch as it runs: more work takes longer, the median counts, short programs run several times,
+recomputation is timed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is printed and drawn of plans and frontiers: all of what is kept, what comes again told once, pictures that hold every point."""
+"""What is printed and drawn of plans and frontiers: all of what is kept, what comes again told once, pictures that hold
+every point.
+"""
 
 from __future__ import annotations
 

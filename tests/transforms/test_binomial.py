@@ -1,4 +1,6 @@
-"""The compiled loops of `Slots`: the step runs as often as the optimum says, and the carries that are kept are the slots."""
+"""The compiled loops of `Slots`: the step runs as often as the optimum says, and the carries that are kept are the
+slots.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def test_the_compiled_program_runs_the_step_as_often_as_the_optimum_and_keeps_th
     step = jax.jit(jax.grad(lambda h: loss(counter, Slots(slots), length, h)), compiler_options=FAST)
     compiled = step.lower(H).compile()
     jax.block_until_ready(compiled(H))
-    # The forward pass, one run of each step to differentiate it, and what the optimum adds, less the forward pass that it counts.
+    # The forward pass, one run of each step to differentiate it, and what the optimum adds, less the forward pass that
+    # it counts.
     assert counter.runs == length + 1 + extra_steps(length, min(slots, length))
     buffers = {int(rows) for rows in re.findall(rf"f32\[(\d+),{ROWS},{WIDTH}\]", compiled.as_text())}
     assert max(buffers, default=1) == min(slots, length)

@@ -1,4 +1,6 @@
-"""checkpoint: with no policy it is jax.checkpoint; with a Policy, values and gradients stay, what is kept is what is named."""
+"""checkpoint: with no policy it is jax.checkpoint; with a Policy, values and gradients stay, what is kept is what is
+named.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,6 @@
-"""A policy keeps what it names, in the compiled program too: under vmap, and with either implementation of jax.checkpoint."""
+"""A policy keeps what it names, in the compiled program too: under vmap, and with either implementation of
+jax.checkpoint.
+"""
 
 import contextlib
 import functools

@@ -100,7 +100,8 @@ def test_a_gradient_keeps_and_recomputes_no_more(ours, theirs):
     counts = [gradient_executions(fun, X, W) for fun in wrapped]
     assert counts[0]["dot_general"] == counts[1]["dot_general"]
     assert counts[0]["tanh"] == counts[1]["tanh"]
-    # What JAX keeps where all may be kept is what derivatives read (cos x); a rule keeps what the function computes (sin x, x).
+    # What JAX keeps where all may be kept is what derivatives read (cos x); a rule keeps what the function computes
+    # (sin x, x).
     assert kept_bytes(wrapped[0], X, W) <= kept_bytes(wrapped[1], X, W) + X.nbytes
     assert (kept_bytes(wrapped[0], X, W) == 0) == (theirs is NOTHING)
 

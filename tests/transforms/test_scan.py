@@ -33,8 +33,8 @@ TARGETS = [
 FAST = {"xla_backend_optimization_level": "0"}  # compiles in two thirds of the time
 
 # ------------------------------------------------------------------------------------------------- values and gradients
-# A program is drawn from its number: a step with some of everything, a length, a schedule. Compiling is what takes time, so
-# that the 500 cases are random data for 56 programs.
+# A program is drawn from its number: a step with some of everything, a length, a schedule. Compiling is what takes
+# time, so that the 500 cases are random data for 56 programs.
 
 PROGRAMS, CASES = 56, 500
 
@@ -198,7 +198,7 @@ def test_the_random_programs_cover_what_they_should() -> None:
         assert 6 < sum(part in p.parts for p in programs) < PROGRAMS
 
 
-# ------------------------------------------------------------------------------------------------- how often the step runs
+# ---------------------------------------------------------------------------------------------- how often the step runs
 
 
 class Counter:
@@ -268,7 +268,7 @@ def test_slots_keep_no_more_carries_than_they_are() -> None:
     assert kept_bytes(lambda h: loss(h, "none"), h) > 199 * h.nbytes
 
 
-# --------------------------------------------------------------------------------------------------------- compiled memory
+# ------------------------------------------------------------------------------------------------------ compiled memory
 
 
 WIDTH, BATCH, STEPS = 128, 64, 240
@@ -516,7 +516,7 @@ def test_a_long_lstm_on_an_h100_takes_a_small_part_of_lax_scans_temporaries() ->
     assert slots < log < sqrt
 
 
-# ------------------------------------------------------------------------------------- size of the program, transformations
+# --------------------------------------------------------------------------------- size of the program, transformations
 
 
 @pytest.mark.parametrize("slots", [32, 64])
@@ -528,7 +528,8 @@ def test_the_program_is_no_larger_for_a_thousand_times_the_steps(slots: int) -> 
         )
         return len(list(trace(jax.grad(loss), weights).walk()))
 
-    # the longer scan has the plain schedule, the shorter one may take runs of steps: some 30 operations more, whatever the length
+    # the longer scan has the plain schedule, the shorter one may take runs of steps: some 30 operations more, whatever
+    # the length
     assert size(100_000) == size(1_000_000) <= size(100) <= size(100_000) + 40
 
 
@@ -633,7 +634,7 @@ def test_a_step_may_stop_before_the_end_by_a_mask(schedule: Any) -> None:
         assert_trees_close(slope, jax.grad(lambda x: solve(x, lax.scan)[0])(x))
 
 
-# ------------------------------------------------------------------------------------------------------ policies, budgets
+# ---------------------------------------------------------------------------------------------------- policies, budgets
 
 
 def tagged_loss(weights: Any, h: Any, xs: Any, **options: Any) -> Any:
@@ -669,7 +670,7 @@ def test_a_policy_says_what_a_run_of_slots_keeps() -> None:
         assert_trees_close(jax.jit(gradient)(*ARGS), expected)
 
 
-# -------------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def test_bad_schedules_and_actions() -> None:
@@ -716,11 +717,13 @@ def test_no_step_and_one_step(schedule: Any, length: int) -> None:
     assert (float(value), float(slope), ys.shape) == ((1.0, 0.0, (0,)) if length == 0 else (4.0, 1.0, (1,)))
 
 
-# ----------------------------------------------------------------------------------------------------------- compile time
+# --------------------------------------------------------------------------------------------------------- compile time
 
 
 def test_compiling_slots_takes_as_long_at_length_100000_as_at_100() -> None:
-    """Traced, lowered and compiled in turn, five times; the least of each counts, in seconds of this process's own work."""
+    """Traced, lowered and compiled in turn, five times; the least of each counts, in seconds of this process's own
+    work.
+    """
 
     def seconds(length: int) -> float:
         def loss(w: Any, carry: Any, xs: Any) -> Any:

@@ -1,4 +1,6 @@
-"""A budget bounds the compiled temporaries of a scan's value and gradient, and the fastest schedule that fits is taken."""
+"""A budget bounds the compiled temporaries of a scan's value and gradient, and the fastest schedule that fits is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def with_rows(weights: Any, c: Any, x: Any) -> Any:
 
 
 def beyond_plain(step: Callable, key: str, dtype: Any, budget: int) -> int:
-    """Returns the bytes that the CPU's compiler takes for a scan with its gradient, beside what it takes for the scan alone."""
+    """Returns the bytes that the CPU's compiler takes for a scan with its gradient, beside what it takes for the scan
+    alone.
+    """
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
     args = {key: shape(*SHAPES[key])}, shape(BATCH, WIDTH), shape(200, BATCH, WIDTH)
     run = lambda how, weights, *rest: how(functools.partial(step, weights), *rest)

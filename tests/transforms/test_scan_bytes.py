@@ -1,4 +1,6 @@
-"""The random scans of the other files keep the bytes of their schedules: carries, the steps that are left over, and no more."""
+"""The random scans of the other files keep the bytes of their schedules: carries, the steps that are left over, and no
+more.
+"""
 
 from __future__ import annotations
 

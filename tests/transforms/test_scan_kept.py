@@ -1,4 +1,6 @@
-"""Values that a policy keeps in a run of `Slots` are computed once, also where a derivative reads the result of its own operation."""
+"""Values that a policy keeps in a run of `Slots` are computed once, also where a derivative reads the result of its own
+operation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random scans of lax.scan's every shape: outputs, gradients, and which outputs have tangents are lax.scan's under every schedule."""
+"""Random scans of lax.scan's every shape: outputs, gradients, and which outputs have tangents are lax.scan's under
+every schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Scans whose carries lie over several devices: the results are lax.scan's, and so are the layouts; each device keeps its share."""
+"""Scans whose carries lie over several devices: the results are lax.scan's, and so are the layouts; each device keeps
+its share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Results of a scan with slots have tangents where lax.scan's have some, and carries on the host stay there under every transformation."""
+"""Results of a scan with slots have tangents where lax.scan's have some, and carries on the host stay there under every
+transformation.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ def run_moves(length: int, slots: int) -> int:
 
 
 def run_places(where: Places) -> list[int]:
-    """Does what a compiled loop does, checking that each adjoint has its carry; returns the steps advanced for each adjoint."""
+    """Does what a compiled loop does, checking that each adjoint has its carry; returns the steps advanced for each
+    adjoint.
+    """
     starts, left, top = where.whole
     advances = []
     for unit in range(where.length - 1, -1, -1):
@@ -142,11 +144,13 @@ def test_places_take_few_bytes_whatever_the_length(slots: int) -> None:
     assert tables <= places_bytes(1_000_000, slots) <= max(20_000, 64 * slots)
 
 
-# --------------------------------------------------------------------------------------------------------- nested segments
+# ------------------------------------------------------------------------------------------------------ nested segments
 
 
 def leaves(nest: Nested) -> Iterator[tuple[int, int]]:
-    """For each step, in order: how often it runs in a forward and backward pass, and how many segment starts are kept around it."""
+    """For each step, in order: how often it runs in a forward and backward pass, and how many segment starts are kept
+    around it.
+    """
     if nest.inner is None:
         yield from [(2 if nest.remat else 1, 0)] * nest.length
         return
@@ -198,7 +202,7 @@ def test_log_keeps_fewer_carries_than_sqrt_and_no_more_than_five_a_level(length:
     assert log.steps <= length * (np.log(length) / np.log(4) + 1.5)
 
 
-# ---------------------------------------------------------------------------------------------------------- runs of steps
+# -------------------------------------------------------------------------------------------------------- runs of steps
 
 
 @given(
@@ -218,7 +222,9 @@ def test_runs_never_take_more_steps_than_revolve_nor_more_bytes_than_the_slots(
 
 
 def count_steps(plan: Binomial) -> int:
-    """Runs of the step when the plan is executed: forward pass, carries obtained from the slots, every run gone through."""
+    """Runs of the step when the plan is executed: forward pass, carries obtained from the slots, every run gone
+    through.
+    """
     total = plan.length
     for unit in range(plan.units):
         size = min(plan.run, plan.length - unit * plan.run)
@@ -255,7 +261,7 @@ def test_slots_beyond_the_length_run_no_step_to_come_by_a_carry() -> None:
         assert plan.steps == 2 * length and plan.slots == length
 
 
-# --------------------------------------------------------------------------------------------------- descriptions, bad input
+# ---------------------------------------------------------------------------------------------- descriptions, bad input
 
 
 def test_describe_counts_what_each_schedule_does() -> None:

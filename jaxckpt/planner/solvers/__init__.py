@@ -10,8 +10,8 @@
 
 >>> from jaxckpt.planner.chain import Carried, Chain, Candidate, Segment
 >>> stage = lambda candidates: Segment(forward_time=1.0, forward_work=4, gradient=0, candidates=candidates)
->>> chain = Chain(2, {(0, 1): stage((Candidate(0, 0.5, 4), Candidate(4, 0.0, 2))), (1, 2): stage((Candidate(4, 0.0, 2),)), (0, 2): stage(())},
-...               (Carried(4, 0, (1,)),))
+>>> first, second = stage((Candidate(0, 0.5, 4), Candidate(4, 0.0, 2))), stage((Candidate(4, 0.0, 2),))
+>>> chain = Chain(2, {(0, 1): first, (1, 2): second, (0, 2): stage(())}, (Carried(4, 0, (1,)),))
 >>> solver("chain").solve(chain, 14)
 (Keep(start=0, stop=1, candidate=1), Keep(start=1, stop=2, candidate=0))
 >>> solver("chain").solve(chain, 10)

@@ -1,4 +1,6 @@
-"""What a solver is: it finds a solution of a chain within a limit of bytes, or says what the least limit is that it can keep to."""
+"""What a solver is: it finds a solution of a chain within a limit of bytes, or says what the least limit is that it can
+keep to.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Infeasible:
 
 
 def cheapest(chain: Chain, solutions: Iterable[Solution], limit: int) -> Solution | Infeasible:
-    """Returns the cheapest of these solutions that peaks at no more than `limit` bytes; if none does, the least that one does."""
+    """Returns the cheapest of these solutions that peaks at no more than `limit` bytes; if none does, the least that
+    one does.
+    """
     best: tuple[float, Solution] | None = None
     least: tuple[int, Solution] | None = None
     for solution in solutions:
@@ -41,10 +45,11 @@ def cheapest(chain: Chain, solutions: Iterable[Solution], limit: int) -> Solutio
 
 
 class Solver(abc.ABC):
-    """Finds solutions of chains. `jaxckpt.plan(solver=...)` takes the name of one of `SOLVERS`, or an instance of any subclass.
+    """Finds solutions of chains. `jaxckpt.plan(solver=...)` takes the name of one of `SOLVERS`, or an instance of any
+    subclass.
 
-    One instance is asked for many limits, and for several chains one after the other, by several threads at a time. What limits share is kept
-    in the instance, for the last chain. A solver answers for itself: nothing is planned with another one where it finds nothing.
+    One instance is asked for many limits, and for several chains one after the other, by several threads at a time.
+    What limits share is kept in the instance, for the last chain. If a solver finds nothing, no other solver is tried.
 
     Attributes:
       name: what to call it in messages; `jaxckpt.autocheckpoint(path=...)` also tells stored plans apart by it.
@@ -72,7 +77,8 @@ class Solver(abc.ABC):
           limit: bytes besides arguments; may be less than any solution needs, below 0 too.
 
         Returns:
-          The solution, which covers every stage once and peaks at no more than `limit` (`jaxckpt.planner.chain.cost`), or `Infeasible`.
+          The solution, which covers every stage once and peaks at no more than `limit` (`jaxckpt.planner.chain.cost`),
+          or `Infeasible`.
         """
 
     def least(self, chain: Chain) -> Solution | None:

@@ -1,4 +1,6 @@
-"""Every solution of a chain, one by one: the oracle that the other solvers are tested against. Exponential; for a handful of stages."""
+"""Every solution of a chain, one by one: the oracle that the other solvers are tested against. Exponential; for a
+handful of stages.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Exhaustive(Solver):
 
 
 def solutions(chain: Chain, start: int, stop: int) -> Iterator[Solution]:
-    """Yields every solution of the stages start..stop. A Drop of all of them would only add a forward run, so there is none."""
+    """Yields every solution of the stages start..stop. A Drop of all of them would only add a forward run, so there is
+    none.
+    """
     if start == stop:
         yield ()
         return

@@ -1,10 +1,10 @@
 """Bytes spent one change at a time where they save the most seconds.
 
-It begins with the candidate of each stage that keeps the fewest bytes or, where that does not fit, with the lean segments
-of the solver `sqrt` that peak lowest. Then it takes, as long as the limit holds, the change that saves the most seconds for
-each byte: another candidate of a stage, or a segment that is not dropped any more. Knapsack's greedy rule (Dantzig 1957):
-no guarantee, because a change never undoes another one, segments of several stages are never kept as one, and nothing is
-nested twice.
+It begins with the candidate of each stage that keeps the fewest bytes or, where that does not fit, with the lean
+segments of the solver `sqrt` that peak lowest. Then it takes, as long as the limit holds, the change that saves the
+most seconds for each byte: another candidate of a stage, or a segment that is not dropped any more. Knapsack's greedy
+rule (Dantzig 1957): no guarantee, because a change never undoes another one, segments of several stages are never kept
+as one, and nothing is nested twice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _rate(seconds: float, held: int) -> float:
 
 
 def _replaced(items: Solution, old: Keep | Drop, new: Solution) -> Solution:
-    """Returns the solution with `new` in the place of `old`, wherever it stands; stages stand in one place only as Keep."""
+    """Returns the solution with `new` in the place of `old`, wherever it stands; stages stand in one place only as
+    Keep.
+    """
     found: list[Keep | Drop] = []
     for item in items:
         if item == old:

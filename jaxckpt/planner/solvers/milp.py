@@ -1,27 +1,31 @@
-"""The cheapest solution of a small chain as an integer linear programme, solved by HiGHS: exact, and nothing in common with the recursion.
+"""The cheapest solution of a small chain as an integer linear programme, solved by HiGHS: exact, and nothing in common
+with the recursion.
 
-A solution is a set of runs that nest: the forward pass, 0..length, and one run of s..t for each Drop of s..t. No two runs of a solution are
-of the same stages, for a Drop of a whole run would only add a forward run. So with binary variables
+A solution is a set of runs that nest: the forward pass, 0..length, and one run of s..t for each Drop of s..t. No two
+runs of a solution are of the same stages, for a Drop of a whole run would only add a forward run. So with binary
+variables
 
     keep[p, q, a, b, o]   the run of p..q has Keep(a, b, o)
     drop[p, q, a, b]      the run of p..q has Drop(a, b), b < q: then there is a run of a..b
 
-a solution of any depth is a unit of flow from p to q through the items of each run that there is. The bytes held before stage a in the run of
-p..q are those of the items that end at or before a, in this run and in every run that contains p..q:
+a solution of any depth is a unit of flow from p to q through the items of each run that there is. The bytes held before
+stage a in the run of p..q are those of the items that end at or before a, in this run and in every run that contains
+p..q:
 
     held[p, q, a] = sum of kept over the items (p', q', a', b') with p' <= p, q <= q', b' <= a
 
-because the runs that contain p..q and are in the solution are the ones around it. Where the run of p..q is not in the solution, held is what is
-held at that place in the innermost run that is, so the limit may bound it everywhere and nothing needs a large constant:
+because the runs that contain p..q and are in the solution are the ones around it. Where the run of p..q is not in the
+solution, held is what is held at that place in the innermost run that is, so the limit may bound it everywhere and
+nothing needs a large constant:
 
     held[p, q, a] + sum over the items of p..q that start at a of the bytes that the item needs   <=   limit
 
-The formulation is ours; the idea of an exact integer programme for rematerialisation is Checkmate's (Jain et al. 2020, arXiv:1910.02653), whose
-matrices over operations have no candidates and no segments.
+The formulation is ours; the idea of an exact integer programme for rematerialisation is Checkmate's (Jain et al. 2020,
+arXiv:1910.02653), whose matrices over operations have no candidates and no segments.
 
-Guarantee: the optimum of the model of `jaxckpt.planner.chain`, to HiGHS's tolerances: about a millionth of the limit in bytes, and 1e-6 of the
-time. There are O(length^4) variables for each candidate: up to some ten seconds for ten stages, half a minute for twelve or fourteen; hence
-`STAGES`.
+Guarantee: the optimum of the model of `jaxckpt.planner.chain`, to HiGHS's tolerances: about a millionth of the limit in
+bytes, and 1e-6 of the time. There are O(length^4) variables for each candidate: up to some ten seconds for ten stages,
+half a minute for twelve or fourteen; hence `STAGES`.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Item:
-    """A binary variable: in the run `run`, stages start..stop are kept with candidate `candidate`, or dropped if that is None.
+    """A binary variable: in the run `run`, stages start..stop are kept with candidate `candidate`, or dropped if that
+    is None.
 
     Attributes:
       time: seconds of recomputation that it adds.
@@ -90,7 +95,9 @@ class Milp(Solver):
         return Infeasible(cost(chain, least).peak, least)
 
     def least(self, chain: Chain) -> Solution:
-        """Returns the solution that peaks lowest: another programme, which minimises the bytes at the peak; raises as `solve`."""
+        """Returns the solution that peaks lowest: another programme, which minimises the bytes at the peak; raises as
+        `solve`.
+        """
         _check(chain)
         known = self._known
         if known is not None and known[0] is chain and known[1] is not None:

@@ -1,21 +1,25 @@
-"""The cheapest solution of a chain, by dynamic programming over (start, stop, bytes): Rotor's recursion with candidates and gradients.
+"""The cheapest solution of a chain, by dynamic programming over (start, stop, bytes): Rotor's recursion with candidates
+and gradients.
 
-With T(s, t, m) the least seconds of recomputation for the backward pass of the stages s..t, their inputs kept, m bytes free:
+With T(s, t, m) the least seconds of recomputation for the backward pass of the stages s..t, their inputs kept, m bytes
+free:
 
     T(s, t, m) = min over s < j <= t of
-        min over candidates o of segment (s, j):   time_o + T(j, t, m - kept_o - output)     where kept_o + work_o <= m - gradients(j, t)
+        min over candidates o of segment (s, j) with kept_o + work_o <= m - gradients(j, t):
+            time_o + T(j, t, m - kept_o - output)
         forward_time(s, j) + T(s, j, m - gradients(j, t)) + T(j, t, m - output)
 
-each also where the forward run of s..j fits into m. T falls in steps as m grows, so it is kept as those steps, in bytes: no grid, and a
-solution is found at the very least limit that has one. Sources: Beaumont et al. 2019 (arXiv:1911.13214); Zhao et al. 2023 (arXiv:2307.01236).
+each also where the forward run of s..j fits into m. T falls in steps as m grows, so it is kept as those steps, in
+bytes: no grid, and a solution is found at the very least limit that has one. Sources: Beaumont et al. 2019
+(arXiv:1911.13214); Zhao et al. 2023 (arXiv:2307.01236).
 
-Guarantee: optimal for the model of `jaxckpt.planner.chain`, as long as no T has more than `STEPS` steps. Of more, those are left out that
-change T least (upwards, so that a solution never needs more than it says); the least limit is always exact. What that loses, measured on
-random chains of 25 and 40 stages with 20 candidates a segment at 100 limits, against 6,000 steps: 0.2% of the recomputation on average, 1.2% at
-worst.
+Guarantee: optimal for the model of `jaxckpt.planner.chain`, as long as no T has more than `STEPS` steps. Of more, those
+are left out that change T least (upwards, so that a solution never needs more than it says); the least limit is always
+exact. What that loses, measured on random chains of 25 and 40 stages with 20 candidates a segment at 100 limits,
+against 6,000 steps: 0.2% of the recomputation on average, 1.2% at worst.
 
-Work: T is computed once for all stretches that are equal, so a stack of L equal layers costs O(L) of them instead of O(L^2); each takes
-O(t - s) sums of step functions.
+Work: T is computed once for all stretches that are equal, so a stack of L equal layers costs O(L) of them instead of
+O(L^2); each takes O(t - s) sums of step functions.
 """
 
 from __future__ import annotations
@@ -155,7 +159,9 @@ class Table:
         return thin(merged, self.steps)
 
     def _drops(self, start: int, stop: int, keeps: Staircase) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns (bytes, seconds) of what the Drops of start..j offer for all j, where that may be better than `keeps`."""
+        """Returns (bytes, seconds) of what the Drops of start..j offer for all j, where that may be better than
+        `keeps`.
+        """
         if stop - start == 1:
             return None
         inner = slice(start + 1, stop)
@@ -199,7 +205,9 @@ class Table:
         return tuple(items)
 
     def _first(self, start: int, stop: int, limit: int) -> tuple[Keep | Drop, int]:
-        """Returns the first item of the cheapest solution of start..stop, and the bytes that it leaves to the later ones."""
+        """Returns the first item of the cheapest solution of start..stop, and the bytes that it leaves to the later
+        ones.
+        """
         best, left = np.inf, 0
         item: Keep | Drop | None = None
         for each in self._candidates[start]:
@@ -229,7 +237,9 @@ class Table:
 
 
 def _candidates(stop: int, segment: Segment) -> _Candidates:
-    """Returns the candidates of a segment, less those that another one beats, or equals, in bytes kept, in bytes at work and in time."""
+    """Returns the candidates of a segment, less those that another one beats, or equals, in bytes kept, in bytes at
+    work and in time.
+    """
     kept = np.array([o.kept for o in segment.candidates], np.int64)
     need = kept + np.array([o.work for o in segment.candidates], np.int64)
     time = np.array([o.time for o in segment.candidates])

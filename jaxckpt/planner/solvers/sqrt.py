@@ -1,7 +1,9 @@
-"""Segments of equal length, each run again in the backward pass, but for the last: Chen et al. 2016 (arXiv:1604.06174), fitted to the limit.
+"""Segments of equal length, each run again in the backward pass, but for the last: Chen et al. 2016 (arXiv:1604.06174),
+fitted to the limit.
 
-For every segment length, about sqrt(length) or not, two solutions are held against the model: one that keeps in a segment what saves the most
-time, as Chen does, and one that keeps the fewest bytes. A rule to compare with; no guarantee. It may find nothing where there is something.
+For every segment length, about sqrt(length) or not, two solutions are held against the model: one that keeps in a
+segment what saves the most time, as Chen does, and one that keeps the fewest bytes. A rule to compare with; no
+guarantee. It may find nothing where there is something.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Sqrt(Solver):
 
 
 def segmented(chain: Chain) -> Iterator[Solution]:
-    """Yields solutions of every segment length, from one (each stage with a candidate, nothing dropped) to the whole chain."""
+    """Yields solutions of every segment length, from one (each stage with a candidate, nothing dropped) to the whole
+    chain.
+    """
     for preference in (fastest, leanest):
         keeps = single(chain, preference)
         yield keeps

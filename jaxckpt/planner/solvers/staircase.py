@@ -1,4 +1,6 @@
-"""Functions of bytes that fall in steps: with so many bytes free, so many seconds of recomputation are enough. The exact solver's arithmetic."""
+"""Functions of bytes that fall in steps: with so many bytes free, so many seconds of recomputation are enough. The
+exact solver's arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ DONE = Staircase(np.zeros(1, np.int64), np.zeros(1))
 def joined(
     first: list[Staircase], second: list[Staircase], extra: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns where first[i] + second[i] has steps, and its value there: row numbers, bytes, and seconds with extra[i] added.
+    """Returns where first[i] + second[i] has steps, and its value there: row numbers, bytes, and seconds with extra[i]
+    added.
 
     One search serves all rows: they lie one after another on one axis.
     """
@@ -88,9 +91,11 @@ def envelope(bytes_: np.ndarray, seconds: np.ndarray) -> Staircase:
 
 
 def thin(steps: Staircase, limit: int) -> Staircase:
-    """Returns at most `limit` (two or more) of the steps, the first and the last among them, near the original and never below it.
+    """Returns at most `limit` (two or more) of the steps, the first and the last among them, near the original and
+    never below it.
 
-    Leaving a step out costs the area between the curves; the cheapest go first, never two neighbours at a time, and the areas are taken anew.
+    Leaving a step out costs the area between the curves; the cheapest go first, never two neighbours at a time, and the
+    areas are taken anew.
     """
     bytes_, seconds = steps
     while (excess := len(bytes_) - limit) > 0:

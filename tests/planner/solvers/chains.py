@@ -1,4 +1,6 @@
-"""Chains to hold solvers against: random small ones, whose every solution can be tried, and deep ones, as the planner meets them."""
+"""Chains to hold solvers against: random small ones, whose every solution can be tried, and deep ones, as the planner
+meets them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def random_chain(seed, length, candidates=3, wide=2):
 
 @st.composite
 def chains(draw, longest=5):
-    """Chains of up to `longest` stages, with zeros and ties of every kind; in half of them the stages repeat, as layers do."""
+    """Chains of up to `longest` stages, with zeros and ties of every kind; in half of them the stages repeat, as layers
+    do.
+    """
     length = draw(st.sampled_from([each for each in (1, 2, 3, 3, 4, 4, 4, 5) if each <= longest]))
     period = draw(st.sampled_from([length, length, 1, 2]))
     small, sizes = st.integers(0, 6), st.integers(0, 12)
@@ -72,8 +76,8 @@ def chains(draw, longest=5):
 
 
 def deep_chain(length, *, period, candidates=20, wide=4, seed=0):
-    """A chain of `length` stages of tens of MiB, every `period` of them alike (all different where `period` is `length`), between an
-    embedding and a head; every stage uses a value that the first one makes."""
+    """A chain of `length` stages of tens of MiB, every `period` of them alike (all different where `period` is
+    `length`), between an embedding and a head; every stage uses a value that the first one makes."""
     rng = np.random.default_rng(seed)
     kinds = [0, *(1 + i % period for i in range(length - 2)), period + 1]
     time = rng.uniform(1e-3, 9e-3, period + 2)

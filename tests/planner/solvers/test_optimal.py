@@ -1,4 +1,6 @@
-"""What the solver `chain` finds: optimal on random chains, feasible at the very least budget, and revolve's counts on uniform ones."""
+"""What the solver `chain` finds: optimal on random chains, feasible at the very least budget, and revolve's counts on
+uniform ones.
+"""
 
 import itertools
 
@@ -62,7 +64,9 @@ def test_few_steps_stay_feasible_and_near():
 
 
 def test_a_uniform_chain_brackets_revolve():
-    """l equal steps of one byte a state: revolve's t(l, s) counts neither the first state nor the one at work; here the latter counts."""
+    """l equal steps of one byte a state: revolve's t(l, s) counts neither the first state nor the one at work; here the
+    latter counts.
+    """
 
     def uniform(length):
         segments = {}

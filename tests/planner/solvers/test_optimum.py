@@ -1,4 +1,6 @@
-"""The solver `chain` and the oracles, on 300 random chains: the same least time at every budget, the same least budget, to the byte."""
+"""The solver `chain` and the oracles, on 300 random chains: the same least time at every budget, the same least budget,
+to the byte.
+"""
 
 import collections
 import itertools

@@ -8,7 +8,9 @@ from tests.planner.solvers.chains import deep_chain
 
 
 def fastest(chain, limit):
-    """The table, solved in under `limit` seconds of processor time: at least once in three, for a busy machine slows that down too."""
+    """The table, solved in under `limit` seconds of processor time: at least once in three, for a busy machine slows
+    that down too.
+    """
     taken = []
     while not taken or (taken[-1] >= limit and len(taken) < 3):
         begin = time.process_time()
