@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import pathlib
+import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from jaxckpt.memory.targets import Target
 from tests.helpers import assert_trees_close, executions
 
 HEADS, WIDTH, LENGTH = 2, 8, 16
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guide.md"
 
 
 def attend(q, k, v):
@@ -378,3 +382,15 @@ def test_a_pallas_kernel_on_a_tpu_is_not_called_again():
     assert calls(jax.checkpoint(fun)) == 6
     assert calls(jaxckpt.checkpoint(fun, policy=Policy({"attention/1": SAVE}))) == 3
     assert calls(plan.apply(fun)) == 3
+
+
+def test_the_guides_code_prints_what_the_guide_says(capsys):
+    section = GUIDE.read_text().split("### Flash attention")[1].split("\n### ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    expected = textwrap.dedent(
+        "\n".join(line for line in section.splitlines() if re.match(r" {4}.*(kept in|float32)", line))
+    )
+    exec(
+        compile(code, "guide.md", "exec"), {"jax": jax, "jnp": jnp, "jaxckpt": jaxckpt, "Policy": Policy, "SAVE": SAVE}
+    )
+    assert capsys.readouterr().out.split() == expected.split()
