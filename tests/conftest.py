@@ -21,11 +21,14 @@ import jax
 import pytest
 
 TRACING = """
-    actions compat/test_source.py core memory/test_buffers.py memory/test_cache.py memory/test_estimate.py memory/test_wire.py
+    actions compat/test_source.py memory/test_buffers.py memory/test_estimate.py memory/test_wire.py
+    core/test_addresses.py core/test_emit.py core/test_files.py core/test_flops.py core/test_graph.py core/test_inline.py
+    core/test_liveness.py core/test_loops.py core/test_plan.py core/test_primitives.py core/test_purity.py core/test_reads.py
+    core/test_surgery.py core/test_typed.py core/test_units.py
     planner/solvers/test_optimal.py planner/solvers/test_registry.py planner/solvers/test_rules.py planner/solvers/test_staircase.py
     planner/test_budget.py planner/test_chain.py planner/test_costs.py planner/test_mincut.py planner/test_stages.py
-    show/test_plans.py test_docs.py test_errors.py test_imports.py test_policies.py test_public.py transforms/test_constant_results.py
-    transforms/test_schedules.py
+    show/test_plans.py test_docs.py test_errors.py test_glossary.py test_imports.py test_policies.py test_public.py
+    transforms/test_scan_bytes.py transforms/test_schedules.py
 """.split()  # noqa: SIM905 (a list of files is easier to read so)
 """Files and folders of tests that trace, and compile nothing larger than single operations. All others are marked
 `compile`.
@@ -51,6 +54,9 @@ def _missing(name: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts each test into its tier: `compile`, `target`, or neither, which is the quick one."""
     here = pathlib.Path(__file__).parent
+    assert not (gone := [each for each in TRACING if not (here / each).exists()]), (
+        f"TRACING names what is not there: {gone}"
+    )
     for item in items:
         if any(item.get_closest_marker(name) for name in ("cuda", "tpu", "gpu")):
             item.add_marker("target")

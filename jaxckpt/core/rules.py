@@ -152,15 +152,17 @@ class _Forward:
 
 def _open(eqn: Any) -> Any:
     """Returns the equation that stands in a rule's place; None where the forward rule cannot be opened: it has effects,
-    or constants.
+    or arrays of its own, or cannot be traced alone (inside a `jax.shard_map`, where it uses the mesh).
     """
-    rule = _compat.custom_rule(eqn)
     try:
+        rule = _compat.custom_rule(eqn)
         forward = _forward(eqn, rule)
+        return None if forward is None else _in_place(eqn, rule, forward)
     except Exception:  # the user's rule: JAX says what is wrong with it where it is differentiated
         return None
-    if forward is None:
-        return None
+
+
+def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
     inside = set(_tags(eqn.params["call_jaxpr"])) - {tag for _, tag in forward.tags}
     title = Rule(rule.name, forward.results, forward.kept, forward.tags, tuple(sorted(inside))).title
     consts = rule.num_consts
@@ -179,8 +181,10 @@ def _open(eqn: Any) -> Any:
         residuals = [primals[place] if kind == "in" else out[place] for kind, place in forward.kept]
         moving = [tangent for tangent, flag in zip(tangents, still) if not flag]
         avals = [_compat.tangent_aval(result) for result in out]
-        own = rule.tangents(residuals, moving, still, avals[: forward.results])
-        return out, [*own, *(zero(aval) for aval in avals[forward.results :])]
+        own = rule.tangents(residuals, moving, still, avals[: forward.results]) if moving else []
+        smooth = [place for place, aval in enumerate(avals[: forward.results]) if aval.dtype != jax.dtypes.float0]
+        found = {place: own[place] for place in smooth} if moving else {}
+        return out, [found.get(place, zero(aval)) for place, aval in enumerate(avals)]
 
     made.defjvp(derivative, symbolic_zeros=True)
     traced = _compat.open_jaxpr(jax.make_jaxpr(made)(*(var.aval for var in eqn.invars)))

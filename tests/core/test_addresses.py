@@ -83,6 +83,7 @@ def test_a_region_in_a_body_keeps_what_it_names(fun):
     assert kept(saved.apply(fun))[1] - kept(none.apply(fun))[1] == REPEATS[fun] * WIDE
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("fun", REPEATS, ids=lambda fun: fun.__name__)
 def test_values_and_gradients_stay_and_what_is_kept_is_not_computed_again(fun):
     count = {}
