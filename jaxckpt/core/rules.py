@@ -46,6 +46,7 @@ class Rule:
     Attributes:
       name: of the user's function.
       results: how many results the rule has; those after them are residuals and tagged values.
+      shape: how many operands and results the equation has. JAX may leave some out; what is left is no opened rule.
       residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a
         result's place).
       tags: (result's place, the tag that the forward rule gives it).
@@ -54,6 +55,7 @@ class Rule:
 
     name: str
     results: int
+    shape: tuple[int, int]
     residuals: tuple[tuple[str, int], ...]
     tags: tuple[tuple[int, str], ...] = ()
     hidden: tuple[str, ...] = ()
@@ -69,13 +71,14 @@ class Rule:
         if eqn.primitive.name != "custom_jvp_call":
             return None
         title = _compat.jaxpr_title(eqn.params["call_jaxpr"])
-        return _rule_of(title.removeprefix(TITLE)) if title.startswith(TITLE) else None
+        rule = _rule_of(title.removeprefix(TITLE)) if title.startswith(TITLE) else None
+        return rule if rule is not None and rule.shape == (len(eqn.invars), len(eqn.outvars)) else None
 
 
 @functools.cache
 def _rule_of(encoded: str) -> Rule:
-    name, results, residuals, tags, hidden = json.loads(base64.urlsafe_b64decode(encoded))
-    return Rule(name, results, tuple(map(tuple, residuals)), tuple(map(tuple, tags)), tuple(hidden))
+    name, results, shape, residuals, tags, hidden = json.loads(base64.urlsafe_b64decode(encoded))
+    return Rule(name, results, tuple(shape), tuple(map(tuple, residuals)), tuple(map(tuple, tags)), tuple(hidden))
 
 
 def opened(closed: Any, calls: Calls) -> Any:
@@ -164,9 +167,10 @@ def _open(eqn: Any) -> Any:
 
 def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
     inside = set(_tags(eqn.params["call_jaxpr"])) - {tag for _, tag in forward.tags}
-    title = Rule(rule.name, forward.results, forward.kept, forward.tags, tuple(sorted(inside))).title
     consts = rule.num_consts
     program = _compat.open_jaxpr(forward.program)
+    shape = len(eqn.invars), len(program.outvars)
+    title = Rule(rule.name, forward.results, shape, forward.kept, forward.tags, tuple(sorted(inside))).title
 
     def run(*operands: Any) -> list[Any]:
         return _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])

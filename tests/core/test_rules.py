@@ -329,6 +329,17 @@ def test_a_tag_in_a_forward_rule_is_kept():
     assert [item.name for item in own(report)] == ["inner"]
 
 
+def test_a_rule_of_which_jax_leaves_results_out_can_be_traced_again():
+    def fun(x):
+        return tagged(jnp.full((3, 4), 0.5))
+
+    kept = jaxckpt.checkpoint(fun, policy=Policy({jaxckpt.larger_than("4B"): SAVE}))
+    graph = trace(lambda x: jax.vjp(kept, x)[1](jnp.ones((3, 3))), jnp.ones((3, 4)))
+    assert graph.ops
+    twice = jaxckpt.checkpoint(kept, policy=Policy({jaxckpt.larger_than("4B"): SAVE}))
+    assert_trees_close(twice(jnp.ones((3, 4))), fun(jnp.ones((3, 4))))
+
+
 def test_a_forward_rule_with_side_effects_is_left_whole():
     @jax.custom_vjp
     def noisy(x):

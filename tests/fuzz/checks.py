@@ -155,6 +155,7 @@ _INSIDE = (
     "custom_jvp_call",
     "custom_vjp_call",
     "closed_call",
+    "eval_jaxpr",
     "jit",
     "pjit",
 )
