@@ -14,7 +14,7 @@ from jax._src import linear_util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax.extend.core import Primitive as Primitive
-from jax.extend.core.primitives import custom_lin_p
+from jax.extend.core.primitives import custom_lin_p, stop_gradient_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxckpt._compat.jaxprs import close_jaxpr, jaxpr_title
@@ -47,6 +47,11 @@ def drop_unused(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tupl
     """
     partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
+
+# JAX has no transpose of stop_gradient: its own derivatives never put one on a tangent. Where a derivative that a rule
+# of ours has computed is batched, JAX's rule for branches does (jax 0.10 to 0.12.0.1). It is linear in a tangent: the
+# identity.
+ad.primitive_transposes[stop_gradient_p] = lambda cotangent, _: [cotangent]
 
 # ------------------------------------------------------------------------------------------- reverse rules of users
 # Where JAX differentiates a `jax.custom_vjp` it leaves an operation, custom_lin, that can be transposed and nothing
@@ -101,11 +106,13 @@ class CustomRule:
 
     Attributes:
       name: of the user's function.
+      symbolic_zeros: whether the rules are told what is not differentiated.
       num_consts: how many of the first operands it closes over; it has no derivative in these.
     """
 
     equation: Any
     name: str
+    symbolic_zeros: bool
     num_consts: int
 
     def trace(self, moving: Sequence[bool]) -> tuple[Any, list[int | None]]:
@@ -153,4 +160,5 @@ class CustomRule:
 
 def custom_rule(eqn: Any) -> CustomRule:
     """Returns the rule of an equation that is a `custom_vjp_call`."""
-    return CustomRule(eqn, jaxpr_title(eqn.params["call_jaxpr"]), eqn.params["num_consts"])
+    params = eqn.params
+    return CustomRule(eqn, jaxpr_title(params["call_jaxpr"]), bool(params["symbolic_zeros"]), params["num_consts"])

@@ -36,7 +36,8 @@ JSON.
 
 PRIMITIVE = "custom_vjp_call"
 
-_ENTERED = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPPED)
+_ENTERED = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT)
+"""Not `jax.shard_map`: a forward rule is traced outside of the mesh, where its values do not vary over its axes."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,25 @@ class _Forward:
 
 
 def _open(eqn: Any) -> Any:
-    """Returns the equation that stands in a rule's place; None where the forward rule cannot be opened: it has effects,
-    or arrays of its own, or cannot be traced alone (inside a `jax.shard_map`, where it uses the mesh).
+    """Returns the equation that stands in a rule's place; None where the forward rule stays closed.
+
+    That is so where it has effects, or arrays of its own; inside a `jax.shard_map`; and with `symbolic_zeros=True`:
+    what such a rule keeps depends on what is differentiated, and JAX remembers only what the last trace of it kept.
     """
     try:
         rule = _compat.custom_rule(eqn)
+        if rule.symbolic_zeros or any(map(_varies, eqn.invars)):
+            return None
         forward = _forward(eqn, rule)
         return None if forward is None else _in_place(eqn, rule, forward)
     except Exception:  # the user's rule: JAX says what is wrong with it where it is differentiated
         return None
+
+
+def _varies(var: Any) -> bool:
+    """Whether an array varies over axes of a `jax.shard_map` that is being traced."""
+    plain = _compat.varying_axes(_compat.shaped_array((), jnp.float32))
+    return _compat.varying_axes(var.aval) not in (None, plain)
 
 
 def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:

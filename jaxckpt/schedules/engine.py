@@ -23,6 +23,7 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt.actions import OFFLOAD, Action
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
+from jaxckpt.schedules.alike import results_alike
 from jaxckpt.schedules.body import is_inexact, perturbed, pick, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.optimum import Binomial, binomial, places
@@ -49,15 +50,20 @@ def scan_with_slots(
     engine = _Engine(scan.body, slots, run, kept, scan.carry)
     counts = (scan.body.consts, scan.body.carries, scan.body.xs)
 
+    def alike(results: tuple[Values, Values], operands: Values) -> tuple[Values, Values]:
+        found = results_alike(scan.body, [*results[0], *results[1]], operands)
+        return found[: len(results[0])], found[len(results[0]) :]
+
     @jax.custom_vjp
     def call(operands: Values) -> tuple[Values, Values]:
-        return engine.plain(*split(operands, counts))
+        return alike(engine.plain(*split(operands, counts)), operands)
 
     def forward(operands: Values) -> Any:
         flags = [operand.perturbed and is_inexact(jax.typeof(operand.value)) for operand in operands]
         consts, init, xs = split([operand.value for operand in operands], counts)
         work, plan = engine.plan(*split(flags, counts))
-        (carry, ys), slots = engine.forward(plan, consts, init, xs)
+        results, slots = engine.forward(plan, consts, init, xs)
+        carry, ys = alike(results, [*consts, *init, *xs])
         return (no_second_reverse(carry), no_second_reverse(ys)), (_Static((work, plan)), consts, init, xs, slots)
 
     def reverse(residuals: Any, cotangents: Any) -> tuple[Values]:

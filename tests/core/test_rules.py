@@ -314,7 +314,8 @@ KINDS = {
 def test_rules_of_every_kind_have_the_derivatives_of_jax(kind):
     fun, glob = KINDS[kind]
     x = jax.random.normal(jax.random.key(0), (3, 4))
-    rules = {glob: SAVE} if kind != "arrays of its own" else {jaxckpt.op("tanh"): SAVE}
+    closed = kind == "arrays of its own" or "symbolic" in kind
+    rules = {jaxckpt.op("tanh"): SAVE} if closed else {glob: SAVE}
     kept = jaxckpt.checkpoint(fun, policy=Policy(rules))
     assert_trees_close(jax.grad(kept)(x), jax.grad(fun)(x))
     assert_trees_close(jax.jit(jax.grad(kept))(x), jax.grad(fun)(x))
@@ -327,6 +328,46 @@ def test_a_tag_in_a_forward_rule_is_kept():
     fun, _ = KINDS["a tag in the forward rule"]
     report = jaxckpt.residuals(jaxckpt.checkpoint(fun, policy=Policy({"inner": SAVE})), x)
     assert [item.name for item in own(report)] == ["inner"]
+
+
+def test_looking_at_a_rule_with_symbolic_zeros_changes_no_derivative():
+    @jax.custom_vjp
+    def rule(x, y):
+        return x * x * y
+
+    def rule_forward(x, y):
+        moving, x, y = y.perturbed, x.value, y.value
+        return x * x * y, (x, 2 * x * y) if moving else {"b": 2 * x * y, "a": y}
+
+    def rule_backward(kept, d):
+        return (d * kept["b"], None) if isinstance(kept, dict) else (d * kept[1], d * kept[0] ** 2)
+
+    rule.defvjp(rule_forward, rule_backward, symbolic_zeros=True)
+    fun = jax.jit(lambda x, y: jnp.sum(rule(x, y)))
+    x = jnp.arange(4.0)
+    jaxckpt.count_flops(fun, x, x + 1)
+    jax.grad(fun)(x, x + 1)
+    assert_trees_close(jax.grad(fun, 1)(x, x + 1), x**2)
+
+
+def test_a_branch_whose_values_are_kept_is_batched_by_its_predicate():
+    def fun(x):
+        return lax.cond(x[0] > 0.2, lambda a: jnp.sum(jaxckpt.tag(jnp.tanh(a * 2), "t")), lambda a: jnp.sum(a * a), x)
+
+    kept = jaxckpt.checkpoint(fun, policy=Policy({"t": SAVE}))
+    x = jnp.array([[0.1, 0.2], [0.5, 0.6]])
+    batched = lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x)))(x)
+    assert_trees_close(batched(kept), batched(fun))
+
+
+def test_rules_in_a_mapped_function_have_their_derivatives_before_and_after_others_were_taken():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    mapped = jax.jit(jax.shard_map(lambda w, x: block(w, x), mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+    kept = jaxckpt.checkpoint(total(mapped), policy=Policy({"*": SAVE}, strict=False))
+    w, x = weights(), inputs()
+    expected = jax.grad(total(mapped))(w, x)
+    assert_trees_close(jax.grad(kept)(w, x), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_rule_of_which_jax_leaves_results_out_can_be_traced_again():

@@ -17,6 +17,7 @@ from jax import lax
 from jaxckpt._errors import ForwardModeError
 from jaxckpt.actions import OFFLOAD, SAVE
 from jaxckpt.schedules import Slots
+from jaxckpt.transforms.checkpoint import checkpoint
 from jaxckpt.transforms.scan import scan
 from tests.helpers import assert_trees_close
 
@@ -122,3 +123,20 @@ def test_offloading_does_nothing_where_no_carries_are_kept(schedule: Any, length
         return scan(lambda c, x: (jnp.sin(c) * x, None), h, XS[:length], schedule=schedule, **options)[0].sum()
 
     assert_trees_close(*(jax.grad(functools.partial(fun, carry=carry))(H) for carry in (OFFLOAD, SAVE)))
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, lambda f: checkpoint(f, policy="dots")])
+def test_slots_in_a_program_that_is_batched_before_it_is_differentiated(wrap, batch):
+    """The batch may be as large as the scan is long: then wrong axes are no error of shapes."""
+
+    def fun(x, schedule):
+        def body(c, t):
+            return jnp.sin(c * 0.7 + t), c * t
+
+        last, ys = scan(body, x, jnp.arange(5.0), schedule=schedule)
+        return jnp.sum(last) + jnp.sum(ys**2 * jnp.arange(5.0)[:, None])
+
+    x = jnp.arange(batch * 2.0).reshape(batch, 2) / 10
+    expected = jax.vmap(jax.grad(lambda x: fun(x, "none")))(x)
+    assert_trees_close(jax.grad(lambda x: jnp.sum(jax.vmap(wrap(lambda x: fun(x, Slots(2))))(x)))(x), expected)
