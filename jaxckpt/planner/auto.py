@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast, overload
 
 import jax
 
@@ -43,6 +43,48 @@ from jaxckpt.planner.solvers import Solver
 logger = logging.getLogger("jaxckpt")
 
 
+class Autocheckpointed(Protocol):
+    """What `autocheckpoint` returns: the function under its plans, and a way to get at them."""
+
+    __name__: str
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function under the plan for these arguments."""
+
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
+        """Returns the plan for these arguments, arrays or shapes, made now if it does not exist."""
+
+
+@overload
+def autocheckpoint(
+    fun: Callable[..., Any],
+    /,
+    *,
+    budget: int | str,
+    target: Target | str | None = None,
+    step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
+    actions: Sequence[Action] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    verify: bool = True,
+    solver: str | Solver = "chain",
+    path: str | os.PathLike[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+) -> Autocheckpointed: ...
+@overload
+def autocheckpoint(
+    fun: None = None,
+    /,
+    *,
+    budget: int | str,
+    target: Target | str | None = None,
+    step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
+    actions: Sequence[Action] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    verify: bool = True,
+    solver: str | Solver = "chain",
+    path: str | os.PathLike[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+) -> Callable[[Callable[..., Any]], Autocheckpointed]: ...
 def autocheckpoint(
     fun: Callable[..., Any] | None = None,
     /,
@@ -56,7 +98,7 @@ def autocheckpoint(
     solver: str | Solver = "chain",
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
-) -> Callable[..., Any]:
+) -> Autocheckpointed | Callable[[Callable[..., Any]], Autocheckpointed]:
     """Returns `fun` under the cheapest plan within a budget, planned at the first call of each input signature.
 
     The result has `fun`'s values and derivatives and works under jit, grad and vmap. Its attribute `plan(*args,
@@ -117,7 +159,7 @@ class _Settings:
         return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
-def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLike[str] | None) -> Callable[..., Any]:
+def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLike[str] | None) -> Autocheckpointed:
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @autocheckpoint(budget='60%').")
     if path is not None and not isinstance(path, (str, os.PathLike)):
@@ -132,11 +174,12 @@ def _wrapper(fun: Callable[..., Any], settings: _Settings, path: str | os.PathLi
         return auto.call(args, kwargs)
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
-        """Returns the plan for these arguments, arrays or shapes, made now if it is not there."""
+        """Returns the plan for these arguments, arrays or shapes, made now if it does not exist."""
         return auto.plan(args, kwargs)
 
-    planned.plan = plan  # type: ignore[attr-defined]
-    return planned
+    result = cast("Autocheckpointed", planned)
+    result.plan = plan  # type: ignore[method-assign]
+    return result
 
 
 @dataclass(frozen=True, eq=False)

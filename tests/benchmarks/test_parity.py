@@ -8,11 +8,13 @@ where that compiles in seconds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks import parity
 
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("benchmarks.models.gpt:gpt2", {"layers": 2}),
     "gpt_scan": ("benchmarks.models.gpt:gpt2_scan", {"layers": 4}),
     "resnet": ("benchmarks.models.resnet:small", {"stages": (1, 1)}),

@@ -80,7 +80,7 @@ def test_a_kept_cumulative_result_is_read_where_it_is_used(name):
 
 @pytest.mark.parametrize("name", ["tanh", "exp"])
 def test_the_flag_for_new_checkpoints_changes_nothing(name):
-    old = jax.config.jax_remat3
+    old = jax.config.jax_remat3  # type: ignore[attr-defined]
     jax.config.update("jax_remat3", True)
     try:
         test_neither_the_operation_nor_the_matmul_before_it_runs_again(name)

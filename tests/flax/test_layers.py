@@ -359,8 +359,8 @@ def test_nnx_layers_compute_and_change_what_unrolled_ones_do(schedule, shared):
             assert_close(our_grads[1], grads[1], rtol=1e-4)
     assert_close(pure(unstack_layers(nnx.state(ours), "blocks/{}")), pure(nnx.state(plain)), rtol=1e-4, atol=1e-5)
     assert noise[0].noise.count[...] == noise[1].noise.count[...] == 4 * 5
-    assert ours.blocks.calls[...].tolist() == [4] * 5
-    assert ours.blocks.dropout.rngs.count[...].tolist() == [4] * 5
+    assert ours.blocks.calls[...].tolist() == [4] * 5  # type: ignore[attr-defined]
+    assert ours.blocks.dropout.rngs.count[...].tolist() == [4] * 5  # type: ignore[attr-defined]
 
 
 def test_nnx_training_with_an_optimizer_is_the_unrolled_one():
@@ -429,7 +429,7 @@ def test_nnx_stacks_split_merge_and_pickle():
     copied = nnx.merge(*nnx.split(model))
     assert type(copied.blocks).__name__ == "LayerStack" and isinstance(copied.blocks, Layer)
     assert_close(copied(X, train=False), model(X, train=False))
-    assert nnx.eval_shape(lambda: Model("sqrt")).blocks.up.kernel.shape == (5, 8, 16)
+    assert nnx.eval_shape(lambda: Model("sqrt")).blocks.up.kernel.shape == (5, 8, 16)  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------------------------------------------------- trees

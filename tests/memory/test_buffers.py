@@ -169,7 +169,7 @@ def test_a_donated_argument_is_one_buffer():
 def test_the_source_is_the_users_line_and_not_a_librarys():
     linen = pytest.importorskip("flax.linen")
 
-    class Model(linen.Module):
+    class Model(linen.Module):  # type: ignore[name-defined]
         @linen.compact
         def __call__(self, x):
             return linen.Dense(4096)(x)  # a layer of flax
@@ -238,7 +238,7 @@ def test_a_dump_cut_short_anywhere_is_an_error(target):
             buffers.read(data[:end], platform(target))
 
 
-READ = {
+READ: dict[str, list[tuple[int, ...]]] = {
     "program and assignment": [(1,), (3,)],
     "module": [(1, 3), (1, 6), (1, 7)],
     "schedule": [(1, 7, 1), (1, 7, 1, 1), (1, 7, 1, 2), (1, 7, 1, 2, 1)],

@@ -114,7 +114,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("fun", PROGRAMS)
 def test_the_plan_that_keeps_least_gives_the_same_gradients(fun):
     problem = problem_of(fun, W, X, target="cpu")
-    least = problem.model.plan(problem.table.schedule(problem.table.least))
+    least = problem.model.plan(problem.table.solution(problem.table.least))
     args = [np.random.default_rng(0).normal(size=each.shape).astype(np.float32) for each in (W, X)]
     step = jax.value_and_grad(fun, argnums=(0, 1))
     planned = jax.value_and_grad(least.apply(fun), argnums=(0, 1))

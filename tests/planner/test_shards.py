@@ -53,7 +53,7 @@ def test_a_sharded_scan_is_planned_per_device():
     problem = problem_of(loss, *args, target="tpu:v5e:2x2")
     assert problem.argument_bytes < 0.3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args))
     frontier = problem.table.frontier()
-    lean, rich = (problem.model.plan(problem.table.schedule(budget)) for budget in (frontier[0][0], frontier[-1][0]))
+    lean, rich = (problem.model.plan(problem.table.solution(budget)) for budget in (frontier[0][0], frontier[-1][0]))
     assert lean.loops
     peaks = [
         jaxckpt.measure(jax.value_and_grad(plan.apply(loss)), *args, target="tpu:v5e:2x2").peak_bytes
@@ -67,6 +67,6 @@ def test_the_llama_computes_the_same_under_a_plan():
     loss, args = llama.small(layers=3, real=True)
     problem = problem_of(loss, *args, target="cpu")
     frontier = problem.table.frontier()
-    planned = problem.model.plan(problem.table.schedule(frontier[len(frontier) // 3][0])).apply(loss)
+    planned = problem.model.plan(problem.table.solution(frontier[len(frontier) // 3][0])).apply(loss)
     for got, wanted in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(f))(*args)) for f in (planned, loss))):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5 * (1e-6 + float(jnp.max(jnp.abs(wanted)))))

@@ -167,7 +167,7 @@ def test_the_picture_of_a_report_has_every_peak_and_the_budget(tmp_path):
         "planned, predicted",
         "planned, compiled",
     ]
-    bars = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x()): bar.get_width() for bar in axes.patches}
+    bars = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x()): bar.get_width() for bar in axes.patches}  # type: ignore[attr-defined]
     assert bars == {(0, 0): 100, (1, 0): 10, (1, 10): 30, (1, 40): 20, (2, 0): 58}, "the parts lie on the whole"
     assert axes.lines[0].get_xdata() == [64, 64] and axes.lines[0].get_label() == "budget"
     assert [note.get_text() for note in axes.texts][:3] == ["100.0 MiB", "60.0 MiB", "58.0 MiB"]

@@ -19,7 +19,7 @@ UP = LAYERS * EXAMPLES * BATCH * 4 * WIDTH * 4  # bytes of all that is called "u
 
 @contextlib.contextmanager
 def remat3(on):
-    old = jax.config.jax_remat3
+    old = jax.config.jax_remat3  # type: ignore[attr-defined]
     jax.config.update("jax_remat3", on)
     try:
         yield

@@ -81,7 +81,7 @@ def test_a_jitted_function_is_lowered_as_often(ours, theirs):
         for x in (X, X, X[:4], X + 1, X[:4]):
             jitted(x, W)
             gradient(x, W)
-        sizes.append((jitted._cache_size(), gradient._cache_size()))
+        sizes.append((jitted._cache_size(), gradient._cache_size()))  # type: ignore[attr-defined]
     assert sizes[0] == sizes[1] == (2, 2)
 
 

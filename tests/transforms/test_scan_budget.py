@@ -214,5 +214,5 @@ def test_a_scan_that_is_not_differentiated_takes_any_budget_that_fits() -> None:
     assert run("64KiB")[0].shape == (256,)
     with pytest.raises(ArgumentError, match="budget must be a number of bytes"):
         run("much")
-    with pytest.raises(ArgumentError, match="schedule must be left out where there is a budget"):
+    with pytest.raises(ArgumentError, match="schedule must be omitted if a budget is given"):
         run("1GiB", schedule=Slots(3))

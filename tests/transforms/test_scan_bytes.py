@@ -35,7 +35,7 @@ def most(options: dict[str, Any], length: int, carry: int, rows: int, plain: int
       plain: bytes that `lax.scan` keeps.
     """
     each = -(-plain // max(length, 1))  # of an iteration that is not checkpointed
-    nest = schedule_of(length, options["schedule"])
+    nest: Any = schedule_of(length, options["schedule"])
     if not isinstance(nest, Nested):
         runs = -(-length // options.get("unroll", 1))
         return min(nest.count, max(runs, 1)) * carry + rows + carry

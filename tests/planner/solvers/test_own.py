@@ -1,6 +1,7 @@
 """A solver of the user's own: an instance of a class that is registered nowhere."""
 
 import threading
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -127,7 +128,7 @@ def test_an_answer_that_is_none_is_an_error(problem, answer):
 
 
 def test_an_instance_keeps_what_budgets_share(problem, monkeypatch):
-    optimal = solver("chain")
+    optimal: Any = solver("chain")
     chain = problem.model.chain
     table = optimal.table(chain)
     assert optimal.table(chain) is table
