@@ -75,6 +75,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    """JAX keeps what it has traced and compiled: some gigabytes over all tests."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder of compilers' answers for this run of pytest, one for all of its workers."""
