@@ -51,17 +51,33 @@ def _missing(name: str) -> str | None:
     return _CHECKED[name]
 
 
+HERE = pathlib.Path(__file__).parent
+
+
+def _only_traces(path: pathlib.Path) -> bool:
+    """Whether a file of tests is in the quick tier, but for tests that say otherwise themselves."""
+    inside = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
+    return any(inside == each or inside.startswith(f"{each}/") for each in TRACING)
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Does not import files whose tests `-m "not compile..."` would all leave out."""
+    chosen = config.option.markexpr or ""
+    quick = chosen == "not compile" or chosen.startswith("not compile and ")
+    if quick and " or " not in chosen and collection_path.suffix == ".py" and not collection_path.name.startswith("_"):
+        return None if collection_path.name == "conftest.py" or _only_traces(collection_path) else True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts each test into its tier: `compile`, `target`, or neither, which is the quick one."""
-    here = pathlib.Path(__file__).parent
-    assert not (gone := [each for each in TRACING if not (here / each).exists()]), (
-        f"TRACING names what is not there: {gone}"
+    assert not (gone := [each for each in TRACING if not (HERE / each).exists()]), (
+        f"TRACING names {gone}; there is none."
     )
     for item in items:
         if any(item.get_closest_marker(name) for name in ("cuda", "tpu", "gpu")):
             item.add_marker("target")
-        path = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else "doctest"
-        if not any(path == each or path.startswith(f"{each}/") for each in TRACING):
+        if not _only_traces(item.path):
             item.add_marker("compile")
 
 
