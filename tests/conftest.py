@@ -22,8 +22,8 @@ import pytest
 
 TRACING = """
     actions compat/test_source.py memory/test_buffers.py memory/test_estimate.py memory/test_wire.py
-    core/test_addresses.py core/test_emit.py core/test_files.py core/test_flops.py core/test_graph.py core/test_inline.py
-    core/test_liveness.py core/test_loops.py core/test_plan.py core/test_primitives.py core/test_purity.py core/test_reads.py
+    core/test_addresses.py core/test_emit.py core/test_files.py core/test_flops.py core/test_graph.py
+    core/test_liveness.py core/test_plan.py core/test_primitives.py core/test_purity.py
     core/test_surgery.py core/test_typed.py core/test_units.py
     planner/solvers/test_optimal.py planner/solvers/test_registry.py planner/solvers/test_rules.py planner/solvers/test_staircase.py
     planner/test_budget.py planner/test_chain.py planner/test_costs.py planner/test_mincut.py planner/test_stages.py
