@@ -7,6 +7,8 @@ running.
 
 from __future__ import annotations
 
+import gc
+import importlib.metadata
 import os
 import pathlib
 from collections.abc import Iterator
@@ -16,6 +18,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # LLVM's optimisations come after XLA has scheduled a program and assigned its buffers: the bytes that are tested stay,
 # and compiling takes a third less. It holds for the processes that tests start, too.
+os.environ["XLA_FLAGS"] = " ".join(
+    {
+        *os.environ.get("XLA_FLAGS", "").split(),
+        *["--xla_cpu_use_fusion_emitters=false"][: importlib.metadata.version("jaxlib").startswith("0.10.")],
+    }
+)
+# Nor do they change with how fused loops are written, but for 160 bytes of 3.9 GB; another third. Later versions do not
+# know the flag.
 
 import jax
 import pytest
@@ -32,6 +42,14 @@ TRACING = """
 """.split()  # noqa: SIM905 (a list of files is easier to read so)
 """Files and folders of tests that trace, and compile nothing larger than single operations. All others are marked
 `compile`.
+"""
+
+ONCE = """
+    benchmarks core/test_constants.py memory/test_compare.py planner/solvers planner/test_meshes.py planner/test_scale.py
+    show test_cli.py test_docs.py test_glossary.py test_imports.py test_quiet.py
+""".split()  # noqa: SIM905
+"""Files and folders of tests that are marked `once`: what they ask differs between no two versions of JAX or Python,
+or is asked by other tests in a smaller form.
 """
 
 _CHECKED: dict[str, str | None] = {}
@@ -56,8 +74,12 @@ HERE = pathlib.Path(__file__).parent
 
 def _only_traces(path: pathlib.Path) -> bool:
     """Whether a file of tests is in the quick tier, but for tests that say otherwise themselves."""
+    return _is_in(path, TRACING)
+
+
+def _is_in(path: pathlib.Path, places: list[str]) -> bool:
     inside = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
-    return any(inside == each or inside.startswith(f"{each}/") for each in TRACING)
+    return any(inside == each or inside.startswith(f"{each}/") for each in places)
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
@@ -71,14 +93,16 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts each test into its tier: `compile`, `target`, or neither, which is the quick one."""
-    assert not (gone := [each for each in TRACING if not (HERE / each).exists()]), (
-        f"TRACING names {gone}; there is none."
+    assert not (gone := [each for each in (*TRACING, *ONCE) if not (HERE / each).exists()]), (
+        f"TRACING or ONCE names {gone}; there is none."
     )
     for item in items:
         if any(item.get_closest_marker(name) for name in ("cuda", "tpu", "gpu")):
             item.add_marker("target")
         if not _only_traces(item.path):
             item.add_marker("compile")
+        if _is_in(item.path, ONCE):
+            item.add_marker("once")
 
 
 class _Named:
@@ -114,6 +138,7 @@ def forget() -> Iterator[None]:
     """JAX keeps what it has traced and compiled: some gigabytes over all tests."""
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from rich.text import Text
 from jaxckpt.core.plan import every_region
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import html, plot, table
-from jaxckpt.show.tree import plan_lines
+from jaxckpt.show.tree import nothing, plan_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +105,7 @@ def _recipe(report: PlanReport) -> str:
     """Returns a sentence on what a plan does."""
     plan = report.plan
     if not plan.regions and not plan.loops:
-        return "The step fits as it is: nothing is recomputed."
+        return nothing(plan)
     regions = list(every_region(plan.regions))
     actions = [
         *(region.actions for region in regions),

@@ -36,6 +36,12 @@ class _Stretch:
     loop: Loop | None = None
 
 
+def nothing(plan: Plan) -> str:
+    """Returns a sentence on a plan without regions and loops. Only a planner knows that the step fits."""
+    fits = "the step fits as it is" if plan.report is not None else "the plan has no regions and no loops"
+    return f"{fits[0].upper()}{fits[1:]}: nothing is recomputed."
+
+
 def plan_lines(plan: Plan, graph: Graph) -> list[str]:
     """Returns a plan as the lines of a tree: what runs in order, what of it is kept and what is computed again.
 
@@ -43,7 +49,7 @@ def plan_lines(plan: Plan, graph: Graph) -> list[str]:
     """
     plan.check(graph)
     if not plan.regions and not plan.loops:
-        return ["The step fits as it is: nothing is recomputed."]
+        return [nothing(plan)]
     regions, loops = by_body(plan.regions), by_body(plan.loops)
     lines = ["In the order in which it runs:"]
     for address in sorted({(), *regions, *loops}):

@@ -112,7 +112,7 @@ def test_what_the_step_takes_by_itself_is_no_gain():
     assert frontier.verdict(found, found.points[0]).gains == {"flops": 0.0, "seconds": 0.0}
 
 
-@pytest.mark.large
+@pytest.mark.once
 @pytest.mark.usefixtures("optimised")
 def test_a_plan_runs_in_a_process_of_its_own_and_takes_what_it_was_compiled_to_take():
     rows = gpu.measure_model("gpt2", ["50%"], 1, lambda line: None)

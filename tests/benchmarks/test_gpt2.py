@@ -42,7 +42,7 @@ def bare_peak(fun, args):
     return traced.compile(compiler_options={"xla_gpu_autotune_level": "0"}).memory_analysis().peak_memory_in_bytes
 
 
-@pytest.mark.large
+@pytest.mark.once
 @pytest.mark.cuda
 def test_compare_says_what_bare_jax_compiles_to_in_the_known_order_and_size():
     variants = factories.variants_for(gpt.gpt2, {}, list(KNOWN))

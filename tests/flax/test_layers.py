@@ -234,7 +234,7 @@ def test_policies_hold_within_a_layer_and_unknown_tags_are_errors():
         loss(Deep("every", Policy({"upp": jaxckpt.SAVE})))(params)
 
 
-@pytest.mark.large
+@pytest.mark.once
 @pytest.mark.cuda
 def test_h100_peak_of_48_layers_is_below_that_of_a_checkpoint_around_each_block_in_a_plain_scan():
     size = replace(gpt.Size(), layers=48, vocabulary=512)

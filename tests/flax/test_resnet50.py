@@ -53,7 +53,7 @@ def trained(model: nn.Module, params: Any, stats: Any, images: Any, labels: Any,
     return params, stats
 
 
-@pytest.mark.large
+@pytest.mark.once
 @pytest.mark.usefixtures("optimised")
 def test_running_statistics_after_ten_steps_are_equal_with_and_without():
     plain, ours = ResNet50(), ResNet50(checkpoint(Bottleneck))

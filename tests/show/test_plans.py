@@ -14,7 +14,7 @@ from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, PlanReport, Region
 from jaxckpt.planner.frontier import Frontier, Point, Way
 from jaxckpt.schedules import checkpointed, in_turn
 from jaxckpt.show import plans, plot, table
-from jaxckpt.show.tree import plan_lines
+from jaxckpt.show.tree import nothing, plan_lines
 from jaxckpt.transforms.checkpoint import tag
 
 MIB = 2**20
@@ -96,7 +96,9 @@ def test_a_loop_is_told_by_its_runs():
 
 
 def test_an_empty_plan_says_so():
-    assert text([]) == "The step fits as it is: nothing is recomputed."
+    assert text([]) == "The plan has no regions and no loops: nothing is recomputed."
+    empty = PlanReport(Plan((), "none"), budget=100).plan
+    assert nothing(empty) == "The step fits as it is: nothing is recomputed."
 
 
 def report(times=None, compiled=True):
