@@ -8,7 +8,6 @@ running.
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import pathlib
 from collections.abc import Iterator
@@ -18,14 +17,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # LLVM's optimisations come after XLA has scheduled a program and assigned its buffers: the bytes that are tested stay,
 # and compiling takes a third less. It holds for the processes that tests start, too.
-os.environ["XLA_FLAGS"] = " ".join(
-    {
-        *os.environ.get("XLA_FLAGS", "").split(),
-        *["--xla_cpu_use_fusion_emitters=false"][: importlib.metadata.version("jaxlib").startswith("0.10.")],
-    }
-)
-# Nor do they change with how fused loops are written, but for 160 bytes of 3.9 GB; another third. Later versions do not
-# know the flag.
 
 import jax
 import pytest

@@ -53,6 +53,14 @@ WIDEST = 4
 record.
 """
 
+PERIODS = 32
+"""The blocks of a model are looked for at this many distances, those at which most equal matmuls, convolutions and
+loops follow one another. A block of GPT-2 has 6 matmuls, so its own distance is within the first few."""
+
+NEARLY = 0.95
+"""Of stretches whose copies cover this fraction of the most operations, the shortest is a model's block: two blocks
+cover as many as one. Judged by the models of benchmarks/."""
+
 OPERATIONS = 5000
 """Maximum number of operations that are differentiated to find candidates; single stages are always differentiated. A
 limit of planning time, judged by benchmarks/planning.py."""
@@ -100,6 +108,14 @@ off by 1 to 5%, the second by under 0.5%."""
 
 CLOSE = 0.02
 """Stop once the compiled peak is within this fraction below the budget. Judged by the models of benchmarks/."""
+
+FLOORS = 3
+"""Where no plan fits, this many checkpoints as people place them are compiled beside the plan that needs least by the
+model."""
+
+ABOVE = (1.02, 1.05)
+"""And the cheapest plans that need this many times as much. The model errs by a few percent of the peak, so one of them
+may be the leanest. Judged by a language model whose least plan compiled to 863 MiB and the next one to 840."""
 
 MARGIN = 0.005
 """After a plan that did not fit, aim the next one this fraction of the budget lower, and the one after it six times as

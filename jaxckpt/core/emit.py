@@ -70,12 +70,19 @@ def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 class Named:
-    """A body's operations with a name at each of their results, to be looked at in stretches: see `stretch`."""
+    """A body's operations with a name at each of their results, to be looked at in stretches: see `stretch`.
 
-    def __init__(self, graph: Graph, body: Body) -> None:
+    Args:
+      graph: the function.
+      body: its own, or one inside.
+      loops: how scans of the function are run, as of `Plan`.
+    """
+
+    def __init__(self, graph: Graph, body: Body, loops: Sequence[Loop] = ()) -> None:
         self.graph, self.body = graph, body
         values = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
         self.names = _Names(graph, whole=True)
+        self.names.place(graph, (), loops, True)
         self.groups = _rewrite(body, self.names, values, cuts=range(len(body.ops)))
 
     def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:

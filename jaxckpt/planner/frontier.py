@@ -228,16 +228,17 @@ def sweep(
         peak=unplanned_bytes(problem),
         shards=shards,
     )
-    points = []
-    for done, budget in enumerate(budgets, start=1):
-        report(done, total, f"planning for {budget}")
-        points.append(point(problem, budget, verify=verify, solver=solver))
+    points: dict[int, Point] = {}
+    # The least budget first: a plan that was compiled for it is one for those above it too.
+    for done, place in enumerate(sorted(range(len(budgets)), key=lambda i: problem.budget_bytes(budgets[i])), start=1):
+        report(done, total, f"planning for {budgets[place]}")
+        points[place] = point(problem, budgets[place], verify=verify, solver=solver)
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         report(done, total, f"compiling {name}")
         ways.append(way(name, other, problem.args, problem.step, problem.target, shards=shards))
     report(total, total, "")
-    return Frontier(problem.target.name, unplanned, tuple(points), tuple(ways))
+    return Frontier(problem.target.name, unplanned, tuple(points[i] for i in range(len(budgets))), tuple(ways))
 
 
 def point(

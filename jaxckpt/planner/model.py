@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import collections
+import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxckpt.actions import Action
 from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
@@ -18,11 +21,19 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
-from jaxckpt.planner.chain import Candidate, Carried, Chain, Keep, Segment, Solution
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.scans import LoopCandidates, loop_candidates_of
+from jaxckpt.planner.scans import LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
+from jaxckpt.planner.solvers.sqrt import fastest, leanest, tightest
+
+
+@dataclass(frozen=True)
+class LeanLoops:
+    """What a region keeps whose loops run one checkpointed iteration at a time: its `actions`, as of `Region`."""
+
+    actions: Mapping[int, Action]
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class Model:
       distinct: how many stretches were analysed.
       shards: how arrays lie over the target's devices; bytes and seconds are those of one.
       loops: places of the operations that are planned for as loops.
+      lean: loops inside of regions, as `LeanLoops` runs them: place of the operation -> those in it.
+      units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
     """
 
     graph: Graph
@@ -48,6 +61,37 @@ class Model:
     distinct: int
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
+    units: tuple[int, ...] = ()
+    lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
+
+    def by_hand(self) -> Iterator[Solution]:
+        """Yields what people do: a checkpoint around each block, around several, that keeps nothing; and the same with
+        all that is before and after the blocks as lean as it can be.
+        """
+        for run in _runs(len(self.units) - 1):
+            whole = (len(self.units) - 1) // run * run
+            ends = [*self.units[:whole:run], *self.units[whole:]]
+            if not all(self.chain.segment(a, b).candidates for a, b in itertools.pairwise(ends)):
+                continue  # too many operations to look at
+            for inside, outside in itertools.product((leanest, tightest), (fastest, leanest)):
+                blocks = tuple(self._kept(a, b, inside) for a, b in itertools.pairwise(ends))
+                before = tuple(self._kept(s, s + 1, outside) for s in range(ends[0]))
+                after = tuple(self._kept(s, s + 1, outside) for s in range(ends[-1], self.chain.length))
+                yield (*before, *blocks, *after)
+
+    def plan_by_hand(self, solution: Solution) -> Plan:
+        """Returns one of `by_hand` as people write it: what is before and after the blocks is left to JAX where nothing
+        of it is computed again, and no region waits for the gradients of the one before.
+        """
+        made = self.plan(tuple(item for item in solution if self._is_made(item)))
+        return replace(made, regions=tuple(replace(region, tied=False) for region in made.regions))
+
+    def _is_made(self, item: Keep | Drop) -> bool:
+        return not isinstance(item, Keep) or item.start in self.units[:-1] or self.chain.candidate(item).time > 0
+
+    def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
+        candidates = self.chain.segment(start, stop).candidates
+        return Keep(start, stop, min(range(len(candidates)), key=lambda o: preference(candidates[o])))
 
     def plan(self, solution: Solution) -> Plan:
         """Returns a solver's solution as a plan."""
@@ -97,7 +141,10 @@ class Model:
                 regions.append(Region(start, stop, {}, self._regions(item.again, loops), tied=True))
                 continue
             how = self.chain.candidate(item).how
-            if start not in self.loops:
+            if isinstance(how, LeanLoops):
+                loops += [loop for place in range(start, stop) for loop in self.lean.get(place, ())]
+                how = how.actions
+            if start not in self.loops or stop > start + 1:
                 regions.append(Region(start, stop, how or {}, checkpoint=how is not None, tied=True))
             elif how is not None:
                 loops.append(Loop(start, how))
@@ -139,6 +186,9 @@ class _Builder:
         self.last = stages.last_uses(graph)
         self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
+        number = {op.index: place for place, op in enumerate(graph.ops)}
+        lean = [(number[loop.body[0][0]] if loop.body else loop.op, loop) for loop in lean_loops(graph)]
+        self.lean = {place: tuple(loop for _, loop in each) for place, each in itertools.groupby(lean, lambda x: x[0])}
         self.analyses: dict[str, tuple[Candidates, dict[int, int]]] = {}
         self.scans: dict[str, LoopCandidates] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
@@ -146,7 +196,10 @@ class _Builder:
 
     def build(self) -> Model:
         graph = self.graph
-        places = self._finer(stages.join(graph, stages.cuts(graph), lambda a, b: self._stretch(a, b)[0]))
+        blocks = stages.repeats(graph)
+        cuts = stages.cuts(graph, blocks)
+        places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]))
+        self.units = _units(places, blocks)
         length = len(places) - 1
         carried = self._carried(places)
         segments: dict[tuple[int, int], Segment] = {}
@@ -191,6 +244,8 @@ class _Builder:
             len(self.analyses) + len(self.scans),
             self.context.shards,
             self.loops,
+            self.units,
+            self.lean,
         )
 
     def _finer(self, places: list[int]) -> list[int]:
@@ -237,6 +292,14 @@ class _Builder:
                 break
             known |= new.keys()
             ends += here
+        for run in _runs(len(self.units) - 1):
+            here = [(s, t) for s, t in zip(self.units, self.units[run:]) if t - s > 1 and (s, t) not in ends]
+            new = {self._stretch(places[s], places[t])[0]: places[t] - places[s] for s, t in here}
+            operations += sum(size for text, size in new.items() if text not in known)
+            if operations > 2 * OPERATIONS:
+                break
+            known |= new.keys()
+            ends += here
         return ends
 
     def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:
@@ -258,21 +321,35 @@ class _Builder:
             return _listed(found)
         text, _, numbers = self._stretch(start, stop)
         here = {index: numbers[number] for index, number in self.analyses[text][1].items()}
-        return [replace(c, how={here[index]: action for index, action in c.how.items()}) for c in found.candidates]
+        moved = lambda actions: {here[index]: action for index, action in actions.items()}
+        return [
+            replace(c, how=LeanLoops(moved(c.how.actions)) if isinstance(c.how, LeanLoops) else moved(c.how))
+            for c in found.candidates
+        ]
 
     def _found(self, start: int, stop: int) -> Candidates | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
-        if start in self.loops:
+        if start in self.loops and stop == start + 1:
             key = f"{text}:{start}"  # its schedules name values of its own body
             if key not in self.scans:
                 self.scans[key] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
             return self.scans[key]
         if text not in self.analyses:
-            found = candidates_of(
-                self.named, start, stop, part.outputs, self.active, self.context, carried=part.outputs
+            look = functools.partial(
+                candidates_of, start=start, stop=stop, outputs=part.outputs, active=self.active, context=self.context
             )
+            found = look(self.named, carried=part.outputs)
+            if any(
+                self.active.intersection(self.graph.ops[place].outputs) for place in self.lean if start <= place < stop
+            ):
+                found = _with_lean(found, look(self.named_lean, carried=part.outputs))
             self.analyses[text] = found, {index: number for number, index in numbers.items()}
         return self.analyses[text][0]
+
+    @functools.cached_property
+    def named_lean(self) -> Named:
+        """The function with its loops run as of `LeanLoops`."""
+        return Named(self.graph, self.graph.body, [loop for each in self.lean.values() for loop in each])
 
     def _carried(self, places: Sequence[int]) -> list[tuple[Carried, bool]]:
         """Returns the values between stages, each with whether a cotangent of it comes back."""
@@ -314,11 +391,50 @@ class _Builder:
         )
 
 
+def _with_lean(found: Candidates, lean: Candidates) -> Candidates:
+    """Returns the candidates of a stretch, with those of the same stretch whose loops run lean: they recompute within
+    the backward pass.
+    """
+    more = lean.backward.seconds - found.backward.seconds, lean.backward.effort - found.backward.effort
+    seconds, effort = (max(each, 0.0) for each in more)
+    added = [
+        replace(c, time=c.time + effort, seconds=c.seconds + seconds, how=LeanLoops(c.how)) for c in lean.candidates
+    ]
+    return replace(found, candidates=(*found.candidates, *added))
+
+
 def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
     """Returns the candidates of a stretch or of a loop."""
     if isinstance(found, Candidates):
         return list(found.candidates)
     return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule) for way in found.candidates]
+
+
+def _units(places: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of the stages at which blocks begin, and the last ends. Where stages were joined to be fewer,
+    a unit is several blocks.
+    """
+    number = {place: stage for stage, place in enumerate(places)}
+    found = [(place, number[place]) for place in blocks if place in number]
+    widths = collections.Counter(later - place for (place, _), (later, _) in itertools.pairwise(found))
+    if not widths:
+        return ()
+    width = widths.most_common(1)[0][0]
+    runs: list[list[int]] = [[]]
+    for (place, stage), (later, next_stage) in itertools.pairwise(found):
+        if later - place != width:
+            runs.append([])
+        else:
+            runs[-1] = [*(runs[-1] or [stage]), next_stage]
+    longest = max(runs, key=len)
+    return tuple(longest)
+
+
+def _runs(blocks: int) -> list[int]:
+    """Returns how many blocks one checkpoint is put around: each, every two, every root; none where there are none."""
+    if blocks < 1:
+        return []
+    return sorted({1, 2, round(blocks**0.5)} & set(range(1, blocks + 1)))
 
 
 def _stage_of(places: Sequence[int], place: int | None) -> int | None:

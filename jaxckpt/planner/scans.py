@@ -25,8 +25,9 @@ from jaxckpt.core.constants import (
     TURNS_A_SECOND,
 )
 from jaxckpt.core.emit import Named
-from jaxckpt.core.graph import Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.loops import can_be_rewritten
+from jaxckpt.core.regions import Address, Loop
 from jaxckpt.core.scans import ScanBody
 from jaxckpt.core.schedule import LoopSchedule
 from jaxckpt.memory.residuals import is_inexact
@@ -77,6 +78,19 @@ class _Sizes:
     gradients: int
     results: int
     arriving: int
+
+
+def lean_loops(graph: Graph, body: Body | None = None, address: Address = ()) -> Iterator[Loop]:
+    """Yields the scans of a function, those in branches too, each run one checkpointed iteration at a time: the fewest
+    bytes for one in a region that keeps nothing.
+    """
+    for place, op in enumerate((body or graph.body).ops):
+        if can_be_rewritten(op) and op.params["length"] > 1:
+            if not _compat.open_jaxpr(op.params["jaxpr"]).effects:
+                yield Loop(place, checkpointed(op.params["length"]), address)
+        elif op.primitive == "cond":
+            for number, inner in enumerate(op.bodies):
+                yield from lean_loops(graph, inner, (*address, (op.index, number)))
 
 
 def loop_candidates_of(

@@ -20,7 +20,7 @@ import jax
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
-from jaxckpt.core.constants import CLOSE, COMPILES, MARGIN, NESTED
+from jaxckpt.core.constants import ABOVE, CLOSE, COMPILES, FLOORS, MARGIN, NESTED
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -292,7 +292,7 @@ class Problem:
         self.argument_bytes = _per_device(lift.leaves(fun, args))
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
-        self._tries: dict[Solution, _Try] = {}
+        self._tries: dict[tuple[Solution, bool], _Try] = {}  # (solution, whether as people write it)
         self._solvers: dict[str, Solver] = {}
 
     @property
@@ -307,6 +307,11 @@ class Problem:
         if not isinstance(given, str):
             return solver_for(given)
         return self._solvers.get(given) or self._solvers.setdefault(given, solver_for(given))
+
+    @functools.cached_property
+    def by_hand(self) -> tuple[Solution, ...]:
+        """What people would do: see `Model.by_hand`."""
+        return tuple(dict.fromkeys(self.model.by_hand()))
 
     @functools.cached_property
     def used_argument_bytes(self) -> int:
@@ -377,6 +382,7 @@ class _Search:
 
     def __init__(self, problem: Problem, budget: int, solver: Solver, verify: bool, report: Progress) -> None:
         self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
+        self.free = isinstance(solver, Optimal)  # others answer for what they find
         self.chain = problem.model.chain
         self.tries: list[_Try] = []
         self.compiles = 0
@@ -389,7 +395,24 @@ class _Search:
         # is looked at.
         small = least is not None and self._nested(least) <= NESTED
         standing = self._standing(least if least is not None and small else single(self.chain, leanest))
-        best: _Try | None = None
+        if not self.verify:
+            solution = self._solve(self.budget - self._offset(standing)) or least
+            if solution is None:
+                raise self._infeasible(None)
+            return self._unverified(solution, standing)
+        best = self._search(least, standing)
+        if best is None and self.free:
+            best = self._floor(least, standing)
+        self.report(COMPILES, COMPILES, "")
+        if best is None:
+            raise self._infeasible(least)
+        return best.plan
+
+    def _search(self, least: Solution | None, standing: int) -> _Try | None:
+        """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the
+        compiler said of those before it, and what people do by hand where that is cheaper.
+        """
+        best = self._known(standing) if self.free else None
         seen: set[Solution] = set()
         while self.compiles < COMPILES:
             solution = self._solve(self.budget - self._offset(standing))
@@ -399,20 +422,54 @@ class _Search:
             if solution is None or solution in seen:
                 break
             seen.add(solution)
-            if not self.verify:
-                return self._unverified(solution, standing)
             tried = self._try(solution, standing)
-            if tried.compiled <= self.budget and (best is None or tried.effort < best.effort):
-                best = tried
+            best = self._better(best, tried)
             if best is tried and tried.compiled >= self.budget * (1 - CLOSE):
                 break
-        if best is None and least is not None and least not in seen and self.verify:
-            best = self._try(least, standing)
-            best = best if best.compiled <= self.budget else None
-        self.report(COMPILES, COMPILES, "")
+        for solution in self._cheaper_by_hand(best) if self.free else ():
+            best = self._better(best, self._try(solution, standing, by_hand=True))
+        return best
+
+    def _better(self, best: _Try | None, tried: _Try) -> _Try | None:
+        fits = tried.compiled <= self.budget
+        return tried if fits and (best is None or tried.effort < best.effort) else best
+
+    def _known(self, standing: int) -> _Try | None:
+        """Returns the cheapest plan that was compiled for another budget and fits this one: more memory never costs
+        more.
+        """
+        with self.problem._lock:
+            fitting = [(t.effort, key) for key, t in self.problem._tries.items() if t.compiled <= self.budget]
+        found = min(fitting, key=lambda each: each[0], default=None)
+        return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1])
+
+    def _cheaper_by_hand(self, best: _Try | None) -> list[Solution]:
+        """Returns checkpoints as people place them that recompute less than the best plan, those first that need least
+        by the model, as many as may still be compiled. What the model says of their bytes does not count: what is left
+        to JAX, the compiler lays out better than the model knows.
+        """
         if best is None:
-            raise self._infeasible(least)
-        return best.plan
+            return []
+        found = {solution: cost(self.chain, solution) for solution in self.problem.by_hand}
+        cheaper = [solution for solution, predicted in found.items() if predicted.time < best.effort]
+        cheaper.sort(key=lambda solution: (found[solution].peak, found[solution].time))
+        return cheaper[: max(COMPILES - self.compiles, 1)]
+
+    def _floor(self, least: Solution | None, standing: int) -> _Try | None:
+        """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
+        of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier.
+        """
+        by_hand = sorted(self.problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
+        lean = [(solution, True) for solution in by_hand[:FLOORS]]
+        if least is not None:
+            peak = cost(self.chain, least).peak
+            above = (self._solve(round(peak * more)) for more in ABOVE)
+            lean = [(least, False), *lean, *((solution, False) for solution in above if solution is not None)]
+        for solution, written in dict.fromkeys(lean):
+            made = self._try(solution, standing, by_hand=written)
+            if made.compiled <= self.budget:
+                return made
+        return None
 
     def _solve(self, limit: int) -> Solution | None:
         """Returns the solver's solution within a limit, or None.
@@ -491,16 +548,17 @@ class _Search:
             off = max(off, int(self.budget - low.modelled - 0.9 * (high.modelled - low.modelled)))
         return off
 
-    def _try(self, solution: Solution, standing: int) -> _Try:
+    def _try(self, solution: Solution, standing: int, *, by_hand: bool = False) -> _Try:
         problem = self.problem
         modelled = cost(self.chain, solution)
         estimate = self._estimate(solution, modelled.peak, self._offset(standing))
         with problem._lock:
-            known = problem._tries.get(solution)
+            known = problem._tries.get((solution, by_hand))
         if known is None:
             self.report(self.compiles, COMPILES, "compiling a plan")
             self.compiles += 1
-            made = problem.model.plan(solution)
+            model = problem.model
+            made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
             try:
                 report: MemoryReport | None = measure(
                     problem.step(made.apply(problem.fun)), *problem.args, target=problem.target, generate_code=False
@@ -510,9 +568,7 @@ class _Search:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
             known = _Try(modelled.peak, compiled, made, report, modelled.time)
             with problem._lock:
-                problem._tries[solution] = known
-        else:
-            self.compiles += 1
+                problem._tries[solution, by_hand] = known
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
         finished = replace(
             known, plan=self._record(known.plan, estimate, known.report, problem.model.seconds(solution))
@@ -547,8 +603,9 @@ class _Search:
         return found.plan
 
     def _infeasible(self, least: Solution | None, needed: int | None = None) -> InfeasibleBudgetError:
-        known = None if least is None else self.problem._tries.get(least)
-        needed = needed or (known.compiled if known is not None else None)
+        with self.problem._lock:
+            tried = [*self.problem._tries.values()] if self.free else self.tries
+        needed = needed or min((each.compiled for each in tried), default=None)
         found = "found" if self.verify else "predicted"
         text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
         stretch, said = self._dearest()

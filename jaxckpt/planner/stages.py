@@ -12,13 +12,16 @@ Equal stretches have equal digests, so that 48 equal blocks are analysed once.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxckpt import _compat
-from jaxckpt.core.constants import LONG, LOOPS, MOST_STAGES
+from jaxckpt.core.constants import LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS
 from jaxckpt.core.graph import Body, Graph, Op, stable
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.costs import is_dear
@@ -83,8 +86,8 @@ def crossing(graph: Graph) -> list[int]:
     return live
 
 
-def cuts(graph: Graph) -> list[int]:
-    """Returns where the stages begin and end: 0, ..., len(graph.ops)."""
+def cuts(graph: Graph, blocks: Sequence[int] = ()) -> list[int]:
+    """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them."""
     live = crossing(graph)
     between = gaps(graph, live)
     narrow = []
@@ -93,7 +96,7 @@ def cuts(graph: Graph) -> list[int]:
         if all(live[place] <= other for other in around):
             narrow.append(place)
     ends = [end for place in loops(graph) for end in (place, place + 1)]
-    places = sorted({0, *narrow, *ends, len(graph.ops)})
+    places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
     return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
 
 
@@ -127,6 +130,64 @@ def loops(graph: Graph) -> frozenset[int]:
 
 def _is_scan(op: Op) -> bool:
     return op.primitive == "scan" and op.params["length"] > 1 and is_dear(op)
+
+
+def repeats(graph: Graph) -> list[int]:
+    """Returns where the blocks of a model begin, and where the last ends: one stretch of operations that comes several
+    times in a row, cut where the fewest bytes are live. Empty if there is none.
+
+    This is what people put a checkpoint around. Of all stretches the one counts whose copies cover the most operations,
+    and of those that cover nearly as many the shortest. The first block is equal to the others although the derivative
+    may not pass through what goes into it.
+    """
+    texts: dict[int, str] = {}
+    numbers: dict[str, int] = {}
+    kinds = np.array([numbers.setdefault(_whole_text(graph, op, texts), len(numbers)) for op in graph.ops])
+    found = [(period, *_longest(kinds[period:] == kinds[:-period])) for period in _periods(graph, kinds)]
+    found = [(period, start, run) for period, start, run in found if run >= period]
+    if not found:
+        return []
+    covered = max(run + period for period, _, run in found)
+    period, start, run = min(each for each in found if each[2] + each[0] >= NEARLY * covered)
+    live = crossing(graph)
+    narrow = set(gaps(graph, live))
+    middle = (run // period + 1) // 2 * period  # to a copy that does not read the function's arguments
+    firsts = [place for place in range(start, start + period) if place + middle in narrow]
+    first = min(firsts, key=lambda place: (live[place + middle], place), default=start)
+    return list(range(first, start + run + period + 1, period))
+
+
+def _periods(graph: Graph, kinds: np.ndarray) -> list[int]:
+    """Returns distances at which dear operations of one kind come again, the most frequent ones."""
+    places: dict[int, list[int]] = {}
+    for place, op in enumerate(graph.ops):
+        if is_dear(op):
+            places.setdefault(int(kinds[place]), []).append(place)
+    apart = collections.Counter(
+        later - place
+        for each in places.values()
+        for i, place in enumerate(each)
+        for later in each[i + 1 : i + 1 + PERIODS]
+    )
+    return [period for period, _ in apart.most_common(PERIODS)]
+
+
+def _longest(equal: np.ndarray) -> tuple[int, int]:
+    """Returns (start, length) of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.astype(np.int8), [0]))))
+    if not len(edges):
+        return 0, 0
+    starts, stops = edges[::2], edges[1::2]
+    longest = int(np.argmax(stops - starts))
+    return int(starts[longest]), int(stops[longest] - starts[longest])
+
+
+def _whole_text(graph: Graph, op: Op, texts: dict[int, str]) -> str:
+    """Returns what an operation does, with what its bodies do."""
+    if op.index not in texts:
+        texts[op.index] = _text(graph, op, ())
+    inside = "".join(_whole_text(graph, inner, texts) for body in op.bodies for inner in body.ops)
+    return f"{texts[op.index]}{inside}"
 
 
 def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], most: int = MOST_STAGES) -> list[int]:

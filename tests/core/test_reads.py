@@ -181,4 +181,4 @@ def test_the_planner_knows_that_a_kept_result_spares_its_operation():
     plain, planned = (gradient_executions(fun, *args) for fun in (loss, found.apply(loss)))
     assert found.measured_bytes <= found.budget < found.unplanned_bytes
     assert planned["tanh"] - plain["tanh"] < 8  # some of the results are kept, and what is kept is not computed again
-    assert planned["dot_general"] - plain["dot_general"] == planned["tanh"] - plain["tanh"]
+    assert 0 < planned["dot_general"] - plain["dot_general"] <= planned["tanh"] - plain["tanh"]

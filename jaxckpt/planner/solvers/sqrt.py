@@ -55,6 +55,11 @@ def fastest(candidate: Candidate) -> tuple[float, float]:
     return candidate.time, candidate.kept
 
 
+def tightest(candidate: Candidate) -> tuple[float, float]:
+    """Puts the candidate first that needs the fewest bytes at once."""
+    return candidate.kept + candidate.work, candidate.time
+
+
 def leanest(candidate: Candidate) -> tuple[float, float]:
     """Puts the candidate first that keeps the fewest bytes."""
     return candidate.kept, candidate.time

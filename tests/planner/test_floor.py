@@ -1,0 +1,167 @@
+"""The floor is found: where a person gets with a checkpoint around each block, a plan gets too, at no more work."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxckpt
+from jaxckpt import InfeasibleBudgetError
+from jaxckpt.core.graph import trace
+from jaxckpt.planner import stages
+from jaxckpt.planner.frontier import cost_of
+from jaxckpt.planner.model import LeanLoops
+from jaxckpt.planner.search import Problem, problem_of
+
+WIDTH, ROWS, BLOCKS = 64, 2048, 6
+BY_HAND = {"each": 1, "every two": 2}
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def residual(x, w):
+    return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
+
+
+def unrolled(x, w):
+    h = norm(x) @ w["up"]
+    for _ in range(3):
+        h = jnp.sin(h) * 1.1 + jnp.tanh(h)
+    return x + h @ w["down"]
+
+
+def cheap_loop(x, w):
+    h = lax.fori_loop(0, 5, lambda i, h: jnp.sin(h) * 1.1 + jnp.tanh(h), norm(x) @ w["up"])
+    return x + h @ w["down"]
+
+
+def branches(x, w):
+    x = lax.cond(w["flag"] > 0, lambda x: jnp.tanh(x @ w["up"]) @ w["down"], lambda x: jnp.sin(x), x) + x
+    noise = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, lax.stop_gradient(x)))[1]
+    return lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w["square"]) + x, x + 0.1 * noise * x)
+
+
+def head(x, p):
+    logits = jax.nn.log_softmax(norm(x) @ p["head"])
+    return -jnp.take_along_axis(logits, p["labels"][:, None], -1).mean()
+
+
+RUNS = {"residual": residual, "unrolled": unrolled, "a loop": cheap_loop, "branches": branches}
+
+
+def loss_of(run: Callable, wrap: Callable | None = None, every: int = 1) -> Callable:
+    """Returns a loss whose blocks are checkpointed in groups, as people do it."""
+
+    def several(x: Any, weights: Any) -> Any:
+        for w in weights:
+            x = run(x, w)
+        return x
+
+    grouped = several if wrap is None else wrap(several)
+
+    def loss(blocks: Any, labels: Any, table: Any, x: Any) -> Any:
+        for at in range(0, len(blocks), every):
+            x = grouped(x, blocks[at : at + every])
+        return head(x, {"head": table, "labels": labels})
+
+    return loss
+
+
+def arguments() -> tuple[Any, ...]:
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    w = {"up": shape(WIDTH, 4 * WIDTH), "down": shape(4 * WIDTH, WIDTH), "square": shape(WIDTH, WIDTH), "flag": shape()}
+    labels = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    return [w] * BLOCKS, labels, shape(WIDTH, 256), shape(ROWS, WIDTH)
+
+
+def step(fun: Callable) -> Callable:
+    return jax.value_and_grad(fun, argnums=(0, 2))
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def problem(request: pytest.FixtureRequest) -> tuple[Callable, Problem]:
+    run = RUNS[request.param]
+    return run, problem_of(loss_of(run), *arguments(), target="cpu", step=step)
+
+
+def cost_by_hand(run: Callable, every: int) -> tuple[int, int, float]:
+    """Returns (compiled peak, FLOPs, seconds) of checkpoints around the blocks."""
+    made = step(loss_of(run, jax.checkpoint, every))
+    peak = jaxckpt.measure(made, *arguments(), target="cpu", generate_code=False).peak_bytes
+    return peak, *cost_of(made, arguments(), "cpu")
+
+
+@pytest.mark.parametrize("every", BY_HAND.values(), ids=BY_HAND)
+def test_a_plan_fits_where_a_person_gets_at_no_more_work(problem, every):
+    run, analysed = problem
+    peak, flops, _ = cost_by_hand(run, every)
+    found = analysed.plan(peak)
+    planned, _ = cost_of(step(found.apply(loss_of(run))), arguments(), "cpu")
+    assert found.measured_bytes <= peak and planned <= flops
+
+
+def test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it(problem):
+    _, analysed = problem
+    peaks = [analysed.plan(budget).measured_bytes for budget in ("90%", "75%")]
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        analysed.plan(analysed.argument_bytes + 4096)
+    least = caught.value.least_bytes
+    assert least <= min(peaks)
+    assert analysed.plan(least).measured_bytes <= least
+
+
+def test_more_memory_never_costs_more(problem):
+    _, analysed = problem
+    budgets = [f"{share}%" for share in (100, 50, 95, 60, 85, 70)]
+    found = jaxckpt.planner.frontier.sweep(analysed, budgets).points
+    points = [point for point in sorted(found, key=lambda point: point.budget_bytes) if point.plan is not None]
+    flops = [point.flops for point in points]
+    assert len(points) >= 3 and all(more <= less * 1.001 for less, more in itertools.pairwise(flops))
+    assert flops[-1] < flops[0], "else nothing was planned"
+
+
+def test_the_blocks_of_a_model_are_found_and_lie_where_least_crosses():
+    graph = trace(loss_of(residual), *arguments())
+    active = stages.active_values(graph, [v.index for v in graph.values if v.kind == "argument"])
+    blocks = stages.repeats(graph)
+    assert len(blocks) == BLOCKS + 1
+    last = stages.last_uses(graph)
+    texts = {stages.digest(graph, stages.stretch(graph, a, b, last), active, {}) for a, b in itertools.pairwise(blocks)}
+    assert len(texts) <= 2, "all are equal, but for what the last one hands on"
+    live = stages.crossing(graph)
+    assert all(live[place] == ROWS * WIDTH * 4 for place in blocks[1:-1]), "the residual stream alone"
+
+
+@pytest.mark.parametrize("fun", [lambda x: jnp.sum(jnp.sin(x) ** 2), lambda x: jnp.sum(jnp.tanh(x @ x) @ x.T)])
+def test_a_function_without_repeats_has_no_blocks(fun):
+    graph = trace(fun, jnp.ones((4, 4)))
+    assert stages.repeats(graph) == []
+
+
+def test_a_region_may_run_its_loops_one_iteration_at_a_time():
+    """All iterations that run again live at once without it."""
+    analysed = problem_of(loss_of(cheap_loop), *arguments(), target="cpu", step=step)
+    chain = analysed.model.chain
+    lean = [
+        each.how
+        for segment in chain.segments.values()
+        for each in segment.candidates
+        if isinstance(each.how, LeanLoops)
+    ]
+    assert lean
+    best = min(analysed.model.by_hand(), key=lambda s: functools.reduce(lambda a, i: a + chain.candidate(i).work, s, 0))
+    plan = analysed.model.plan_by_hand(best)
+    assert len(plan.loops) == BLOCKS
+    jaxckpt.Plan.from_json(plan.to_json()).check(analysed.graph)
+    peak, *_ = cost_by_hand(cheap_loop, 1)
+    made = jaxckpt.measure(step(plan.apply(loss_of(cheap_loop))), *arguments(), target="cpu", generate_code=False)
+    assert made.peak_bytes < 0.9 * peak
