@@ -551,7 +551,6 @@ class _Search:
     def _try(self, solution: Solution, standing: int, *, by_hand: bool = False) -> _Try:
         problem = self.problem
         modelled = cost(self.chain, solution)
-        estimate = self._estimate(solution, modelled.peak, self._offset(standing))
         with problem._lock:
             known = problem._tries.get((solution, by_hand))
         if known is None:
@@ -569,23 +568,30 @@ class _Search:
             known = _Try(modelled.peak, compiled, made, report, modelled.time)
             with problem._lock:
                 problem._tries[solution, by_hand] = known
+        peak = modelled.peak + self._offset(standing)
+        if by_hand and not _sharded(problem.args):  # the chain does not know what is left to JAX
+            peak = graph_peak(
+                trace(problem.step(known.plan.apply(problem.fun)), *problem.args), problem.target.platform
+            )
+        estimate = self._estimate(solution, peak)
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
         finished = replace(
             known, plan=self._record(known.plan, estimate, known.report, problem.model.seconds(solution))
         )
-        self.tries.append(finished)
+        if not by_hand:  # nor do its bytes correct the chain's
+            self.tries.append(finished)
         return finished
 
     def _unverified(self, solution: Solution, standing: int) -> Plan:
         modelled = cost(self.chain, solution)
-        estimate = self._estimate(solution, modelled.peak, standing)
+        estimate = self._estimate(solution, modelled.peak + standing)
         if estimate.peak_bytes > self.budget:
             raise self._infeasible(solution, estimate.peak_bytes)
         return self._record(self.problem.model.plan(solution), estimate, None, self.problem.model.seconds(solution))
 
-    def _estimate(self, solution: Solution, modelled: int, offset: int) -> MemoryEstimate:
+    def _estimate(self, solution: Solution, peak: int) -> MemoryEstimate:
         kept = self.problem.model.kept_bytes(solution)
-        peak, arguments = modelled + offset, self.problem.argument_bytes
+        arguments = self.problem.argument_bytes
         return MemoryEstimate(peak, arguments, kept, max(peak - arguments - kept, 0))
 
     def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
