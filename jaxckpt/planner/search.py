@@ -401,7 +401,7 @@ class _Search:
                 raise self._infeasible(None)
             return self._unverified(solution, standing)
         best = self._search(least, standing)
-        if best is None and self.free:
+        if best is None:
             best = self._floor(least, standing)
         self.report(COMPILES, COMPILES, "")
         if best is None:
@@ -459,12 +459,14 @@ class _Search:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
         of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier.
         """
-        by_hand = sorted(self.problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
-        lean = [(solution, True) for solution in by_hand[:FLOORS]]
-        if least is not None:
+        lean = [] if least is None else [(least, False)]
+        if self.free:
+            by_hand = sorted(self.problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
+            lean += [(solution, True) for solution in by_hand[:FLOORS]]
+        if self.free and least is not None:
             peak = cost(self.chain, least).peak
             above = (self._solve(round(peak * more)) for more in ABOVE)
-            lean = [(least, False), *lean, *((solution, False) for solution in above if solution is not None)]
+            lean += [(solution, False) for solution in above if solution is not None]
         for solution, written in dict.fromkeys(lean):
             made = self._try(solution, standing, by_hand=written)
             if made.compiled <= self.budget:
