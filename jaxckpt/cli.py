@@ -28,6 +28,7 @@ import jaxckpt
 from jaxckpt import factories, policies
 from jaxckpt._errors import ArgumentError, JaxckptError
 from jaxckpt.core.files import check_writable, write_whole
+from jaxckpt.memory.cache import FOLDER, OFF
 from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.residuals import residuals
@@ -137,7 +138,9 @@ def _plan(options: argparse.Namespace) -> None:
     check_differentiable(options.factory, fun, args)
     found, swept = None, None
     with _progress() as progress:
-        problem = search.problem_of(fun, *args, target=target, costs=options.costs, progress=progress)
+        problem = search.problem_of(
+            fun, *args, target=target, costs=options.costs, cache=_cache(options), progress=progress
+        )
         if options.budget is not None:
             found = report_of(problem, options.budget, verify=verify, solver=solver, progress=progress)
             if options.time:
@@ -203,7 +206,9 @@ def _compare(options: argparse.Namespace) -> None:
     target_of(options.target)  # raises for an unknown target before the model is built, which may take a while
     functions, args = factories.build(factory, variants, real=options.time, settings=_settings(options.set))
     with _progress() as progress:
-        comparison = compare(functions, *args, target=options.target, time=options.time, progress=progress)
+        comparison = compare(
+            functions, *args, target=options.target, time=options.time, cache=_cache(options), progress=progress
+        )
     _print(table.comparison_view(comparison))
     _write(options.json, lambda: json.dumps({"factory": options.factory, **comparison.to_json()}, indent=1))
     _write(options.plot, lambda: plot.render(plot.comparison_figure(comparison), plot.check_suffix(options.plot)))
@@ -242,7 +247,13 @@ def _measure(options: argparse.Namespace) -> None:
     check_differentiable(name, fun, args)
     with _progress() as progress:
         progress(0, 1, f"compiling {name}")
-        report = measure(jax.value_and_grad(fun), *args, target=options.target, generate_code=not options.no_code)
+        report = measure(
+            jax.value_and_grad(fun),
+            *args,
+            target=options.target,
+            generate_code=not options.no_code,
+            cache=_cache(options),
+        )
         progress(1, 1, "")
     _print(table.report_view(report, f"{options.factory}, {name}"), table.buffers_view(report, options.largest))
     _write(
@@ -336,6 +347,18 @@ def _target_option(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="the hardware to compile for, such as cuda:h100 (see `jaxckpt targets`; default: this machine)",
     )
+    _add(
+        parser,
+        "--cache",
+        metavar="FOLDER",
+        help=f"where compilers' results are stored, so that no program is compiled twice; '{OFF}' for nowhere (default: "
+        f"${FOLDER}, else this machine's folder for caches)",
+    )
+
+
+def _cache(options: argparse.Namespace) -> str | bool | None:
+    """Returns where compilers' results are stored, as `jaxckpt.measure` takes it."""
+    return False if options.cache == OFF else options.cache  # type: ignore[no-any-return]
 
 
 def _policy_option(parser: argparse.ArgumentParser, what: str) -> None:

@@ -17,6 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # LLVM's optimisations come after XLA has scheduled a program and assigned its buffers: the bytes that are tested stay,
 # and compiling takes a third less. It holds for the processes that tests start, too.
+os.environ["JAXCKPT_CACHE_DIR"] = "off"
+# What another run has compiled is compiled again, and nothing is written to the user's folder.
 
 import jax
 import pytest

@@ -160,3 +160,10 @@ LONGEST_RUN = 64
 
 LOG_BASE = 4
 """Segments of a level of the schedule "log": 2 and 4 keep equally many carries, and 4 runs iterations half as often."""
+
+# ------------------------------------------------------------------------------------------------------ results on disk
+
+CACHE_BYTES = 2**30
+"""Bytes of the folder of compilers' results.
+
+Judged by steps of GPT-2 and of the U-Net: 0.1 to 1 MiB each, so a thousand plans and more."""

@@ -1,16 +1,22 @@
 """Stores compilers' results on disk, so that planning or measuring the same program again compiles nothing.
 
-The cache is off unless the environment variable `JAXCKPT_CACHE_DIR` names a folder. The key of a result is everything
-that decides it: the lowered program with its operations' names, the target, XLA's options and flags, and the versions
-of jax, its compilers and jaxckpt. Source lines are not in the key: the buffers of a stored result have the source lines
-of the program that was compiled. A file has a digest, then the figures of the report and the compiler's buffer
-assignment, compressed. It is written whole or not at all. If a file has changed, it is ignored, and the program is
-compiled again. Problems with the folder or a file are written to the log, and have no other effect.
+The folder is the one that the platform's conventions name for caches. The environment variable `JAXCKPT_CACHE_DIR` or
+an argument names another one, or turns the cache off. It holds `CACHE_BYTES` at most: what was not used for longest is
+removed.
+
+The key of a result is everything that decides it: the lowered program with its operations' names, the target, XLA's
+options and flags, JAX's settings for the compiler, and the versions of jax, its compilers and jaxckpt. Source lines are
+not in the key: the buffers of a stored result have the source lines of the program that was compiled. A file has a
+digest, then the figures of the report and the compiler's buffer assignment, compressed. It is written whole or not at
+all. If a file has changed, it is ignored, and the program is compiled again. Problems with the folder or a file are
+written to the log, and have no other effect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -22,17 +28,34 @@ import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
+import platformdirs
+
 from jaxckpt._errors import ArgumentError
+from jaxckpt.core.constants import CACHE_BYTES
 from jaxckpt.core.files import read_whole, write_whole
 
 logger = logging.getLogger("jaxckpt")
 
 FOLDER = "JAXCKPT_CACHE_DIR"
+OFF = "off"
+_SUFFIX = ".report"
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NAMED = re.compile(r'loc\("(?:([^"]*/[^"]*)"\(|([^"]*)"\))')
 """Matches names of operations ("jit(loss)/Block_0/dot_general") and arguments in a program's locations. Names of
 functions have no slash.
 """
+_SETTINGS = (
+    "jax_compiler_enable_remat_pass",
+    "jax_disable_most_optimizations",
+    "jax_enable_pgle",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_optimization_level",
+    "jax_use_shardy_partitioner",
+)
+"""JAX's settings that become options of its compilers; those that a version does not have are left out."""
 _COMPILERS = ("jax", "jaxlib", "jaxckpt", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
@@ -49,45 +72,64 @@ class Answer:
     dump: bytes | None
 
 
-def enabled() -> bool:
-    """Returns whether `JAXCKPT_CACHE_DIR` names a folder."""
-    return bool(os.environ.get(FOLDER))
+def folder_of(cache: str | os.PathLike[str] | bool | None) -> pathlib.Path | None:
+    """Returns the folder of results, which may not exist yet; None if nothing is to be stored.
+
+    Args:
+      cache: the folder; False for none; None or True for that of `JAXCKPT_CACHE_DIR` ("off" for none), and where that
+        is not set, for the one of the platform.
+
+    Raises:
+      ArgumentError: `cache` is something else.
+    """
+    if cache is False:
+        return None
+    if cache is None or cache is True:
+        given = os.environ.get(FOLDER, "")
+        if given == OFF:
+            return None
+        cache = given or platformdirs.user_cache_path("jaxckpt", appauthor=False)
+    elif not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+        raise ArgumentError("cache", "a folder, None for the usual one, or False for none", cache)
+    try:
+        return pathlib.Path(cache).expanduser()
+    except RuntimeError as error:  # the home of a user that does not exist
+        _warn(f"{str(cache)!r} cannot be the folder of compilers' results: {error}")
+        return None
 
 
 def surroundings() -> dict[str, str]:
-    """Returns what a result depends on, apart from the program: variables with flags, and versions, with "" for missing
-    ones.
+    """Returns what a result depends on, apart from the program: variables with flags, JAX's settings, and versions,
+    with "" for missing ones.
     """
-    versions = {name: _version(name) for name in _COMPILERS}
-    return {name: os.environ.get(name, "") for name in _FLAGS} | versions
+    flags = {name: os.environ.get(name, "") for name in _FLAGS}
+    settings = {name: str(jax.config.values[name]) for name in _SETTINGS if name in jax.config.values}
+    return flags | settings | {name: _version(name) for name in _COMPILERS}
 
 
-def entry(lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path | None:
-    """Returns the file for a program's result, which may not exist yet; None if `JAXCKPT_CACHE_DIR` is not a valid
-    folder.
+def entry(folder: pathlib.Path, lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path:
+    """Returns the file for a program's result, which may not exist yet.
 
     Args:
+      folder: as of `folder_of`.
       lowered: the program as `jax.stages.Lowered`.
       target: name of the target.
       devices: the devices' kind, and the order in which they are used.
       options: XLA's options for this program.
     """
-    try:
-        folder = pathlib.Path(os.environ[FOLDER]).expanduser()
-    except RuntimeError as error:  # the home of a user that does not exist
-        logger.warning("%s is %r, which cannot be a folder: %s", FOLDER, os.environ[FOLDER], error)
-        return None
     names = sorted({operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))})
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
     decides += surroundings().values()
     digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()
-    return folder / f"{digest[:40]}.report"
+    return folder / f"{digest[:40]}{_SUFFIX}"
 
 
 def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
     """Returns the result in a file, with figures of these names; None if there is no readable result."""
     try:
         content = read_whole(path)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now: it is not among the first to be removed
     except FileNotFoundError:
         return None
     except (OSError, ArgumentError) as error:
@@ -108,14 +150,40 @@ def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
 
 
 def store(path: pathlib.Path, answer: Answer) -> None:
-    """Writes a result. If it cannot be written, only the log says so."""
+    """Writes a result, and removes others where the folder would hold more than `CACHE_BYTES`. If it cannot be written,
+    only the log says so.
+    """
     head = {"figures": dict(answer.figures), "dumped": answer.dump is not None}
     rest = json.dumps(head).encode() + b"\n" + zlib.compress(answer.dump or b"")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _digest(rest) + b"\n" + rest)
+        _prune(path)
     except (OSError, ArgumentError) as error:
-        logger.warning("cannot store the compiler's result in %s: %s", path, error)
+        _warn(f"cannot store compilers' results in {path.parent}: {error}")
+
+
+def _prune(newest: pathlib.Path) -> None:
+    """Removes the results that were not used for longest, until the folder holds no more than `CACHE_BYTES`."""
+    found = []
+    for path in newest.parent.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):  # another process removed it
+            about = path.lstat()
+            found.append((path != newest, about.st_mtime, about.st_size, path))
+    held = sum(size for _, _, size, _ in found)
+    for other, _, size, path in sorted(found, key=lambda each: each[:2]):
+        if held <= CACHE_BYTES:
+            break
+        if other:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            held -= size
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Logs a warning; the same one once in a process."""
+    logger.warning(message)
 
 
 def _can_be(figure: Any) -> bool:

@@ -156,6 +156,7 @@ def compare(
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     time: bool = False,
+    cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compiles the step of each variant of a function for a target, and compares the figures.
@@ -173,6 +174,7 @@ def compare(
       time: whether to run each step on the local backend, for any target, with `compiler_options()`. Times are medians
         of interleaved runs. Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). The
         step must not donate its arguments.
+      cache: where compilers' results are stored: see `jaxckpt.measure`.
       progress: called before each task: see `Progress`.
 
     Raises:
@@ -207,7 +209,8 @@ def compare(
         graph = trace(fun, *args)
         estimate = None if sharded else graph_peak(graph, resolved.platform)
         try:
-            measured.append((name, measure(fun, *args, target=resolved, generate_code=False), estimate, graph.flops))
+            memory = measure(fun, *args, target=resolved, generate_code=False, cache=cache)
+            measured.append((name, memory, estimate, graph.flops))
         except DoesNotFitError as error:
             left_out.append((name, _why(error)))
             unfit = error

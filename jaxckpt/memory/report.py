@@ -22,7 +22,8 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError
 from jaxckpt.core import lift, shown
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory import assign, buffers, cache
+from jaxckpt.memory import assign, buffers
+from jaxckpt.memory import cache as results
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, start_backend, target_of
@@ -164,6 +165,7 @@ def measure(
     target: Target | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     generate_code: bool = True,
+    cache: str | os.PathLike[str] | bool | None = None,
 ) -> MemoryReport:
     """Compiles a function for a target, and returns the memory that it needs. It runs nothing. Only a local target
     needs a device.
@@ -184,11 +186,14 @@ def measure(
         seconds instead of minutes. `code_bytes` and `flops` are then None; all other figures are the same. The compiler
         runs to the end for other targets, for small programs, and for programs whose peak is over 80% of the TPU's
         memory, because their code may not fit.
+      cache: the folder in which the compiler's results are stored: a program that is in it is not compiled again. None
+        for that of the environment variable `JAXCKPT_CACHE_DIR` ("off" for none), by default the platform's folder for
+        caches; False for none.
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.
-      ArgumentError: `fun` cannot be called, the compiler refuses one of `compiler_options`, or
-        a sharding's mesh has another size than the target.
+      ArgumentError: `fun` cannot be called, `cache` is invalid, the compiler refuses one of `compiler_options`, or a
+        sharding's mesh has another size than the target.
       DoesNotFitError: the compiler (of TPUs) stops because the program does not fit the device.
       UnreadableDumpError: the buffer assignment that the compiler dumped contradicts its figures. Or it cannot be read,
         and figures depend on it: on a TPU, and with buffers in host memory. (Elsewhere the log says so, and there is no
@@ -208,23 +213,23 @@ def measure(
             "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options
         )
     resolved = target_of(target)
+    folder = results.folder_of(cache)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
     lowered = _lower(fun, args, resolved)
     entry = None
-    if cache.enabled():
-        entry = cache.entry(lowered, resolved.name, _devices(lift.leaves(fun, args), resolved), options)
-    if entry is not None:
-        known = cache.load(entry, _FIGURES)
+    if folder is not None:
+        entry = results.entry(folder, lowered, resolved.name, _devices(lift.leaves(fun, args), resolved), options)
+        known = results.load(entry, _FIGURES)
         if known is not None and not (generate_code and known.figures["code_bytes"] is None):
             return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform, needed=False))
     report, content = (None, None) if generate_code else _assign(lowered, options, resolved)
     if report is None:
-        with tempfile.TemporaryDirectory(prefix="jaxckpt-") as folder:
-            compiled, seconds = _compile(lowered, options | _compat.dump_options(folder), resolved)
-            content = _dumped(folder, resolved.platform)
+        with tempfile.TemporaryDirectory(prefix="jaxckpt-") as dumps:
+            compiled, seconds = _compile(lowered, options | _compat.dump_options(dumps), resolved)
+            content = _dumped(dumps, resolved.platform)
         report = _report(compiled, content, resolved, seconds)
     if entry is not None:
-        cache.store(entry, cache.Answer(report.to_json(), content))
+        results.store(entry, results.Answer(report.to_json(), content))
     return report
 
 

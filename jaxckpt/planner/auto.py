@@ -67,6 +67,7 @@ def autocheckpoint(
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Autocheckpointed: ...
@@ -82,6 +83,7 @@ def autocheckpoint(
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Callable[[Callable[..., Any]], Autocheckpointed]: ...
@@ -96,6 +98,7 @@ def autocheckpoint(
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Autocheckpointed | Callable[[Callable[..., Any]], Autocheckpointed]:
@@ -108,11 +111,10 @@ def autocheckpoint(
     Args:
       fun: a loss: the first argument is differentiated by `step`. Left out: a decorator is returned.
       budget: bytes, "12GiB", "60%" (of the peak without checkpoints) or "device" (what is free when it is planned); it
-        bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`, also for target, actions, costs,
-        verify and solver.
+        bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`.
       target: None for the local backend.
       step: makes the training step from `fun`; the step takes the arguments of `fun`.
-      actions, costs, verify, solver: see `jaxckpt.plan`.
+      actions, costs, verify, solver, cache: see `jaxckpt.plan`.
       path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
         versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
@@ -133,7 +135,7 @@ def autocheckpoint(
     >>> jax.grad(loss)(jnp.ones((4, 4)), jnp.ones((8, 4))).shape
     (4, 4)
     """
-    settings = _Settings(budget, target, step, tuple(actions), costs, verify, solver, static_argnums)
+    settings = _Settings(budget, target, step, tuple(actions), costs, verify, solver, cache, static_argnums)
     check_budget(budget)
     if fun is None:
         return functools.partial(_wrapper, settings=settings, path=path)
@@ -151,6 +153,7 @@ class _Settings:
     costs: str
     verify: bool
     solver: str | Solver
+    cache: str | os.PathLike[str] | bool | None
     static_argnums: int | Sequence[int]
 
     @property
@@ -321,6 +324,7 @@ class _Auto:
             costs=settings.costs,
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
+            cache=settings.cache,
             reverse_only=False,  # what it returns may be differentiated in any way
         )
         peak = plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else 0)

@@ -172,12 +172,13 @@ def frontier(
     verify: bool = True,
     solver: str | Solver = "chain",
     others: Mapping[str, Callable[..., Any]] | None = None,
+    cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """Returns the cheapest plan for each budget; the function is analysed once for all of them.
 
     Args:
-      fun, *args, target, step, actions, costs, verify, solver: see `jaxckpt.plan`.
+      fun, *args, target, step, actions, costs, verify, solver, cache: see `jaxckpt.plan`.
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
       others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
         by hand.
@@ -200,7 +201,9 @@ def frontier(
     if not budgets:
         raise ArgumentError("budgets", "at least one budget", budgets)
     refuse_traced(fun, args, "frontier")
-    problem = search.problem_of(fun, *args, target=target, step=step, actions=actions, costs=costs, progress=progress)
+    problem = search.problem_of(
+        fun, *args, target=target, step=step, actions=actions, costs=costs, cache=cache, progress=progress
+    )
     return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
 
 
@@ -236,7 +239,7 @@ def sweep(
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         report(done, total, f"compiling {name}")
-        ways.append(way(name, other, problem.args, problem.step, problem.target, shards=shards))
+        ways.append(way(name, other, problem.args, problem.step, problem.target, shards=shards, cache=problem.cache))
     report(total, total, "")
     return Frontier(problem.target.name, unplanned, tuple(points[i] for i in range(len(budgets))), tuple(ways))
 
@@ -279,14 +282,15 @@ def way(
     *,
     peak: int | None = None,
     shards: Shards = WHOLE,
+    cache: str | os.PathLike[str] | bool | None = None,
 ) -> Way:
     """Returns what a way to run the step needs and costs: compiles it, unless its peak is given; `shards` as of
-    `cost_of`.
+    `cost_of`, `cache` as of `jaxckpt.measure`.
     """
     made = step(fun)
     if peak is None:
         try:
-            peak = measure(made, *args, target=target, generate_code=False).peak_bytes
+            peak = measure(made, *args, target=target, generate_code=False, cache=cache).peak_bytes
         except DoesNotFitError as error:
             peak = error.needed_bytes
     flops, seconds = cost_of(made, args, target, shards)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -64,6 +65,7 @@ def plan(
     verify: bool = True,
     solver: str | Solver = "chain",
     reverse_only: bool = True,
+    cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
@@ -91,6 +93,7 @@ def plan(
       reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once:
         `jaxckpt.Slots`, which need the least memory. False leaves them out; so does a step that differentiates a
         gradient.
+      cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
       progress: called before each piece of work.
 
     Returns:
@@ -121,6 +124,7 @@ def plan(
         actions=actions,
         costs=costs,
         reverse_only=reverse_only,
+        cache=cache,
         progress=progress,
     )
     return problem.plan(budget, verify=verify, solver=solver, progress=progress)
@@ -134,6 +138,7 @@ def problem_of(
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     reverse_only: bool = True,
+    cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Problem:
     """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`."""
@@ -180,7 +185,7 @@ def problem_of(
     keeping = tuple(action for action in wanted if action.keeps)
     context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
     model = build(graph, differentiated, context, progress)
-    return Problem(fun, args, step, resolved, graph, model)
+    return Problem(fun, args, step, resolved, graph, model, cache)
 
 
 @dataclass
@@ -286,9 +291,10 @@ class Problem:
         target: Target,
         graph: Graph,
         model: Model,
+        cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
         self.fun, self.args, self.step, self.target = fun, args, step, target
-        self.graph, self.model = graph, model
+        self.graph, self.model, self.cache = graph, model, cache
         self.argument_bytes = _per_device(lift.leaves(fun, args))
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
@@ -334,8 +340,12 @@ class Problem:
         """
         with self._lock:
             if self._unplanned is None:
-                self._unplanned = measure(self.step(self.fun), *self.args, target=self.target, generate_code=False)
+                self._unplanned = self.measure(self.fun)
             return self._unplanned
+
+    def measure(self, fun: Callable[..., Any]) -> MemoryReport:
+        """Returns what the step of a function needs, compiled as far as its peak needs it."""
+        return measure(self.step(fun), *self.args, target=self.target, generate_code=False, cache=self.cache)
 
     def budget_bytes(self, budget: int | str) -> int:
         """Returns a budget in bytes; see `jaxckpt.plan`."""
@@ -561,9 +571,7 @@ class _Search:
             model = problem.model
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
             try:
-                report: MemoryReport | None = measure(
-                    problem.step(made.apply(problem.fun)), *problem.args, target=problem.target, generate_code=False
-                )
+                report: MemoryReport | None = problem.measure(made.apply(problem.fun))
                 compiled = report.peak_bytes if report is not None else 0
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes

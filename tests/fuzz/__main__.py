@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAXCKPT_CACHE_DIR", "off")
 
 import jax
 from rich.console import Console

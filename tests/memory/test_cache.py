@@ -59,12 +59,78 @@ def test_names_decide_and_lines_and_callers_do_not(folder, compiles):
     assert len(compiles) == 2
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch, compiles):
+@pytest.fixture
+def platform_folder(tmp_path, monkeypatch):
+    """The folder that Linux and macOS name for caches."""
     monkeypatch.delenv(cache.FOLDER, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    return tmp_path / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "jaxckpt"
+
+
+def test_by_default_results_are_in_the_platform_s_folder(platform_folder, compiles):
+    first = measure(loss, X, target="cpu")
+    assert measure(loss, X, target="cpu") == first
+    assert len(compiles) == 1 and len(list(platform_folder.iterdir())) == 1
+
+
+def test_off_stores_nothing(platform_folder, monkeypatch, compiles):
+    monkeypatch.setenv(cache.FOLDER, cache.OFF)
     measure(loss, X, target="cpu")
     measure(loss, X, target="cpu")
-    assert len(compiles) == 2 and not list(tmp_path.iterdir())
+    monkeypatch.delenv(cache.FOLDER)
+    measure(loss, X, target="cpu", cache=False)
+    assert len(compiles) == 3 and not platform_folder.exists()
+
+
+def chain(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+CHAIN = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, jax.ShapeDtypeStruct((2048, 64), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda folder: measure(loss, X, target="cpu", cache=folder),
+        lambda folder: jaxckpt.compare({"none": loss}, X, target="cpu", cache=folder),
+        lambda folder: jaxckpt.plan(chain, *CHAIN, budget="60%", target="cpu", cache=folder),
+        lambda folder: jaxckpt.frontier(
+            chain, *CHAIN, budgets=["60%"], others={"all": jax.checkpoint(chain)}, target="cpu", cache=folder
+        ),
+        lambda folder: jaxckpt.autocheckpoint(chain, budget="60%", target="cpu", cache=folder).plan(*CHAIN),
+    ],
+)
+def test_an_argument_names_the_folder(tmp_path, folder, compiles, ask):
+    ask(tmp_path / "mine")
+    count = len(compiles)
+    assert count == len(list((tmp_path / "mine").iterdir())) > 0 and not folder.exists()
+    ask(str(tmp_path / "mine"))
+    assert len(compiles) == count
+
+
+@pytest.mark.parametrize("wrong", ["", 5, object()])
+def test_what_can_be_no_folder_is_refused(wrong):
+    with pytest.raises(jaxckpt.ArgumentError, match="^cache must be a folder"):
+        measure(loss, X, target="cpu", cache=wrong)
+
+
+def test_a_full_folder_loses_what_was_not_used_for_longest(folder, monkeypatch):
+    answer = cache.Answer({"peak_bytes": 1}, os.urandom(10_000))
+    for age, name in enumerate("abc"):
+        cache.store(folder / f"{name}.report", answer)
+        os.utime(folder / f"{name}.report", (age, age))
+    (folder / "not mine.txt").write_text("x" * 10**6)
+    assert cache.load(folder / "a.report", ["peak_bytes"]) == answer  # used now
+    monkeypatch.setattr(cache, "CACHE_BYTES", 35_000)
+    cache.store(folder / "d.report", answer)
+    assert {path.name for path in folder.iterdir()} == {"a.report", "c.report", "d.report", "not mine.txt"}
+    monkeypatch.setattr(cache, "CACHE_BYTES", 5_000)
+    cache.store(folder / "e.report", answer)
+    assert {path.name for path in folder.iterdir()} == {"e.report", "not mine.txt"}, "what was just made stays"
 
 
 def test_whatever_decides_the_answer_is_asked_for_anew(folder, compiles, monkeypatch):
@@ -76,9 +142,14 @@ def test_whatever_decides_the_answer_is_asked_for_anew(folder, compiles, monkeyp
     measure(loss, X, target="cpu", compiler_options={"xla_backend_optimization_level": 1})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_nothing=true")
     measure(loss, X, target="cpu")
+    jax.config.update("jax_optimization_level", "O1")
+    try:
+        measure(loss, X, target="cpu")
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
     monkeypatch.setattr(cache, "_version", lambda package: "999")
     measure(loss, X, target="cpu")
-    assert len(compiles) == len(list(folder.iterdir())) == 8
+    assert len(compiles) == len(list(folder.iterdir())) == 9
 
 
 @pytest.mark.tpu
