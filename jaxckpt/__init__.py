@@ -28,8 +28,10 @@ from jaxckpt._errors import (
     VerificationError,
 )
 from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action
+from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, count_flops, trace
-from jaxckpt.core.plan import MemoryEstimate, Plan, Region
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
+from jaxckpt.core.regions import Loop, Region
 from jaxckpt.memory.compare import Comparison, compare
 from jaxckpt.memory.estimate import estimate_memory_savings
 from jaxckpt.memory.report import MemoryReport, measure
@@ -65,6 +67,7 @@ __all__ = [
     "Graph",
     "InfeasibleBudgetError",
     "JaxckptError",
+    "Loop",
     "MemoryEstimate",
     "MemoryReport",
     "MissingPackageError",
@@ -72,6 +75,7 @@ __all__ = [
     "NotDifferentiableError",
     "Plan",
     "PlanMismatchError",
+    "PlanReport",
     "Policy",
     "Region",
     "Residual",
@@ -108,6 +112,7 @@ __all__ = [
     "trace",
     "verify",
     "where",
+    "without_checkpoints",
 ]
 
 

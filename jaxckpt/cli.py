@@ -99,7 +99,13 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help="the source of seconds: roofline (the default), or measured, on this machine",
     )
-    _add(parser, "--no-verify", action="store_true", help="compile nothing; the peak is only predicted")
+    _add(
+        parser,
+        "--ignore-checkpoints",
+        action="store_true",
+        help="plan as if the model had no checkpoints of its own; the plan takes them out",
+    )
+    _add(parser, "--no-verify", action="store_true", help="do not compile the plan; its peak is only predicted")
     _add(
         parser,
         "--frontier",
@@ -139,7 +145,13 @@ def _plan(options: argparse.Namespace) -> None:
     found, swept = None, None
     with _progress() as progress:
         problem = search.problem_of(
-            fun, *args, target=target, costs=options.costs, cache=_cache(options), progress=progress
+            fun,
+            *args,
+            target=target,
+            costs=options.costs,
+            respect_checkpoints=not options.ignore_checkpoints,
+            cache=_cache(options),
+            progress=progress,
         )
         if options.budget is not None:
             found = report_of(problem, options.budget, verify=verify, solver=solver, progress=progress)

@@ -98,7 +98,13 @@ SAMPLES: tuple[Sample, ...] = (
         1,
     ),
     Sample(("custom_jvp_call",), "find derivatives of the user's", lambda x, _: _own_tangents(x), ("call_jaxpr",), 1),
-    Sample(("custom_vjp_call",), "find derivatives of the user's", lambda x, _: _own_cotangents(x), programs=1),
+    Sample(
+        ("custom_vjp_call",),
+        "find derivatives of the user's",
+        lambda x, _: _own_cotangents(x),
+        ("call_jaxpr", "fwd_jaxpr_thunk", "out_trees", "num_consts", "symbolic_zeros"),
+        1,
+    ),
     Sample(("optimization_barrier",), "see what stays apart", lambda x, _: lax.optimization_barrier(x)),
     Sample(("dot_general",), "count FLOPs", lambda _, m: lax.dot(m, m), ("dimension_numbers",)),
     Sample(

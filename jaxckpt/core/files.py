@@ -16,7 +16,7 @@ from jaxckpt._errors import ArgumentError
 
 try:
     import fcntl
-except ImportError:  # Windows: there nobody can tell whether a temporary file's writer still lives, so none is removed
+except ImportError:  # Windows has no such locks: files that killed writers left stay
     fcntl = None  # type: ignore[assignment]
 
 _SUFFIX = ".jaxckpt"

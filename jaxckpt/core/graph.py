@@ -204,8 +204,7 @@ class Graph:
         for value in self.values:
             digest.update(f"{value.shape}{value.dtype}{value.kind}{value.primitive};".encode())
         for op in self.walk():
-            params = {name: stable(param) for name, param in sorted(op.params.items())}
-            digest.update(f"{op.primitive}{op.inputs}{op.outputs}{op.repeats}{params};".encode())
+            digest.update(f"{op.primitive}{op.inputs}{op.outputs}{op.repeats}{parameters_text(op)};".encode())
         digest.update(f"{self.body.outputs}".encode())
         return digest.hexdigest()[:16]
 
@@ -464,6 +463,18 @@ def _walk(body: Body) -> Iterator[Op]:
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+|id=\d+")
+
+
+def parameters_text(op: Op) -> str:
+    """Returns an operation's parameters as text that is the same in every process; of one with a custom rule also the
+    name of the user's function.
+
+    The programs of custom rules are not in it: two rules for functions of one name and one program have one text.
+    """
+    params = {name: stable(param) for name, param in sorted(op.params.items())}
+    if primitives.of(op.primitive).holds is primitives.Holds.RULE:
+        params["rule"] = _compat.jaxpr_title(op.params["call_jaxpr"])
+    return str(params)
 
 
 def stable(param: Any) -> str:

@@ -7,7 +7,7 @@ again, so that JAX differentiates and lowers a function that is called often onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +87,27 @@ def inline(closed: Any, calls: Calls | None = None) -> Any:
       closed: the jaxpr.
       calls: where to note what was written out.
     """
-    return _Inliner().closed(closed, calls=calls)
+    return _Inliner(called, _OPENED).closed(closed, calls=calls)
+
+
+def without_checkpoints(closed: Any) -> Any:
+    """Returns the closed jaxpr with what is in its checkpoints written out, wherever they are; itself where it has
+    none. Calls stay calls. Custom rules stay as they are: a checkpoint in one is its author's.
+    """
+    return _Inliner(checkpointed, (*_OPENED, Holds.CALL)).closed(closed)
 
 
 class _Inliner:
-    """Writes calls out; each inner jaxpr is done once, so that what was shared stays shared (JAX caches by
-    identity).
+    """Writes programs out that equations hold; each inner jaxpr is done once, so that what was shared stays shared (JAX
+    caches by identity).
+
+    Args:
+      written: returns what is to be written out in place of an equation, a jaxpr, or None.
+      entered: what equations hold in whose programs that is done too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written: Callable[[Any], Any], entered: Collection[Holds]) -> None:
+        self.written, self.entered = written, entered
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, original: Any, *, constants: bool = True, calls: Calls | None = None) -> Any:
@@ -132,7 +144,7 @@ class _Inliner:
         for eqn in source:
             if call is not None:
                 eqn = _compat.prepend_name_stack(call, eqn)
-            inner = called(eqn)
+            inner = self.written(eqn)
             if inner is not None and (consts is not None or not _compat.open_jaxpr(inner).constvars):
                 changed = True
                 body = _compat.open_jaxpr(inner)
@@ -170,7 +182,7 @@ class _Inliner:
             changed = program is not eqn.params["call_jaxpr"]
             return (reads.with_program(eqn, program), True) if changed else (eqn, False)
         holds = primitives.of(_compat.primitive_name(eqn)).holds
-        if holds not in _OPENED:
+        if holds not in self.entered:
             return eqn, False
         constants = holds in _CLOSED
         changes: dict[str, Any] = {}
@@ -199,6 +211,12 @@ def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
         outvars.append(var if own else _compat.fresh_var(var.aval))
         made.discard(outvars[-1])
     return outvars
+
+
+def checkpointed(eqn: Any) -> Any:
+    """Returns the jaxpr that the equation computes, and again in the backward pass, or None: it is no checkpoint."""
+    holds = primitives.of(_compat.primitive_name(eqn)).holds
+    return _compat.equation_params(eqn)["jaxpr"] if holds is Holds.CHECKPOINT else None
 
 
 def called(eqn: Any) -> Any:

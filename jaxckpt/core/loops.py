@@ -81,10 +81,11 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
     jaxpr = _compat.open_jaxpr(params["jaxpr"])
     xs = len(jaxpr.invars) - consts - carries
     body = ScanBody(jaxpr, consts, carries, xs, params["length"], params["reverse"])
+    unroll = params["unroll"]
 
     def scan(*operands: Any) -> list[Any]:
         fixed, init, rows = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
-        run = _Planned(body=body, consts=list(fixed), init=list(init), xs=list(rows), body_for=body_for)
+        run = _Planned(body=body, consts=list(fixed), init=list(init), xs=list(rows), unroll=unroll, body_for=body_for)
         state, ys = loop.schedule.run(run)
         return [*state, *ys]
 
@@ -97,6 +98,11 @@ class _Planned(ScanRun):
     """A scan of a planned program; `body_for` names what is kept in its body."""
 
     body_for: BodyFor
+
+    def loop(self, f: Iteration) -> tuple[Values, Values]:
+        # Written out as a whole it is no loop, and XLA merges what is run again with the first run.
+        run = replace(self, unroll=1) if self.unroll >= self.body.length else self
+        return ScanRun.loop(run, f)
 
     def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
         named, carries = self.body_for(actions or {}), self.body.carries

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import primitives, shown
+from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
@@ -28,7 +30,7 @@ from jaxckpt.core.regions import Address, Loop, Region, all_of, by_body, check_f
 from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON form."""
 
 
@@ -40,7 +42,7 @@ class MemoryEstimate:
       peak_bytes: of the whole step, arguments and outputs and all.
       argument_bytes: of the step's arguments.
       kept_bytes: kept from the forward to the backward pass.
-      work_bytes: the rest: gradients, and what the dearest stretch needs while it runs.
+      work_bytes: the rest: gradients, and what the stretch that needs most needs while it runs.
     """
 
     peak_bytes: int
@@ -59,23 +61,27 @@ class Plan:
       fingerprint: that of the graph that the plan was made for.
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right
         inside a `lax.scan` only.
-      notes: a line for each region, for people.
+      notes: a line for each region, for people; they do not count when plans are compared.
       loops: how scans of the function are run, where not as they stand.
+      respect_checkpoints: whether the function keeps the checkpoints that are in it. False: the plan is one for
+        `jaxckpt.without_checkpoints` of the function.
       report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
-        equal, and have one hash, whatever their reports say.
+        equal, and have one hash, whatever their reports and notes say.
     """
 
     regions: tuple[Region, ...]
     fingerprint: str
     prevent_cse: bool = True
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
     loops: tuple[Loop, ...] = ()
+    respect_checkpoints: bool = True
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
         set_fields(self, notes=all_of(self.notes, str, "notes"))
         check_flag(self.prevent_cse, "prevent_cse")
+        check_flag(self.respect_checkpoints, "respect_checkpoints")
         for regions in by_body(self.regions).values():
             check_order(regions, 0, None)
         if self.report is not None and not isinstance(self.report, PlanReport):
@@ -128,7 +134,7 @@ class Plan:
         """
         if not callable(fun):
             raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
-        return transformed(self._applied, fun)
+        return transformed(self._applied, fun if self.respect_checkpoints else without_checkpoints(fun))
 
     def _applied(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of arrays under the plan."""
@@ -175,6 +181,7 @@ class Plan:
             "fingerprint": self.fingerprint,
             "prevent_cse": self.prevent_cse,
             "notes": list(self.notes),
+            "respect_checkpoints": self.respect_checkpoints,
             "regions": [_region_to_json(region) for region in self.regions],
             "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
             "report": None if self.report is None else _report_to_json(self.report),
@@ -203,7 +210,7 @@ class Plan:
             regions = tuple(map(_region_from_json, raw["regions"]))
             loops = tuple(Loop(loop["op"], schedule_from(loop["schedule"]), loop["body"]) for loop in raw["loops"])
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
-            plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops)
+            plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, raw["respect_checkpoints"])
             return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
             raise
@@ -271,7 +278,9 @@ class Plan:
         if self.overhead is not None:
             known.append(f"recomputation {self.overhead:.1%} of the step's time")
         lines += [f"  {', '.join(known)}"] if known else []
-        for region, note in zip(self.regions, self.notes or ("",) * len(self.regions)):
+        lines += [] if self.regions else [f"  {note}" for note in self.notes]
+        notes = itertools.chain(self.notes, itertools.repeat(""))
+        for region, note in zip(self.regions, notes):
             kept = f"keeps {counted(len(region.actions), 'value')} " if region.checkpoint else ""
             where = f" in the body at {region.body}" if region.body else ""
             lines.append(f"  ops {region.start}..{region.stop}{where}: {kept}{note}".rstrip())

@@ -176,8 +176,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("threefry2x32 random_bits random_fold_in", replace(_SIMPLE, flops=rules.threefry)),
     ("random_split", replace(_FUSED, flops=rules.threefry)),
     ("polygamma zeta", _SERIES),
-    # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta, which so are unknown to this
-    # table. Reductions.
+    # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta: this table leaves them out.
+    # Reductions.
     ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False)),
     ("reduce reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _REDUCED),
     ("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _WINDOW),

@@ -7,7 +7,7 @@ backward rule reads. `opened` puts a function of our own in the rule's place. It
 these, the residuals, so that the emitter can name them; its derivative is the forward rule and, for cotangents, the
 user's backward rule.
 
-What is opened is the same function to whoever uses its own results. Where nothing of a rule is kept, the rule is
+For code that uses the rule's own results alone, nothing changes. Where nothing of a rule is kept, the rule is
 emitted as it was.
 """
 
@@ -160,14 +160,16 @@ def _open(eqn: Any) -> Any:
     That is so where it has effects, or arrays of its own; inside a `jax.shard_map`; and with `symbolic_zeros=True`:
     what such a rule keeps depends on what is differentiated, and JAX remembers only what the last trace of it kept.
     """
-    try:
-        rule = _compat.custom_rule(eqn)
-        if rule.symbolic_zeros or any(map(_varies, eqn.invars)):
-            return None
-        forward = _forward(eqn, rule)
-        return None if forward is None else _in_place(eqn, rule, forward)
-    except Exception:  # the user's rule: JAX says what is wrong with it where it is differentiated
+    rule = _compat.custom_rule(eqn)
+    if rule.symbolic_zeros or any(map(_varies, eqn.invars)):
         return None
+    flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]
+    try:
+        traced, forwards = rule.trace(flags)
+    except Exception:  # the user's: JAX says what is wrong with the rule where it is differentiated
+        return None
+    forward = _forward(eqn, rule, traced, forwards)
+    return None if forward is None else _in_place(eqn, rule, forward)
 
 
 def _varies(var: Any) -> bool:
@@ -210,9 +212,8 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
     return call.replace(invars=eqn.invars, outvars=[*eqn.outvars, *extra], source_info=eqn.source_info)
 
 
-def _forward(eqn: Any, rule: Any) -> _Forward | None:
-    flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]
-    traced, forwards = rule.trace(flags)
+def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence[int | None]) -> _Forward | None:
+    """Returns a forward rule as `CustomRule.trace` gave it; None where it has effects, or arrays of its own."""
     closed = inline(traced)
     program = _compat.open_jaxpr(closed)
     if program.effects or program.constvars:

@@ -42,10 +42,10 @@ class Iterations:
     Attributes:
       count: how many.
       how: in what way, as a phrase that follows their number, such as ", in segments of 4".
-      actions: index of a value of the body -> its action in each of them; None where nothing is said.
+      actions: index of a value of the body -> its action in each of them; None: the iterations are left to JAX.
       kept: whether the values that the actions keep are kept of all these iterations, from the forward to the backward
         pass.
-      unsaid: where nothing is said, what is kept.
+      unsaid: what is printed as kept where `actions` is None.
     """
 
     count: int

@@ -1,7 +1,7 @@
-"""A barrier for tangents, and transposed one for cotangents, that leaves out what nobody needs.
+"""A barrier for tangents; transposed, it is one for cotangents. It leaves out those that are not needed.
 
 `jax.lax.optimization_barrier` on tangents keeps all of them, and transposed makes zeros of the cotangents that are
-missing. Those run through the backward pass of all that came before: work for nothing, and NaN where a derivative is
+missing. Those run through the whole backward pass before them: work for nothing, and NaN where a derivative is
 infinite. A value that later stretches read only for what nobody differentiates, such as a metric carried along, has no
 cotangent.
 """
@@ -20,8 +20,8 @@ _tie.multiple_results = True
 
 
 def tie(*tangents: Any) -> list[Any]:
-    """Returns the tangents as they are; in reverse mode no cotangent of theirs goes on before all that there are have
-    come.
+    """Returns the tangents as they are. In reverse mode, their cotangents are passed on only when all of them have been
+    computed.
     """
     return _tie.bind(*tangents)  # type: ignore[no-any-return]
 

@@ -40,7 +40,7 @@ logger = logging.getLogger("jaxckpt")
 FOLDER = "JAXCKPT_CACHE_DIR"
 OFF = "off"
 _SUFFIX = ".report"
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH")
 _NAMED = re.compile(r'loc\("(?:([^"]*/[^"]*)"\(|([^"]*)"\))')
 """Matches names of operations ("jit(loss)/Block_0/dot_general") and arguments in a program's locations. Names of
 functions have no slash.

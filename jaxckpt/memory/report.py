@@ -218,7 +218,7 @@ def measure(
     lowered = _lower(fun, args, resolved)
     entry = None
     if folder is not None:
-        entry = results.entry(folder, lowered, resolved.name, _devices(lift.leaves(fun, args), resolved), options)
+        entry = results.entry(folder, lowered, resolved.name, devices_of(lift.leaves(fun, args), resolved), options)
         known = results.load(entry, _FIGURES)
         if known is not None and not (generate_code and known.figures["code_bytes"] is None):
             return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform, needed=False))
@@ -226,14 +226,14 @@ def measure(
     if report is None:
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as dumps:
             compiled, seconds = _compile(lowered, options | _compat.dump_options(dumps), resolved)
-            content = _dumped(dumps, resolved.platform)
+            content = _dumped(dumps)
         report = _report(compiled, content, resolved, seconds)
     if entry is not None:
         results.store(entry, results.Answer(report.to_json(), content))
     return report
 
 
-def _devices(args: Sequence[Any], target: Target) -> list[Any]:
+def devices_of(args: Sequence[Any], target: Target) -> list[Any]:
     """Returns what a lowered program does not say about its devices: their kind, and their order in the meshes of the
     arguments.
     """
@@ -390,7 +390,7 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     return report, assigned.dump
 
 
-def _dumped(folder: str, platform: str) -> bytes | None:
+def _dumped(folder: str) -> bytes | None:
     # A GPU's compiler may dump helpers beside the program; they are smaller.
     files = sorted(glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb")), key=os.path.getsize)
     if not files:

@@ -27,6 +27,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import leaves, lift
+from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.constants import STALE
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -34,11 +35,13 @@ from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.cache import surroundings
 from jaxckpt.memory.gradient import suited
+from jaxckpt.memory.report import devices_of
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import calls, search
 from jaxckpt.planner.budget import DEVICE, budget_bytes, check_budget, normal, resident_bytes
 from jaxckpt.planner.calls import Call
 from jaxckpt.planner.solvers import Solver
+from jaxckpt.planner.solvers import solver as solver_for
 
 logger = logging.getLogger("jaxckpt")
 
@@ -63,10 +66,11 @@ def autocheckpoint(
     budget: int | str,
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
-    actions: Sequence[Action] = (RECOMPUTE, SAVE),
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -79,10 +83,11 @@ def autocheckpoint(
     budget: int | str,
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
-    actions: Sequence[Action] = (RECOMPUTE, SAVE),
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -94,10 +99,11 @@ def autocheckpoint(
     budget: int | str,
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
-    actions: Sequence[Action] = (RECOMPUTE, SAVE),
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
+    respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -114,11 +120,14 @@ def autocheckpoint(
         bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`.
       target: None for the local backend.
       step: makes the training step from `fun`; the step takes the arguments of `fun`.
-      actions, costs, verify, solver, cache: see `jaxckpt.plan`.
+      actions, costs, verify, solver, respect_checkpoints, cache: see `jaxckpt.plan`.
       path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
         versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
         bools, functions and other leaves that are neither arrays nor numbers are taken for such wherever they are.
+
+    Plans are kept for as long as what JAX has traced: `jax.clear_caches()` drops them, and another configuration of JAX
+    has plans of its own. `path` keeps them beyond that.
 
     Within `jax.jit` JAX does not say how its arguments are sharded. Call `.plan(...)` with sharded arguments or shapes
     beforehand: that plan then serves calls of the same shapes.
@@ -135,7 +144,19 @@ def autocheckpoint(
     >>> jax.grad(loss)(jnp.ones((4, 4)), jnp.ones((8, 4))).shape
     (4, 4)
     """
-    settings = _Settings(budget, target, step, tuple(actions), costs, verify, solver, cache, static_argnums)
+    solver_for(solver)
+    settings = _Settings(
+        budget,
+        target,
+        step,
+        search.actions_of(actions),
+        costs,
+        verify,
+        solver,
+        respect_checkpoints,
+        cache,
+        static_argnums,
+    )
     check_budget(budget)
     if fun is None:
         return functools.partial(_wrapper, settings=settings, path=path)
@@ -153,6 +174,7 @@ class _Settings:
     costs: str
     verify: bool
     solver: str | Solver
+    respect_checkpoints: bool
     cache: str | os.PathLike[str] | bool | None
     static_argnums: int | Sequence[int]
 
@@ -324,6 +346,7 @@ class _Auto:
             costs=settings.costs,
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
+            respect_checkpoints=settings.respect_checkpoints,
             cache=settings.cache,
             reverse_only=False,  # what it returns may be differentiated in any way
         )
@@ -345,7 +368,7 @@ class _Auto:
     def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
         try:
             plan = Plan.load(file)
-            plan.check(trace(fun, *shapes))
+            plan.check(trace(fun if plan.respect_checkpoints else without_checkpoints(fun), *shapes))
         except FileNotFoundError:
             return None
         except (OSError, PlanMismatchError) as error:
@@ -369,9 +392,11 @@ class _Auto:
             ],
             "budget": normal(settings.budget),
             "target": target_of(settings.target).name,
+            "devices": devices_of(lift.leaves(fun, shapes), target_of(settings.target)),
             "actions": [repr(action) for action in settings.actions],
             "costs": str(settings.costs),
             "solver": _solver_title(settings.solver),
+            "respect_checkpoints": settings.respect_checkpoints,
             "verify": settings.verify,
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

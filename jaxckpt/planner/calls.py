@@ -213,7 +213,7 @@ class Closed:
       fun, args: a function of positional arguments, pytrees of arrays and objects, and its arguments.
       shapes: the arguments with shapes for arrays.
       closes: whether the function closes over values being traced. Those are one argument more.
-      bound: whether it belongs into axes that are being mapped over, and so cannot be compiled by itself.
+      bound: whether it uses axes of a `jax.vmap` or `jax.shard_map` around it, and so cannot be compiled by itself.
     """
 
     fun: Callable[..., Any]

@@ -22,8 +22,10 @@ from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import search
+from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers import Solver
+from jaxckpt.planner.solvers import solver as solver_for
 
 FORMAT = 1
 """Version of the JSON form."""
@@ -172,13 +174,16 @@ def frontier(
     verify: bool = True,
     solver: str | Solver = "chain",
     others: Mapping[str, Callable[..., Any]] | None = None,
+    reverse_only: bool = True,
+    respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """Returns the cheapest plan for each budget; the function is analysed once for all of them.
 
     Args:
-      fun, *args, target, step, actions, costs, verify, solver, cache: see `jaxckpt.plan`.
+      fun, *args, target, step, actions, costs, verify, solver, reverse_only, respect_checkpoints,
+        cache: see `jaxckpt.plan`.
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
       others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
         by hand.
@@ -200,9 +205,21 @@ def frontier(
     budgets = tuple(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else (budgets,)
     if not budgets:
         raise ArgumentError("budgets", "at least one budget", budgets)
+    for budget in budgets:
+        check_budget(budget)
+    solver_for(solver)
     refuse_traced(fun, args, "frontier")
     problem = search.problem_of(
-        fun, *args, target=target, step=step, actions=actions, costs=costs, cache=cache, progress=progress
+        fun,
+        *args,
+        target=target,
+        step=step,
+        actions=actions,
+        costs=costs,
+        reverse_only=reverse_only,
+        respect_checkpoints=respect_checkpoints,
+        cache=cache,
+        progress=progress,
     )
     return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
 
@@ -229,6 +246,7 @@ def sweep(
         problem.step,
         problem.target,
         peak=unplanned_bytes(problem),
+        compiled=True,
         shards=shards,
     )
     points: dict[int, Point] = {}
@@ -281,14 +299,15 @@ def way(
     target: Target | str,
     *,
     peak: int | None = None,
+    compiled: bool = False,
     shards: Shards = WHOLE,
     cache: str | os.PathLike[str] | bool | None = None,
 ) -> Way:
-    """Returns what a way to run the step needs and costs: compiles it, unless its peak is given; `shards` as of
-    `cost_of`, `cache` as of `jaxckpt.measure`.
+    """Returns what a way to run the step needs and costs: compiles it, unless it was `compiled`, with that `peak`;
+    `shards` as of `cost_of`, `cache` as of `jaxckpt.measure`.
     """
     made = step(fun)
-    if peak is None:
+    if not compiled:
         try:
             peak = measure(made, *args, target=target, generate_code=False, cache=cache).peak_bytes
         except DoesNotFitError as error:

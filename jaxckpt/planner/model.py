@@ -110,7 +110,7 @@ class Model:
                 seconds += sum(self.forward[item.start : item.stop]) + self.seconds(item.again)
         return seconds
 
-    def dearest(self) -> tuple[int, int, int]:
+    def widest(self) -> tuple[int, int, int]:
         """Returns the stage that needs most memory at once when it keeps the least: (first operation, one after its
         last, bytes).
         """
@@ -259,15 +259,15 @@ class _Builder:
         gaps = stages.gaps(self.graph, stages.crossing(self.graph))
         while 1 < len(places) <= MOST_STAGES:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
-            dearest = needs.index(max(needs))
-            start, stop = places[dearest : dearest + 2]
+            widest = needs.index(max(needs))
+            start, stop = places[widest : widest + 2]
             between = [place for place in gaps if start < place < stop]
             operations += len(between) * (stop - start)
             if operations > OPERATIONS:
                 break
             halves = {p: max(self._least_work(start, p), self._least_work(p, stop)) for p in between}
             place = min(halves, key=lambda place: halves[place], default=None)
-            if place is None or halves[place] > (1 - FINER) * needs[dearest]:
+            if place is None or halves[place] > (1 - FINER) * needs[widest]:
                 break
             places = sorted([*places, place])
         return places

@@ -7,21 +7,29 @@ most `COMPILES` compilations.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, NotDifferentiableError
+from jaxckpt._errors import (
+    ArgumentError,
+    DoesNotFitError,
+    InfeasibleBudgetError,
+    NotDifferentiableError,
+    PlanMismatchError,
+)
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
-from jaxckpt.core.constants import ABOVE, CLOSE, COMPILES, FLOORS, MARGIN, NESTED
+from jaxckpt.core.bare import has_checkpoints, without_checkpoints
+from jaxckpt.core.constants import ABOVE, CLOSE, COMPILES, FLOORS, MARGIN, NESTED, OVERSTATED
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -32,7 +40,7 @@ from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, target_of
-from jaxckpt.planner.budget import budget_bytes, resident_bytes
+from jaxckpt.planner.budget import budget_bytes, check_budget, resident_bytes
 from jaxckpt.planner.calls import abstract as abstract_leaf
 from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
 from jaxckpt.planner.context import Context
@@ -46,6 +54,9 @@ from jaxckpt.planner.solvers.sqrt import leanest, single
 logger = logging.getLogger("jaxckpt")
 
 COSTS = ("roofline", "measured")
+
+EVERYTHING = 2**62
+"""Bytes of a budget within which everything can be kept."""
 
 _OPAQUE = {
     "shard_map": "Nothing inside of jax.shard_map is planned: checkpoint parts of what it maps with jaxckpt.checkpoint.",
@@ -65,6 +76,7 @@ def plan(
     verify: bool = True,
     solver: str | Solver = "chain",
     reverse_only: bool = True,
+    respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -93,6 +105,9 @@ def plan(
       reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once:
         `jaxckpt.Slots`, which need the least memory. False leaves them out; so does a step that differentiates a
         gradient.
+      respect_checkpoints: False plans for the function without the checkpoints that are in it (see
+        `jaxckpt.without_checkpoints`), and so may place them better; `plan.apply(fun)` takes them out too. Shares of
+        the peak are then shares of the peak without any checkpoint. True leaves them as they are.
       cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
       progress: called before each piece of work.
 
@@ -114,6 +129,8 @@ def plan(
     >>> found.measured_bytes <= found.budget, found.measured_bytes < found.unplanned_bytes
     (True, True)
     """
+    check_budget(budget)
+    solver_for(solver)
     if verify and callable(fun):
         lift.refuse_traced(fun, args, "plan (unless verify=False)")
     problem = problem_of(
@@ -124,6 +141,7 @@ def plan(
         actions=actions,
         costs=costs,
         reverse_only=reverse_only,
+        respect_checkpoints=respect_checkpoints,
         cache=cache,
         progress=progress,
     )
@@ -138,6 +156,7 @@ def problem_of(
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
     costs: str = "roofline",
     reverse_only: bool = True,
+    respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Problem:
@@ -146,12 +165,9 @@ def problem_of(
         raise ArgumentError("fun", "a function", fun)
     if not callable(step):
         raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
-    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
-        raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
-    wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
-    if RECOMPUTE not in wanted or SAVE not in wanted:
-        hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
-        raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
+    wanted = actions_of(actions)
+    if not isinstance(respect_checkpoints, bool):
+        raise ArgumentError("respect_checkpoints", "True or False", respect_checkpoints)
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = target_of(target)
@@ -172,6 +188,10 @@ def problem_of(
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
         raise
+    if not respect_checkpoints:
+        if not has_checkpoints(seen.fun, seen.args, seen.kwargs):
+            logger.warning("%s has no checkpoints: respect_checkpoints=False changes nothing", lift.title(fun))
+        fun, seen = without_checkpoints(fun), replace(seen, fun=without_checkpoints(seen.fun))
     graph = trace(seen.fun, *seen.args, **seen.kwargs)
     purity.refuse_refs(fun, graph)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
@@ -185,7 +205,22 @@ def problem_of(
     keeping = tuple(action for action in wanted if action.keeps)
     context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
     model = build(graph, differentiated, context, progress)
-    return Problem(fun, args, step, resolved, graph, model, cache)
+    return Problem(fun, args, step, resolved, graph, model, respect_checkpoints, cache)
+
+
+def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
+    """Returns the actions that a planner is allowed, each once.
+
+    Raises:
+      ArgumentError: `actions` is not a sequence of actions, or lacks RECOMPUTE or SAVE.
+    """
+    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
+        raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
+    wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
+    if RECOMPUTE not in wanted or SAVE not in wanted:
+        hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
+        raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
+    return wanted
 
 
 @dataclass
@@ -265,7 +300,15 @@ def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]
 
 @dataclass
 class _Try:
-    """A compiled plan: its modelled bytes, arguments excluded, and its compiled peak."""
+    """A compiled plan.
+
+    Attributes:
+      modelled: its bytes by the chain, arguments excluded.
+      compiled: its compiled peak; where the compiler refused it, what that says that it needs.
+      plan: the plan.
+      report: what the compiler said; None where it refused the plan.
+      effort: its recomputation by the chain.
+    """
 
     modelled: int
     compiled: int
@@ -273,11 +316,16 @@ class _Try:
     report: MemoryReport | None
     effort: float
 
+    def fits(self, budget: int) -> bool:
+        """Returns whether the compiler took it, and its peak is within a budget."""
+        return self.report is not None and self.compiled <= budget
+
 
 class Problem:
     """A function analysed for one step and target; `plan(budget)` gives plans.
 
     Attributes:
+      fun: the function that is planned; without the checkpoints that were in it, if they do not count.
       graph: the function as traced.
       model: its chain of stages with their candidates.
       target: what is planned for.
@@ -291,14 +339,17 @@ class Problem:
         target: Target,
         graph: Graph,
         model: Model,
+        respect_checkpoints: bool = True,
         cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
         self.fun, self.args, self.step, self.target = fun, args, step, target
-        self.graph, self.model, self.cache = graph, model, cache
+        self.graph, self.model = graph, model
+        self.respect_checkpoints, self.cache = respect_checkpoints, cache
         self.argument_bytes = _per_device(lift.leaves(fun, args))
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
         self._tries: dict[tuple[Solution, bool], _Try] = {}  # (solution, whether as people write it)
+        self._estimates: dict[tuple[Solution, bool], int] = {}
         self._solvers: dict[str, Solver] = {}
 
     @property
@@ -347,6 +398,41 @@ class Problem:
         """Returns what the step of a function needs, compiled as far as its peak needs it."""
         return measure(self.step(fun), *self.args, target=self.target, generate_code=False, cache=self.cache)
 
+    def estimate(self, solution: Solution, by_hand: bool = False) -> int:
+        """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
+
+        It knows nothing of what the compiler adds, so it is seldom far above the compiled peak.
+        """
+        known = self._estimates.get((solution, by_hand))
+        if known is None:
+            if _sharded(self.args):
+                known = cost(self.model.chain, solution).peak + self.argument_bytes
+            else:
+                made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
+                with self._one_signature():
+                    known = graph_peak(trace(self.step(made.apply(self.fun)), *self.args), self.target.platform)
+            self._estimates[solution, by_hand] = known
+        return known
+
+    def measure_planned(self, made: Plan) -> MemoryReport:
+        """Returns what the step needs under a plan.
+
+        Raises:
+          DoesNotFitError: the target's compiler refuses it.
+        """
+        with self._one_signature():
+            return self.measure(made.apply(self.fun))
+
+    @contextlib.contextmanager
+    def _one_signature(self) -> Iterator[None]:
+        """Raises ArgumentError where the step calls the function in several ways: a plan is for one program."""
+        try:
+            yield
+        except PlanMismatchError as error:
+            rule = "one that calls the function that it is given with one signature"
+            hint = "It also calls it with other shapes, or other static arguments; call the plain function for those."
+            raise ArgumentError("step", rule, self.step, hint) from error
+
     def budget_bytes(self, budget: int | str) -> int:
         """Returns a budget in bytes; see `jaxckpt.plan`."""
 
@@ -359,7 +445,10 @@ class Problem:
                 return error.needed_bytes
 
         return budget_bytes(
-            budget, unplanned=peak, target=self.target, resident=resident_bytes(lift.leaves(self.fun, self.args))
+            budget,
+            unplanned=peak,
+            target=self.target,
+            resident=resident_bytes(lift.leaves(self.fun, self.args), self.target),
         )
 
     def plan(
@@ -398,7 +487,7 @@ class _Search:
         self.compiles = 0
 
     def run(self) -> Plan:
-        if self.verify and (found := self._as_it_is()) is not None:
+        if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
             return found
         least = self.solver.least(self.chain)
         # JAX traces what a region holds once for each region around it: of a large program a plan without nested ones
@@ -408,14 +497,14 @@ class _Search:
         if not self.verify:
             solution = self._solve(self.budget - self._offset(standing)) or least
             if solution is None:
-                raise self._infeasible(None)
+                raise self._infeasible()
             return self._unverified(solution, standing)
         best = self._search(least, standing)
         if best is None:
             best = self._floor(least, standing)
         self.report(COMPILES, COMPILES, "")
         if best is None:
-            raise self._infeasible(least)
+            raise self._infeasible()
         return best.plan
 
     def _search(self, least: Solution | None, standing: int) -> _Try | None:
@@ -441,33 +530,34 @@ class _Search:
         return best
 
     def _better(self, best: _Try | None, tried: _Try) -> _Try | None:
-        fits = tried.compiled <= self.budget
-        return tried if fits and (best is None or tried.effort < best.effort) else best
+        return tried if tried.fits(self.budget) and (best is None or tried.effort < best.effort) else best
 
     def _known(self, standing: int) -> _Try | None:
         """Returns the cheapest plan that was compiled for another budget and fits this one: more memory never costs
         more.
         """
         with self.problem._lock:
-            fitting = [(t.effort, key) for key, t in self.problem._tries.items() if t.compiled <= self.budget]
+            fitting = [(t.effort, key) for key, t in self.problem._tries.items() if t.fits(self.budget)]
         found = min(fitting, key=lambda each: each[0], default=None)
         return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1])
 
     def _cheaper_by_hand(self, best: _Try | None) -> list[Solution]:
-        """Returns checkpoints as people place them that recompute less than the best plan, those first that need least
-        by the model, as many as may still be compiled. What the model says of their bytes does not count: what is left
-        to JAX, the compiler lays out better than the model knows.
+        """Returns checkpoints as people place them that recompute less than the best plan and may fit, those first that
+        are estimated to need least, as many as may still be compiled.
         """
         if best is None:
             return []
-        found = {solution: cost(self.chain, solution) for solution in self.problem.by_hand}
-        cheaper = [solution for solution, predicted in found.items() if predicted.time < best.effort]
-        cheaper.sort(key=lambda solution: (found[solution].peak, found[solution].time))
-        return cheaper[: max(COMPILES - self.compiles, 1)]
+        cheaper = {s: cost(self.chain, s).time for s in self.problem.by_hand}
+        cheaper = {solution: time for solution, time in cheaper.items() if time < best.effort}
+        estimates = {solution: self.problem.estimate(solution, by_hand=True) for solution in cheaper}
+        fitting = [solution for solution in cheaper if estimates[solution] <= OVERSTATED * self.budget]
+        fitting.sort(key=lambda solution: (estimates[solution], cheaper[solution]))
+        return fitting[: max(COMPILES - self.compiles, 1)]
 
     def _floor(self, least: Solution | None, standing: int) -> _Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
-        of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier.
+        of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier. Not so those
+        that are estimated to need more than what is compiled already.
         """
         lean = [] if least is None else [(least, False)]
         if self.free:
@@ -477,9 +567,14 @@ class _Search:
             peak = cost(self.chain, least).peak
             above = (self._solve(round(peak * more)) for more in ABOVE)
             lean += [(solution, False) for solution in above if solution is not None]
-        for solution, written in dict.fromkeys(lean):
+        compiled = [tried.compiled for tried in self.tries]
+        estimates = {each: self.problem.estimate(*each) for each in lean}
+        for solution, written in sorted(estimates, key=lambda each: estimates[each]):
+            if compiled and estimates[solution, written] > (1 + CLOSE) * min(compiled):
+                break
             made = self._try(solution, standing, by_hand=written)
-            if made.compiled <= self.budget:
+            compiled.append(made.compiled)
+            if made.fits(self.budget):
                 return made
         return None
 
@@ -517,21 +612,29 @@ class _Search:
         return self._record(empty, estimate, report, 0.0)
 
     def _may_fit(self) -> bool:
+        return self._peak_as_it_is() <= 1.5 * self.budget
+
+    def _peak_as_it_is(self) -> int:
+        """Estimates the peak of the step without a plan."""
         problem = self.problem
-        if _sharded(problem.args):
-            return False
-        estimate = graph_peak(trace(problem.step(problem.fun), *problem.args), problem.target.platform)
-        return estimate <= 1.5 * self.budget
+        if not _sharded(problem.args):
+            return graph_peak(trace(problem.step(problem.fun), *problem.args), problem.target.platform)
+        cheapest = self.solver.solve(self.chain, EVERYTHING)
+        kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
+        return problem.argument_bytes + kept
+
+    def _predicted_as_it_is(self) -> Plan | None:
+        """Returns the empty plan if the step is predicted to fit without one."""
+        peak = self._peak_as_it_is()
+        if peak > self.budget:
+            return None
+        empty = Plan((), self.problem.graph.fingerprint, notes=("fits as it is",))
+        return self._record(empty, MemoryEstimate(peak, self.problem.argument_bytes, 0, 0), None, 0.0)
 
     def _standing(self, solution: Solution) -> int:
         """Estimates the bytes that the chain does not count: arguments, the optimiser's work, results."""
         problem = self.problem
-        modelled = cost(self.chain, solution).peak
-        if _sharded(problem.args):
-            return problem.argument_bytes
-        planned = problem.model.plan(solution).apply(problem.fun)
-        peak = graph_peak(trace(problem.step(planned), *problem.args), problem.target.platform)
-        return max(peak - modelled, problem.argument_bytes)
+        return max(problem.estimate(solution) - cost(self.chain, solution).peak, problem.argument_bytes)
 
     def _nested(self, solution: Solution) -> int:
         """Returns how many operations regions hold that others are in, those in several such once for each."""
@@ -545,8 +648,8 @@ class _Search:
         """
         if not self.tries:
             return standing
-        above = [t for t in self.tries if t.compiled > self.budget]
-        below = [t for t in self.tries if t.compiled <= self.budget]
+        above = [t for t in self.tries if not t.fits(self.budget)]
+        below = [t for t in self.tries if t.fits(self.budget)]
         low = max(below, key=lambda t: t.modelled, default=None)
         high = min(above, key=lambda t: t.modelled, default=None)
         if low is None:
@@ -571,18 +674,17 @@ class _Search:
             model = problem.model
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
             try:
-                report: MemoryReport | None = problem.measure(made.apply(problem.fun))
-                compiled = report.peak_bytes if report is not None else 0
+                report: MemoryReport | None = problem.measure_planned(made)
+                assert report is not None
+                compiled = report.peak_bytes
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
             known = _Try(modelled.peak, compiled, made, report, modelled.time)
             with problem._lock:
                 problem._tries[solution, by_hand] = known
         peak = modelled.peak + self._offset(standing)
-        if by_hand and not _sharded(problem.args):  # the chain does not know what is left to JAX
-            peak = graph_peak(
-                trace(problem.step(known.plan.apply(problem.fun)), *problem.args), problem.target.platform
-            )
+        if by_hand:  # the chain does not know what is left to JAX
+            peak = problem.estimate(solution, by_hand)
         estimate = self._estimate(solution, peak)
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
         finished = replace(
@@ -596,7 +698,7 @@ class _Search:
         modelled = cost(self.chain, solution)
         estimate = self._estimate(solution, modelled.peak + standing)
         if estimate.peak_bytes > self.budget:
-            raise self._infeasible(solution, estimate.peak_bytes)
+            raise self._infeasible(estimate.peak_bytes)
         return self._record(self.problem.model.plan(solution), estimate, None, self.problem.model.seconds(solution))
 
     def _estimate(self, solution: Solution, peak: int) -> MemoryEstimate:
@@ -607,7 +709,7 @@ class _Search:
     def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
         problem = self.problem
         found = PlanReport(
-            made,
+            replace(made, respect_checkpoints=problem.respect_checkpoints),
             budget=self.budget,
             target=problem.target.name,
             predicted=estimate,
@@ -618,32 +720,41 @@ class _Search:
         )
         return found.plan
 
-    def _infeasible(self, least: Solution | None, needed: int | None = None) -> InfeasibleBudgetError:
-        with self.problem._lock:
-            tried = [*self.problem._tries.values()] if self.free else self.tries
-        needed = needed or min((each.compiled for each in tried), default=None)
-        found = "found" if self.verify else "predicted"
-        text = "" if needed is None else f" The least budget {found} to fit is {needed} bytes ({format_bytes(needed)})."
-        stretch, said = self._dearest()
+    def _infeasible(self, needed: int | None = None) -> InfeasibleBudgetError:
+        problem = self.problem
+        with problem._lock:
+            tried = [*problem._tries.values()] if self.free else self.tries
+            peaks = [each.compiled for each in tried if each.report is not None]
+            peaks += [] if problem._unplanned is None else [problem._unplanned.peak_bytes]
+        needed = needed or min(peaks, default=None)
+        advice = "Use a smaller batch, or shard the arguments over more devices."
+        if needed is not None:
+            found = "found" if self.verify else "predicted"
+            advice = (
+                f"The least budget {found} to fit is {needed} bytes ({format_bytes(needed)}). Use that, a smaller "
+                f"batch, or shard the arguments over more devices."
+            )
+        elif tried:
+            advice = f"The compiler for {problem.target.name} refused every plan. {advice}"
+        stretch, said = self._widest()
         return InfeasibleBudgetError(
             f"budget must be enough for the plan that keeps least; got {format_bytes(self.budget)} ({self.budget} "
-            f"bytes).{text} "
-            f"Use that, a smaller batch, or shard the arguments over more devices. {said}",
+            f"bytes). {advice} {said}",
             least_bytes=needed,
             budget_bytes=self.budget,
             stretch=stretch,
         )
 
-    def _dearest(self) -> tuple[str | None, str]:
+    def _widest(self) -> tuple[str | None, str]:
         """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
         model = self.problem.model
         if not model.graph.ops:
             return None, "The function itself has no operations."
-        start, stop, needed = model.dearest()
+        start, stop, needed = model.widest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
         place = pathlib.PurePath(largest.source).name or largest.scope
         where = f"operations {start}–{stop}, {largest.primitive}{f' at {place}' if place else ''}"
-        text = f"The dearest stretch needs {format_bytes(needed)} at once: {where}."
+        text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
         return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 
 

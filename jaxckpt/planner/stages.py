@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt.core.constants import LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS
-from jaxckpt.core.graph import Body, Graph, Op, stable
+from jaxckpt.core.graph import Body, Graph, Op, parameters_text
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.costs import is_dear
 
@@ -253,6 +253,5 @@ def digest(
 def _text(graph: Graph, op: Op, active: Collection[int]) -> str:
     values = [graph.values[index] for index in (*op.inputs, *op.outputs)]
     kinds = [(value.shape, str(value.dtype), value.index in active) for value in values]
-    params = {name: stable(param) for name, param in sorted(op.params.items())}
     literals = [isinstance(var, _compat.Literal) for var in op.equation.invars]
-    return f"{op.primitive}{kinds}{params}{literals}"
+    return f"{op.primitive}{kinds}{parameters_text(op)}{literals}"

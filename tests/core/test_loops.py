@@ -147,3 +147,19 @@ def test_a_run_without_iterations_is_refused():
         checkpointed(0)
     with pytest.raises(PlanMismatchError):
         checkpointed(3, (0,))
+
+
+@pytest.mark.parametrize(("unroll", "wanted"), [(1, 1), (4, 4), (12, 1), (True, 1)])
+def test_a_loop_s_iterations_are_unrolled_as_the_user_said(unroll, wanted):
+    """But not all of them: what is no loop any more, XLA merges with the first run."""
+
+    def unrolled(ws, x):
+        return jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws, unroll=unroll)[0])
+
+    args = arguments()
+    graph = trace(unrolled, *args)
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    plan = Plan((), graph.fingerprint, loops=(Loop(place, checkpointed(LENGTH)),))
+    planned = plan.apply(unrolled)
+    assert [op.params["unroll"] for op in trace(planned, *args).walk() if op.primitive == "scan"] == [wanted]
+    np.testing.assert_allclose(jax.grad(planned)(*args), jax.grad(unrolled)(*args), rtol=1e-4, atol=1e-5)

@@ -283,7 +283,9 @@ def test_plans_of_one_recipe_are_equal_whatever_their_reports_say():
     assert BARE.report is None and FULL.report != other.report
     assert (FULL.budget, FULL.measured_bytes, FULL.overhead) == (1000, 900, 0.25)
     assert BARE.budget is BARE.target is BARE.predicted is BARE.measured is BARE.unplanned_bytes is None
-    assert BARE != dataclasses.replace(BARE, notes=()) != dataclasses.replace(BARE, prevent_cse=True)
+    assert BARE == dataclasses.replace(BARE, notes=()) != dataclasses.replace(BARE, prevent_cse=not BARE.prevent_cse)
+    assert dataclasses.replace(BARE, respect_checkpoints=False) != BARE
+    assert FULL.report == dataclasses.replace(FULL, notes=("other",)).report
 
 
 def test_a_report_holds_its_plan_and_a_plan_its_report():

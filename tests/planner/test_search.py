@@ -73,14 +73,14 @@ def test_an_infeasible_budget_names_one_that_fits(problem):
         assert found.measured_bytes <= least
 
 
-def test_an_infeasible_budget_says_which_stretch_is_the_dearest(problem):
+def test_an_infeasible_budget_says_which_stretch_needs_most(problem):
     def uneven(w, x):
         x = jnp.tanh(x @ w) @ w
         wide = jnp.sin(jnp.concatenate([x] * 64, axis=1) @ jnp.ones((64 * w.shape[0], 4)))  # here
         return jnp.sum(wide) + jnp.sum(jnp.tanh(x @ w))
 
     line = uneven.__code__.co_firstlineno + 2
-    with pytest.raises(InfeasibleBudgetError, match=rf"The dearest stretch needs .* at once: .*test_search.py:{line} "):
+    with pytest.raises(InfeasibleBudgetError, match=rf"needs most memory needs .* at once: .*test_search.py:{line} "):
         jaxckpt.plan(uneven, jnp.ones((64, 64)), jnp.ones((2048, 64)), budget="2MiB", target="cpu")
 
 
@@ -434,3 +434,70 @@ def test_arguments_that_the_step_does_not_use_need_no_budget(make):
     with pytest.raises(InfeasibleBudgetError, match="more than the arguments alone, 8.0 KiB") as caught:
         jaxckpt.plan(fun, *args, budget=100, target="cpu")
     assert caught.value.least_bytes == 8192
+
+
+# ------------------------------------------------------------------------------------------- what the compiler refuses
+
+
+@pytest.mark.parametrize("needed", [40 * 2**30, None])
+def test_a_plan_that_the_compiler_refuses_is_not_returned(problem, monkeypatch, needed):
+    """Also where the budget is above the device's memory."""
+
+    def refuse(*args, **settings):
+        raise jaxckpt.DoesNotFitError("tpu:v5e:2x2", needed, 16 * 2**30, "RESOURCE_EXHAUSTED")
+
+    fresh = problem_of(loss, *ARGS, target="cpu")
+    monkeypatch.setattr("jaxckpt.planner.search.measure", refuse)
+    with pytest.raises(InfeasibleBudgetError, match="refused every plan") as error:
+        fresh.plan("64GiB")
+    assert error.value.least_bytes is None and "found to fit" not in str(error.value)
+
+
+def test_a_step_that_fits_as_it_is_counts_among_what_fits():
+    def tiny(w, x):
+        return jnp.sum(jnp.sin(x @ w) @ w)
+
+    args = jnp.ones((64, 64)), jnp.ones((128, 64))
+    peak = jaxckpt.measure(jax.value_and_grad(tiny), *args, target="cpu").peak_bytes
+    with pytest.raises(InfeasibleBudgetError) as error:
+        jaxckpt.plan(tiny, *args, budget=peak - 1, target="cpu")
+    assert error.value.least_bytes <= peak
+    assert jaxckpt.plan(tiny, *args, budget=error.value.least_bytes, target="cpu").measured_bytes <= peak
+
+
+def test_unverified_too_a_step_that_fits_has_an_empty_plan(problem):
+    assert problem.plan("1GiB", verify=False).regions == ()
+    assert problem.plan(problem.unplanned.peak_bytes // 2, verify=False).regions
+
+
+def test_a_step_that_calls_its_function_with_other_shapes_is_refused_by_name():
+    def step(fun):
+        return lambda ws, x: (jax.value_and_grad(fun)(ws, x), fun(ws, x[:8]))
+
+    with pytest.raises(ArgumentError, match="^step must be one that calls .* with one signature"):
+        jaxckpt.plan(loss, *ARGS, budget="50%", target="cpu", step=step)
+
+    def better(fun):
+        return lambda ws, x: (jax.value_and_grad(fun)(ws, x), loss(ws, x[:8]))
+
+    assert jaxckpt.plan(loss, *ARGS, budget="60%", target="cpu", step=better).regions
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda **wrong: jaxckpt.plan(loss, *ARGS, **{"budget": "50%", "target": "cpu"} | wrong),
+        lambda **wrong: jaxckpt.frontier(
+            loss, *ARGS, budgets=["50%", wrong.pop("budget", "60%")], **{"target": "cpu"} | wrong
+        ),
+        lambda **wrong: jaxckpt.autocheckpoint(loss, **{"budget": "50%"} | wrong),
+    ],
+)
+@pytest.mark.parametrize(
+    "wrong", [{"budget": "12 Gibb"}, {"solver": "zzz"}, {"actions": jaxckpt.SAVE}, {"actions": "save"}]
+)
+def test_settings_that_are_wrong_are_said_before_anything_is_traced(monkeypatch, ask, wrong):
+    monkeypatch.setattr("jaxckpt.planner.search.build", lambda *args: pytest.fail("analysed"))
+    (name,) = wrong
+    with pytest.raises(ArgumentError, match=f"^{name}"):
+        ask(**wrong)
