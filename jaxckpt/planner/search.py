@@ -525,9 +525,7 @@ class _Search:
             best = self._better(best, tried)
             if best is tried and tried.compiled >= self.budget * (1 - CLOSE):
                 break
-        for solution in self._cheaper_by_hand(best) if self.free else ():
-            best = self._better(best, self._try(solution, standing, by_hand=True))
-        return best
+        return best if best is None or not self.free else self._or_by_hand(best, standing)
 
     def _better(self, best: _Try | None, tried: _Try) -> _Try | None:
         return tried if tried.fits(self.budget) and (best is None or tried.effort < best.effort) else best
@@ -541,18 +539,38 @@ class _Search:
         found = min(fitting, key=lambda each: each[0], default=None)
         return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1])
 
-    def _cheaper_by_hand(self, best: _Try | None) -> list[Solution]:
-        """Returns checkpoints as people place them that recompute less than the best plan and may fit, those first that
-        are estimated to need least, as many as may still be compiled.
+    def _or_by_hand(self, best: _Try, standing: int) -> _Try:
+        """Returns the best plan, or checkpoints as people place them that fit and recompute less: of those that are
+        estimated to fit, the cheapest first; of those that are not, the leanest, to learn what estimates are worth.
         """
-        if best is None:
-            return []
-        cheaper = {s: cost(self.chain, s).time for s in self.problem.by_hand}
-        cheaper = {solution: time for solution, time in cheaper.items() if time < best.effort}
-        estimates = {solution: self.problem.estimate(solution, by_hand=True) for solution in cheaper}
-        fitting = [solution for solution in cheaper if estimates[solution] <= OVERSTATED * self.budget]
-        fitting.sort(key=lambda solution: (estimates[solution], cheaper[solution]))
-        return fitting[: max(COMPILES - self.compiles, 1)]
+        problem, tried = self.problem, 0
+        times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
+        while tried == 0 or self.compiles < COMPILES:
+            left = [s for s in times if times[s] < best.effort and (s, True) not in problem._tries]
+            estimates = {solution: problem.estimate(solution, by_hand=True) for solution in left}
+            learned = self._overstated()
+            fitting = [s for s in left if estimates[s] <= (learned or 1.0) * self.budget]
+            if not fitting and learned is None:
+                fitting = sorted(
+                    (s for s in left if estimates[s] <= OVERSTATED * self.budget), key=lambda s: estimates[s]
+                )[:1]
+            if not fitting:
+                break
+            made = self._try(min(fitting, key=lambda solution: times[solution]), standing, by_hand=True)
+            best = self._better(best, made) or best
+            tried += 1
+        return best
+
+    def _overstated(self) -> float | None:
+        """Returns by how much the estimate of a plan as people write it is above its compiled peak, at most, in those
+        that were compiled; 1 at least. None where there is none.
+        """
+        problem = self.problem
+        with problem._lock:
+            compiled = {
+                key: made.compiled for key, made in problem._tries.items() if key[1] and made.report is not None
+            }
+        return max((max(problem.estimate(*key) / peak, 1.0) for key, peak in compiled.items()), default=None)
 
     def _floor(self, least: Solution | None, standing: int) -> _Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
@@ -570,8 +588,9 @@ class _Search:
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: self.problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
-            if compiled and estimates[solution, written] > (1 + CLOSE) * min(compiled):
-                break
+            over = (self._overstated() or OVERSTATED) if written else 1 + CLOSE
+            if compiled and estimates[solution, written] > over * min(compiled):
+                continue
             made = self._try(solution, standing, by_hand=written)
             compiled.append(made.compiled)
             if made.fits(self.budget):
