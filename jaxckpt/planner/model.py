@@ -239,13 +239,13 @@ class _Builder:
             graph,
             tuple(places),
             chain,
-            forwards,
-            seconds,
-            len(self.analyses) + len(self.scans),
-            self.context.shards,
-            self.loops,
-            self.units,
-            self.lean,
+            forward=forwards,
+            step_seconds=seconds,
+            distinct=len(self.analyses) + len(self.scans),
+            shards=self.context.shards,
+            loops=self.loops,
+            units=self.units,
+            lean=self.lean,
         )
 
     def _finer(self, places: list[int]) -> list[int]:
