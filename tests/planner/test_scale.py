@@ -52,13 +52,18 @@ def test_the_estimate_of_a_peak_takes_calls_in_proportion_to_the_leaves():
     assert exponent(rows, lambda row: row["calls"]) < 1.2, rows
 
 
+def needing_a_plan(fun, args):
+    """Returns a budget for which something must be computed again."""
+    return graph_peak(trace(jax.value_and_grad(fun), *args), "cpu") - 1
+
+
 def test_planning_takes_calls_in_proportion_to_the_leaves(monkeypatch):
     monkeypatch.setattr(model, "OPERATIONS", 0)  # what is spent on wider stretches is bounded, and no small part here
     rows = []
     for size in (100, 300):
         fun, args = leaves(size)
         with counted_calls() as count:
-            jaxckpt.plan(fun, *args, budget="1GiB", target="cpu", verify=False)
+            jaxckpt.plan(fun, *args, budget=needing_a_plan(fun, args), target="cpu", verify=False)
         rows.append({"size": size, "calls": count[0]})
     assert exponent(rows, lambda row: row["calls"]) < 1.1, rows
 
@@ -72,7 +77,7 @@ def test_of_a_large_program_no_regions_in_regions_are_traced_for_an_estimate(nes
     seen = []
     standing = _Search._standing
     monkeypatch.setattr(_Search, "_standing", lambda self, each: seen.append(each) or standing(self, each))
-    problem.plan("1GiB", verify=False)
+    problem.plan(needing_a_plan(fun, args), verify=False)
     assert [all(isinstance(item, Keep) for item in solution) for solution in seen] == [flat]
 
 
