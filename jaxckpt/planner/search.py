@@ -537,7 +537,7 @@ class _Search:
         with self.problem._lock:
             fitting = [(t.effort, key) for key, t in self.problem._tries.items() if t.fits(self.budget)]
         found = min(fitting, key=lambda each: each[0], default=None)
-        return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1])
+        return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1], corrects=False)
 
     def _or_by_hand(self, best: _Try, standing: int) -> _Try:
         """Returns the best plan, or checkpoints as people place them that fit and recompute less: of those that are
@@ -682,7 +682,10 @@ class _Search:
             off = max(off, int(self.budget - low.modelled - 0.9 * (high.modelled - low.modelled)))
         return off
 
-    def _try(self, solution: Solution, standing: int, *, by_hand: bool = False) -> _Try:
+    def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> _Try:
+        """Compiles a solution, unless it is compiled already. `corrects`: whether its bytes correct what the chain says
+        of the next ones; those of a plan for another budget are too far from this one's.
+        """
         problem = self.problem
         modelled = cost(self.chain, solution)
         with problem._lock:
@@ -709,7 +712,7 @@ class _Search:
         finished = replace(
             known, plan=self._record(known.plan, estimate, known.report, problem.model.seconds(solution))
         )
-        if not by_hand:  # nor do its bytes correct the chain's
+        if corrects and not by_hand:
             self.tries.append(finished)
         return finished
 
