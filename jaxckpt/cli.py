@@ -150,7 +150,7 @@ def _plan(options: argparse.Namespace) -> None:
             target=target,
             costs=options.costs,
             respect_checkpoints=not options.ignore_checkpoints,
-            cache=_cache(options),
+            cache=options.cache,
             progress=progress,
         )
         if options.budget is not None:
@@ -219,7 +219,7 @@ def _compare(options: argparse.Namespace) -> None:
     functions, args = factories.build(factory, variants, real=options.time, settings=_settings(options.set))
     with _progress() as progress:
         comparison = compare(
-            functions, *args, target=options.target, time=options.time, cache=_cache(options), progress=progress
+            functions, *args, target=options.target, time=options.time, cache=options.cache, progress=progress
         )
     _print(table.comparison_view(comparison))
     _write(options.json, lambda: json.dumps({"factory": options.factory, **comparison.to_json()}, indent=1))
@@ -264,7 +264,7 @@ def _measure(options: argparse.Namespace) -> None:
             *args,
             target=options.target,
             generate_code=not options.no_code,
-            cache=_cache(options),
+            cache=options.cache,
         )
         progress(1, 1, "")
     _print(table.report_view(report, f"{options.factory}, {name}"), table.buffers_view(report, options.largest))
@@ -366,11 +366,6 @@ def _target_option(parser: argparse.ArgumentParser) -> None:
         help=f"where compilers' results are stored, so that no program is compiled twice; '{OFF}' for nowhere (default: "
         f"${FOLDER}, else this machine's folder for caches)",
     )
-
-
-def _cache(options: argparse.Namespace) -> str | bool | None:
-    """Returns where compilers' results are stored, as `jaxckpt.measure` takes it."""
-    return False if options.cache == OFF else options.cache  # type: ignore[no-any-return]
 
 
 def _policy_option(parser: argparse.ArgumentParser, what: str) -> None:

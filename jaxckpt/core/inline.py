@@ -123,7 +123,7 @@ class _Inliner:
         if changed:
             outvars = [surgery.renamed(renamed, var) for var in jaxpr.outvars]
             rebuilt = _compat.build_jaxpr(constvars, jaxpr.invars, outvars, eqns, jaxpr.debug_info)
-            result = _compat.like(original, rebuilt, consts or ())
+            result = _compat.like(original, rebuilt, _compat.jaxpr_consts(original) if consts is None else consts)
         self.done[id(original)] = (original, result)  # holds the original, so that its id stays its own
         return result
 
@@ -215,6 +215,8 @@ def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
 
 def checkpointed(eqn: Any) -> Any:
     """Returns the jaxpr that the equation computes, and again in the backward pass, or None: it is no checkpoint."""
+    if reads.is_call(eqn):  # what jaxckpt.checkpoint makes of values that are kept as something else
+        return eqn.params["call_jaxpr"]
     holds = primitives.of(_compat.primitive_name(eqn)).holds
     return _compat.equation_params(eqn)["jaxpr"] if holds is Holds.CHECKPOINT else None
 

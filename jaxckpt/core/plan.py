@@ -19,7 +19,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import primitives, shown
-from jaxckpt.core.bare import without_checkpoints
+from jaxckpt.core.bare import bare
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
@@ -134,15 +134,16 @@ class Plan:
         """
         if not callable(fun):
             raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
-        return transformed(self._applied, fun if self.respect_checkpoints else without_checkpoints(fun))
+        return transformed(self._applied, fun)
 
     def _applied(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of arrays under the plan."""
+        source = fun if self.respect_checkpoints else bare(fun)
 
         @functools.wraps(fun)
         def planned(*args: Any, **kwargs: Any) -> Any:
             with _compat.working_checkpoints():
-                graph = trace(fun, *args, **kwargs)
+                graph = trace(source, *args, **kwargs)
                 self.check(graph)
                 return run_emitted(graph, emit(graph, self.regions, self.prevent_cse, self.loops), args, kwargs)
 

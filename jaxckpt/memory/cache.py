@@ -76,20 +76,17 @@ def folder_of(cache: str | os.PathLike[str] | bool | None) -> pathlib.Path | Non
     """Returns the folder of results, which may not exist yet; None if nothing is to be stored.
 
     Args:
-      cache: the folder; False for none; None or True for that of `JAXCKPT_CACHE_DIR` ("off" for none), and where that
-        is not set, for the one of the platform.
+      cache: the folder; False or "off" for none; None or True for that of `JAXCKPT_CACHE_DIR`, and where that is not
+        set, for the one of the platform.
 
     Raises:
       ArgumentError: `cache` is something else.
     """
-    if cache is False:
-        return None
     if cache is None or cache is True:
-        given = os.environ.get(FOLDER, "")
-        if given == OFF:
-            return None
-        cache = given or platformdirs.user_cache_path("jaxckpt", appauthor=False)
-    elif not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+        cache = os.environ.get(FOLDER, "") or platformdirs.user_cache_path("jaxckpt", appauthor=False)
+    if cache is False or (isinstance(cache, str) and cache.lower() == OFF):
+        return None
+    if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache) or "\0" in str(cache):
         raise ArgumentError("cache", "a folder, None for the usual one, or False for none", cache)
     try:
         return pathlib.Path(cache).expanduser()
@@ -117,7 +114,7 @@ def entry(folder: pathlib.Path, lowered: Any, target: str, devices: Any, options
       devices: the devices' kind, and the order in which they are used.
       options: XLA's options for this program.
     """
-    names = sorted({operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))})
+    names = [operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))]
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
     decides += surroundings().values()
     digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()

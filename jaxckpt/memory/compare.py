@@ -190,6 +190,8 @@ def compare(
     [0, 288]
     """
     _check(variants)
+    if not callable(step):
+        raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
     resolved = target_of(target)
     first = next(iter(variants.values()))
     lift.refuse_traced(first, args, "compare")

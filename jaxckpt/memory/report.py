@@ -188,7 +188,7 @@ def measure(
         memory, because their code may not fit.
       cache: the folder in which the compiler's results are stored: a program that is in it is not compiled again. None
         for that of the environment variable `JAXCKPT_CACHE_DIR` ("off" for none), by default the platform's folder for
-        caches; False for none.
+        caches; False or "off" for none.
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.

@@ -27,7 +27,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import leaves, lift
-from jaxckpt.core.bare import without_checkpoints
+from jaxckpt.core.bare import trace_bare
 from jaxckpt.core.constants import STALE
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -145,6 +145,9 @@ def autocheckpoint(
     (4, 4)
     """
     solver_for(solver)
+    numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+        raise ArgumentError("static_argnums", "a number of an argument, or a sequence of them", static_argnums)
     settings = _Settings(
         budget,
         target,
@@ -368,7 +371,7 @@ class _Auto:
     def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
         try:
             plan = Plan.load(file)
-            plan.check(trace(fun if plan.respect_checkpoints else without_checkpoints(fun), *shapes))
+            plan.check((trace if plan.respect_checkpoints else trace_bare)(fun, *shapes))
         except FileNotFoundError:
             return None
         except (OSError, PlanMismatchError) as error:

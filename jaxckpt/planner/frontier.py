@@ -208,6 +208,8 @@ def frontier(
     for budget in budgets:
         check_budget(budget)
     solver_for(solver)
+    if others is not None and not (isinstance(others, Mapping) and all(map(callable, others.values()))):
+        raise ArgumentError("others", "a mapping from names to functions", others)
     refuse_traced(fun, args, "frontier")
     problem = search.problem_of(
         fun,
@@ -254,6 +256,8 @@ def sweep(
     for done, place in enumerate(sorted(range(len(budgets)), key=lambda i: problem.budget_bytes(budgets[i])), start=1):
         report(done, total, f"planning for {budgets[place]}")
         points[place] = point(problem, budgets[place], verify=verify, solver=solver)
+    for place, found in points.items() if verify else ():  # what was compiled for a larger budget may fit a smaller one
+        points[place] = _or_recalled(problem, found, solver)
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         report(done, total, f"compiling {name}")
@@ -276,9 +280,24 @@ def point(
         plan = problem.plan(bytes_, verify=verify, solver=solver, progress=progress)
     except InfeasibleBudgetError as error:
         return Point(budget, bytes_, None, str(error), least_bytes=error.least_bytes, stretch=error.stretch)
-    flops, seconds = cost_of(problem.step(plan.apply(problem.fun)), problem.args, problem.target, problem.model.shards)
+    return _point_of(problem, budget, bytes_, plan)
+
+
+def _point_of(problem: search.Problem, budget: int | str, bytes_: int, plan: Plan) -> Point:
+    flops, seconds = cost_of(problem.planned(plan), problem.args, problem.target, problem.model.shards)
     assert plan.report is not None, "the planner's plans have reports"
     return Point(budget, bytes_, replace(plan.report, asked=budget, flops=flops, seconds=seconds))
+
+
+def _or_recalled(problem: search.Problem, found: Point, solver: str | Solver) -> Point:
+    """Returns the point, or one of a cheaper plan that was compiled and fits."""
+    plan = problem.recall(found.budget_bytes, solver)
+    if plan is None or (found.plan is not None and (not found.plan.regions or plan == found.plan)):
+        return found
+    recalled = _point_of(problem, found.budget, found.budget_bytes, plan)
+    if found.seconds is None or (recalled.seconds or 0.0) < found.seconds:
+        return recalled
+    return found
 
 
 def unplanned_bytes(problem: search.Problem) -> int | None:

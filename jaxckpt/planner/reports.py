@@ -48,7 +48,7 @@ def timed(report: PlanReport, problem: Problem, progress: Progress) -> PlanRepor
     data.
     """
     steps = {
-        "planned": problem.step(report.plan.apply(problem.fun)),
+        "planned": problem.planned(report.plan),
         "as it is": problem.step(problem.fun),
     }
     seconds = time_steps(steps, fill(problem.args), lambda done, what: progress(done, len(steps), what))

@@ -28,7 +28,7 @@ from jaxckpt._errors import (
 )
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
-from jaxckpt.core.bare import has_checkpoints, without_checkpoints
+from jaxckpt.core.bare import bare, has_checkpoints, without_checkpoints
 from jaxckpt.core.constants import ABOVE, CLOSE, COMPILES, FLOORS, MARGIN, NESTED, OVERSTATED
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
@@ -40,6 +40,7 @@ from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, target_of
+from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, check_budget, resident_bytes
 from jaxckpt.planner.calls import abstract as abstract_leaf
 from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
@@ -131,6 +132,7 @@ def plan(
     """
     check_budget(budget)
     solver_for(solver)
+    check_flags(verify=verify)
     if verify and callable(fun):
         lift.refuse_traced(fun, args, "plan (unless verify=False)")
     problem = problem_of(
@@ -166,8 +168,9 @@ def problem_of(
     if not callable(step):
         raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
     wanted = actions_of(actions)
-    if not isinstance(respect_checkpoints, bool):
-        raise ArgumentError("respect_checkpoints", "True or False", respect_checkpoints)
+    check_flags(reverse_only=reverse_only, respect_checkpoints=respect_checkpoints)
+    if progress is not None and not callable(progress):
+        raise ArgumentError("progress", "a function of (done, total, what), or None", progress)
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = target_of(target)
@@ -191,7 +194,7 @@ def problem_of(
     if not respect_checkpoints:
         if not has_checkpoints(seen.fun, seen.args, seen.kwargs):
             logger.warning("%s has no checkpoints: respect_checkpoints=False changes nothing", lift.title(fun))
-        fun, seen = without_checkpoints(fun), replace(seen, fun=without_checkpoints(seen.fun))
+        seen = replace(seen, fun=bare(seen.fun))
     graph = trace(seen.fun, *seen.args, **seen.kwargs)
     purity.refuse_refs(fun, graph)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
@@ -206,6 +209,13 @@ def problem_of(
     context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
     model = build(graph, differentiated, context, progress)
     return Problem(fun, args, step, resolved, graph, model, respect_checkpoints, cache)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises `ArgumentError` for an argument that is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, "True or False", flag)
 
 
 def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
@@ -325,7 +335,7 @@ class Problem:
     """A function analysed for one step and target; `plan(budget)` gives plans.
 
     Attributes:
-      fun: the function that is planned; without the checkpoints that were in it, if they do not count.
+      fun: the function without a plan: as it was given, or without the checkpoints in it, if they do not count.
       graph: the function as traced.
       model: its chain of stages with their candidates.
       target: what is planned for.
@@ -342,7 +352,8 @@ class Problem:
         respect_checkpoints: bool = True,
         cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
-        self.fun, self.args, self.step, self.target = fun, args, step, target
+        self.given, self.fun = fun, fun if respect_checkpoints else without_checkpoints(fun)
+        self.args, self.step, self.target = args, step, target
         self.graph, self.model = graph, model
         self.respect_checkpoints, self.cache = respect_checkpoints, cache
         self.argument_bytes = _per_device(lift.leaves(fun, args))
@@ -396,7 +407,10 @@ class Problem:
 
     def measure(self, fun: Callable[..., Any]) -> MemoryReport:
         """Returns what the step of a function needs, compiled as far as its peak needs it."""
-        return measure(self.step(fun), *self.args, target=self.target, generate_code=False, cache=self.cache)
+        return self._measured(self.step(fun))
+
+    def _measured(self, step: Callable[..., Any]) -> MemoryReport:
+        return measure(step, *self.args, target=self.target, generate_code=False, cache=self.cache)
 
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:
         """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
@@ -410,7 +424,7 @@ class Problem:
             else:
                 made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
                 with self._one_signature():
-                    known = graph_peak(trace(self.step(made.apply(self.fun)), *self.args), self.target.platform)
+                    known = graph_peak(trace(self.planned(made), *self.args), self.target.platform)
             self._estimates[solution, by_hand] = known
         return known
 
@@ -421,7 +435,11 @@ class Problem:
           DoesNotFitError: the target's compiler refuses it.
         """
         with self._one_signature():
-            return self.measure(made.apply(self.fun))
+            return self._measured(self.planned(made))
+
+    def planned(self, made: Plan) -> Callable[..., Any]:
+        """Returns the step under a plan."""
+        return self.step(replace(made, respect_checkpoints=self.respect_checkpoints).apply(self.given))
 
     @contextlib.contextmanager
     def _one_signature(self) -> Iterator[None]:
@@ -475,6 +493,15 @@ class Problem:
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
+    def recall(self, budget: int | str, solver: str | Solver = "chain") -> Plan | None:
+        """Returns the cheapest of the plans that were compiled, for whatever budgets, that fits a budget; compiles
+        nothing. None where none fits.
+        """
+        wanted = self.budget_bytes(budget)
+        search = _Search(self, wanted, self._solver(solver), True, lambda done, total, what: None)
+        found = search.known() if search.free else None
+        return None if found is None else found.plan
+
 
 class _Search:
     """One search for one budget."""
@@ -506,6 +533,11 @@ class _Search:
         if best is None:
             raise self._infeasible()
         return best.plan
+
+    def known(self) -> _Try | None:
+        """Returns the cheapest plan that was compiled for another budget and fits this one."""
+        least = self.solver.least(self.chain)
+        return None if least is None else self._known(self._standing(least))
 
     def _search(self, least: Solution | None, standing: int) -> _Try | None:
         """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the
@@ -616,6 +648,10 @@ class _Search:
         problem = self.problem
         if problem._unplanned is None and not self._may_fit():
             return None
+        return self._compiled_as_it_is()
+
+    def _compiled_as_it_is(self) -> Plan | None:
+        problem = self.problem
         self.report(0, COMPILES, "compiling the step as it is")
         if problem._unplanned is None:
             self.compiles += 1
@@ -631,7 +667,8 @@ class _Search:
         return self._record(empty, estimate, report, 0.0)
 
     def _may_fit(self) -> bool:
-        return self._peak_as_it_is() <= 1.5 * self.budget
+        merged = stages.merged_bytes(self.problem.graph)  # which the trace counts, and the compiler does not keep
+        return self._peak_as_it_is() - merged <= 1.5 * self.budget
 
     def _peak_as_it_is(self) -> int:
         """Estimates the peak of the step without a plan."""

@@ -190,6 +190,25 @@ def _whole_text(graph: Graph, op: Op, texts: dict[int, str]) -> str:
     return f"{texts[op.index]}{inside}"
 
 
+def merged_bytes(graph: Graph) -> int:
+    """Returns the bytes of intermediate values that are equal to earlier ones because they are computed in the same way
+    from the same values: a compiler computes them once.
+    """
+    same: dict[int, int] = {}
+    known: dict[tuple[str, str, tuple[object, ...]], tuple[int, ...]] = {}
+    merged = 0
+    for op in graph.ops:
+        if op.bodies or op.equation.effects:
+            continue
+        literals = [str(var) for var in op.equation.invars if isinstance(var, _compat.Literal)]
+        key = op.primitive, parameters_text(op), (*literals, *(same.get(index, index) for index in op.inputs))
+        first = known.setdefault(key, op.outputs)
+        if first is not op.outputs and len(first) == len(op.outputs):
+            same.update(zip(op.outputs, first))
+            merged += sum(graph.values[index].bytes for index in op.outputs)
+    return merged
+
+
 def join(graph: Graph, places: list[int], digest: Callable[[int, int], str], most: int = MOST_STAGES) -> list[int]:
     """Returns fewer cuts where there are more than `most` stages: neighbours joined in pairs, in the way that leaves
     most of them equal.

@@ -11,6 +11,9 @@ from flax import nnx
 
 import jaxckpt
 from jaxckpt import ArgumentError, Plan, PlanMismatchError, autocheckpoint, frontier, plan, without_checkpoints
+from tests.actions.half import HALF, half_is_known
+
+__all__ = ["half_is_known"]
 
 WIDTH, DEPTH = 32, 6
 """A chain of matmuls; a checkpoint around one of them runs one matmul again."""
@@ -104,6 +107,26 @@ def test_what_is_in_a_custom_rule_stays(args):
     bare = without_checkpoints(loss)
     assert matmuls(bare, *args) == matmuls(loss, *args)
     np.testing.assert_allclose(jax.grad(bare)(*args), jax.grad(loss)(*args), rtol=1e-5)
+
+
+def closing(wrap):
+    constant = np.linspace(0, 1, WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH)
+    inner = jax.jit(wrap(lambda x: jnp.sin(x @ constant) @ constant))
+    return lambda ws, x: jnp.sum(jax.lax.scan(lambda x, w: (inner(x @ w), None), inner(x), ws)[0])
+
+
+def test_arrays_that_a_jitted_function_closes_over_stay(args):
+    bare = without_checkpoints(closing(jax.checkpoint))
+    plain = closing(lambda f: f)
+    assert matmuls(bare, *args) == matmuls(plain, *args) < matmuls(closing(jax.checkpoint), *args)
+    np.testing.assert_allclose(jax.grad(bare)(*args), jax.grad(plain)(*args), rtol=1e-4, atol=1e-5)
+
+
+def test_values_kept_as_something_else_are_kept_no_more(args):
+    written = unrolled(lambda f: jaxckpt.checkpoint(f, policy=jaxckpt.Policy({jaxckpt.op("dot_general"): HALF})))
+    bare, plain = without_checkpoints(written), unrolled(lambda f: f)
+    np.testing.assert_allclose(jax.grad(bare)(*args), jax.grad(plain)(*args), rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(jax.grad(written)(*args) - jax.grad(plain)(*args)).max()) > 1e-5, "the test asks something"
 
 
 def test_names_stay(args):
@@ -218,3 +241,32 @@ def test_a_function_without_checkpoints_is_said(args, caplog):
 def test_only_a_flag_says_whether_they_count(args):
     with pytest.raises(ArgumentError, match="^respect_checkpoints must be True or False"):
         plan(unrolled(jax.checkpoint), *args, budget="50%", respect_checkpoints="no")
+
+
+def test_a_model_of_nnx_with_checkpoints_is_planned_without_them():
+    """What goes through a checkpoint unchanged, such as a module's parameters, is no result of it any more."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(6)])
+            self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.remat(lambda layer, x: jnp.sin(layer(jnp.sin(layer(x)))))(layer, x)
+            return self.norm(x)
+
+    loss = lambda model, x, mode: jnp.mean(model(x) ** 2)
+    x = jax.random.normal(jax.random.key(0), (1024, WIDTH))
+    theirs = Model()
+    value, expected = nnx.value_and_grad(loss)(theirs, x, "train")
+    for budget in ("70%", "100%"):
+        ours = Model()
+        found = plan(loss, ours, x, "train", budget=budget, target="cpu", respect_checkpoints=False)
+        auto = autocheckpoint(loss, budget=budget, target="cpu", respect_checkpoints=False)
+        for planned in (found.apply(loss), auto):
+            ours = Model()
+            got, gradient = nnx.value_and_grad(planned)(ours, x, "train")
+            np.testing.assert_allclose(got, value, rtol=1e-5)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, expected)
+            np.testing.assert_allclose(ours.norm.mean[...], theirs.norm.mean[...], rtol=1e-4, atol=1e-6)

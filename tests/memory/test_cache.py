@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -80,7 +81,8 @@ def test_off_stores_nothing(platform_folder, monkeypatch, compiles):
     measure(loss, X, target="cpu")
     monkeypatch.delenv(cache.FOLDER)
     measure(loss, X, target="cpu", cache=False)
-    assert len(compiles) == 3 and not platform_folder.exists()
+    measure(loss, X, target="cpu", cache="off")
+    assert len(compiles) == 4 and not pathlib.Path("off").exists() and not platform_folder.exists()
 
 
 def chain(ws, x):
@@ -150,6 +152,22 @@ def test_whatever_decides_the_answer_is_asked_for_anew(folder, compiles, monkeyp
     monkeypatch.setattr(cache, "_version", lambda package: "999")
     measure(loss, X, target="cpu")
     assert len(compiles) == len(list(folder.iterdir())) == 9
+
+
+def test_names_that_change_places_make_another_program(folder, compiles):
+    def named(first, second):
+        def function(x):
+            with jax.named_scope(first):
+                y = jnp.sin(x @ x)
+            with jax.named_scope(second):
+                return jnp.sin(y @ y)
+
+        return function
+
+    for names in (("one", "two"), ("two", "one")):
+        report = measure(named(*names), X, target="cpu")
+        known = measure(named(*names), X, target="cpu", cache=False)
+        assert [b.operation for b in report.largest(3)] == [b.operation for b in known.largest(3)]
 
 
 @pytest.mark.tpu

@@ -501,3 +501,41 @@ def test_settings_that_are_wrong_are_said_before_anything_is_traced(monkeypatch,
     (name,) = wrong
     with pytest.raises(ArgumentError, match=f"^{name}"):
         ask(**wrong)
+
+
+def test_a_step_that_fits_although_its_trace_needs_more_has_an_empty_plan():
+    """XLA merges what the function computes several times; the trace does not."""
+
+    def merged(ws, x):
+        def chain(x):
+            for w in ws:
+                x = jnp.sin(x @ w)
+            return x
+
+        return sum(jnp.sum(chain(x) * s) for s in range(1, 9))
+
+    args = [jnp.eye(32)] * 6, jnp.ones((2048, 32))
+    peak = jaxckpt.measure(jax.value_and_grad(merged), *args, target="cpu").peak_bytes
+    for budget in (peak, 3 * peak // 2):
+        found = jaxckpt.plan(merged, *args, budget=budget, target="cpu")
+        assert found.regions == () and found.measured_bytes == peak
+
+
+def test_in_a_frontier_a_plan_for_more_serves_a_smaller_budget_that_it_fits():
+    def chain(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    args = [jnp.eye(64) * 0.9] * 8, jnp.ones((1024, 64))
+    found = jaxckpt.frontier(chain, *args, budgets=(1574478, 1586013, "60%", "80%"), target="cpu")
+    for point in found.points:
+        for other in found.points:
+            if other.peak_bytes is not None and other.peak_bytes <= point.budget_bytes:
+                assert point.peak_bytes is not None and point.seconds <= other.seconds
+
+
+@pytest.mark.parametrize("flag", ["verify", "reverse_only", "respect_checkpoints"])
+def test_flags_are_true_or_false(flag):
+    with pytest.raises(ArgumentError, match=f"^{flag} must be True or False"):
+        jaxckpt.plan(loss, *ARGS, budget="50%", target="cpu", **{flag: "no"})
