@@ -524,7 +524,7 @@ class _Search:
         if not self.verify:
             solution = self._solve(self.budget - self._offset(standing)) or least
             if solution is None:
-                raise self._infeasible()
+                raise self._infeasible(self._peak_as_it_is())
             return self._unverified(solution, standing)
         best = self._search(least, standing)
         if best is None:
@@ -757,7 +757,7 @@ class _Search:
         modelled = cost(self.chain, solution)
         estimate = self._estimate(solution, modelled.peak + standing)
         if estimate.peak_bytes > self.budget:
-            raise self._infeasible(estimate.peak_bytes)
+            raise self._infeasible(min(estimate.peak_bytes, self._peak_as_it_is()))
         return self._record(self.problem.model.plan(solution), estimate, None, self.problem.model.seconds(solution))
 
     def _estimate(self, solution: Solution, peak: int) -> MemoryEstimate:

@@ -470,6 +470,22 @@ def test_unverified_too_a_step_that_fits_has_an_empty_plan(problem):
     assert problem.plan(problem.unplanned.peak_bytes // 2, verify=False).regions
 
 
+@pytest.mark.parametrize("rows", [8, 512])
+def test_unverified_too_the_least_budget_that_an_error_says_fits(rows):
+    """Of small functions a plan is predicted to need more than the step as it is."""
+
+    def small(w, x):
+        return jnp.sum(jnp.exp(jnp.minimum(x @ w, 1.0)) ** 2)
+
+    args = jnp.ones((16, 16)), jnp.ones((rows, 16))
+    with pytest.raises(InfeasibleBudgetError) as error:
+        jaxckpt.plan(small, *args, budget=sum(x.nbytes for x in args) + 1, target="cpu", verify=False)
+    least = error.value.least_bytes
+    assert jaxckpt.plan(small, *args, budget=least, target="cpu", verify=False).predicted.peak_bytes <= least
+    with pytest.raises(InfeasibleBudgetError):
+        jaxckpt.plan(small, *args, budget=least - 1, target="cpu", verify=False)
+
+
 def test_a_step_that_calls_its_function_with_other_shapes_is_refused_by_name():
     def step(fun):
         return lambda ws, x: (jax.value_and_grad(fun)(ws, x), fun(ws, x[:8]))
