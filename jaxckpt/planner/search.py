@@ -393,6 +393,16 @@ class Problem:
         unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
         return self.argument_bytes - sum(value.bytes for value in unused)
 
+    @functools.cached_property
+    def traced_peak(self) -> int:
+        """The peak that the traced step without a plan is estimated to have, for arguments on one device."""
+        return graph_peak(trace(self.step(self.fun), *self.args), self.target.platform)
+
+    @functools.cached_property
+    def merged_bytes(self) -> int:
+        """Bytes that the trace counts and the compiler does not keep: see `stages.merged_bytes`."""
+        return stages.merged_bytes(self.graph)
+
     @property
     def unplanned(self) -> MemoryReport:
         """The compiled step without a plan; compiled at first use.
@@ -667,14 +677,13 @@ class _Search:
         return self._record(empty, estimate, report, 0.0)
 
     def _may_fit(self) -> bool:
-        merged = stages.merged_bytes(self.problem.graph)  # which the trace counts, and the compiler does not keep
-        return self._peak_as_it_is() - merged <= 1.5 * self.budget
+        return self._peak_as_it_is() - self.problem.merged_bytes <= 1.5 * self.budget
 
     def _peak_as_it_is(self) -> int:
         """Estimates the peak of the step without a plan."""
         problem = self.problem
         if not _sharded(problem.args):
-            return graph_peak(trace(problem.step(problem.fun), *problem.args), problem.target.platform)
+            return problem.traced_peak
         cheapest = self.solver.solve(self.chain, EVERYTHING)
         kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
         return problem.argument_bytes + kept
