@@ -29,7 +29,8 @@ from jaxckpt._errors import (
 )
 from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action
 from jaxckpt.core.bare import without_checkpoints
-from jaxckpt.core.graph import Graph, count_flops, trace
+from jaxckpt.core.graph import Graph, trace
+from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.regions import Loop, Region
 from jaxckpt.memory.compare import Comparison, compare

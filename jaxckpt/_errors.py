@@ -212,3 +212,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f"Did you mean {' or '.join(repr(n) for n in near)}?"
     return f"There are {', '.join(repr(n) for n in known)}." if known else "There is nothing to choose from."
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises `ArgumentError` for an argument that is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, "True or False", flag)

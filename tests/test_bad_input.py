@@ -65,6 +65,11 @@ PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
             "compiler_options must be options of XLA.* got {'xla_cpu_enable_fast_math': 'zz'}.*not a valid bool",
         ),
         (lambda: jaxckpt.measure(loss, WS, X, compiler_options=3), "compiler_options must be a mapping"),
+        (lambda: jaxckpt.measure(loss, WS, X, generate_code="no"), "generate_code must be True or False; got 'no'"),
+        (lambda: jaxckpt.checkpoint(loss, prevent_cse=""), "prevent_cse must be a bool, or a sequence"),
+        (lambda: jaxckpt.autocheckpoint(loss, budget="50%", cache=3), "cache must be a folder.* got 3"),
+        (lambda: jaxckpt.autocheckpoint(loss, budget="50%", verify="no"), "verify must be True or False; got 'no'"),
+        (lambda: jaxckpt.Plan((), "0").save(None), "path must be the path of a file; got None"),
         (
             lambda: jax.grad(lambda x: jaxckpt.measure(loss, WS, x, target="cpu").peak_bytes * 1.0)(X),
             r"float32\[64,16\]",

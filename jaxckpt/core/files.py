@@ -79,19 +79,26 @@ def read_whole(path: str | os.PathLike[str]) -> bytes:
       ArgumentError: `path` is a device, a pipe or a socket.
       OSError: there is no such file, it is a folder, or it cannot be read.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError("path", "the path of a file", path)
+    _check_path(path, "path")
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(handle).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if not stat.S_ISREG(mode):
         os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise ArgumentError("path", "a regular file", str(path))
-    with os.fdopen(handle, "rb") as file:  # of a folder an IsADirectoryError
+    with os.fdopen(handle, "rb") as file:
         return file.read()
+
+
+def _check_path(path: object, argument: str) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(argument, "the path of a file", path)
 
 
 def _target(path: str | os.PathLike[str], argument: str) -> pathlib.Path:
     """Returns the file to write: the one that a symbolic link points to."""
+    _check_path(path, argument)
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

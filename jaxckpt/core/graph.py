@@ -265,25 +265,6 @@ def graph_of(
     )
 
 
-def count_flops(fun: Callable[..., Any], *args: Any) -> int:
-    """Returns the FLOPs of `fun(*args)` as traced, loops multiplied out; a multiply-add counts as two.
-
-    `count_flops(jax.grad(loss), *args)` counts what a checkpoint recomputes, since the recomputation is part of that
-    program. A while loop counts as one iteration, and a cond as its most expensive branch.
-
-    Args:
-      fun: a function of pytrees of arrays.
-      *args: arrays, or anything with a shape and a dtype.
-
-    >>> import jax, jax.numpy as jnp
-    >>> count_flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 4)))
-    48
-    """
-    if not callable(fun):
-        raise ArgumentError("fun", "a function", fun)
-    return trace(fun, *args).flops
-
-
 # ---------------------------------------------------------------------------------------------------------- the builder
 
 

@@ -364,6 +364,25 @@ def trace_call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     return attempt(fun, args, kwargs, lambda call: trace(call.fun, *call.args, **call.kwargs))
 
 
+def count_flops(fun: Callable[..., Any], *args: Any) -> int:
+    """Returns the FLOPs of `fun(*args)` as traced, loops multiplied out; a multiply-add counts as two.
+
+    `count_flops(jax.grad(loss), *args)` counts what a checkpoint recomputes, since the recomputation is part of that
+    program. A while loop counts as one iteration, and a cond as its most expensive branch.
+
+    Args:
+      fun: any function; see `jaxckpt.checkpoint`.
+      *args: arrays, or anything with a shape and a dtype; modules; other leaves are passed as they are.
+
+    >>> import jax, jax.numpy as jnp
+    >>> count_flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 4)))
+    48
+    """
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
+    return trace_call(fun, *args).flops
+
+
 def result_of(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Returns what a call returns, with abstract values for arrays; nothing is computed, no state is changed."""
     found: list[Any] = []

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError
+from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError, check_flags
 from jaxckpt.core import lift, shown
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import assign, buffers
@@ -208,6 +208,7 @@ def measure(
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
     lift.refuse_traced(fun, args, "measure")
+    check_flags(generate_code=generate_code)
     if compiler_options is not None and not isinstance(compiler_options, Mapping):
         raise ArgumentError(
             "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options

@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast, overload
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError
+from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import leaves, lift
 from jaxckpt.core.bare import trace_bare
@@ -33,7 +33,7 @@ from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.cache import surroundings
+from jaxckpt.memory.cache import folder_of, surroundings
 from jaxckpt.memory.gradient import suited
 from jaxckpt.memory.report import devices_of
 from jaxckpt.memory.targets import Target, target_of
@@ -145,6 +145,8 @@ def autocheckpoint(
     (4, 4)
     """
     solver_for(solver)
+    check_flags(verify=verify, respect_checkpoints=respect_checkpoints)
+    folder_of(cache)
     numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         raise ArgumentError("static_argnums", "a number of an argument, or a sequence of them", static_argnums)

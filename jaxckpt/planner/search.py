@@ -2,7 +2,7 @@
 
 Solve, emit, compile the whole step, compare. The chain's bytes are a prediction. The compiled peak of one plan corrects
 the prediction for the next plan. The returned plan is the cheapest whose compiled peak is within the budget, after at
-most `COMPILES` compilations.
+most `COMPILES` compilations, `QUICK_COMPILES` of a small program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,11 +25,24 @@ from jaxckpt._errors import (
     InfeasibleBudgetError,
     NotDifferentiableError,
     PlanMismatchError,
+    check_flags,
 )
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints, without_checkpoints
-from jaxckpt.core.constants import ABOVE, CLOSE, COMPILES, FLOORS, MARGIN, NESTED, OVERSTATED
+from jaxckpt.core.constants import (
+    ABOVE,
+    BETWEEN,
+    CLOSE,
+    COMPILES,
+    FLOORS,
+    MARGIN,
+    MORE,
+    NESTED,
+    OVERSTATED,
+    QUICK,
+    QUICK_COMPILES,
+)
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
@@ -211,13 +224,6 @@ def problem_of(
     return Problem(fun, args, step, resolved, graph, model, respect_checkpoints, cache)
 
 
-def check_flags(**flags: Any) -> None:
-    """Raises `ArgumentError` for an argument that is neither True nor False."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ArgumentError(name, "True or False", flag)
-
-
 def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
     """Returns the actions that a planner is allowed, each once.
 
@@ -313,6 +319,7 @@ class _Try:
     """A compiled plan.
 
     Attributes:
+      solution: the chain's.
       modelled: its bytes by the chain, arguments excluded.
       compiled: its compiled peak; where the compiler refused it, what that says that it needs.
       plan: the plan.
@@ -320,6 +327,7 @@ class _Try:
       effort: its recomputation by the chain.
     """
 
+    solution: Solution
     modelled: int
     compiled: int
     plan: Plan
@@ -522,6 +530,8 @@ class _Search:
         self.chain = problem.model.chain
         self.tries: list[_Try] = []
         self.compiles = 0
+        self.quick = sum(1 for _ in problem.graph.walk()) <= QUICK
+        self.most = QUICK_COMPILES if self.quick else COMPILES
 
     def run(self) -> Plan:
         if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
@@ -539,7 +549,7 @@ class _Search:
         best = self._search(least, standing)
         if best is None:
             best = self._floor(least, standing)
-        self.report(COMPILES, COMPILES, "")
+        self.report(self.most, self.most, "")
         if best is None:
             raise self._infeasible()
         return best.plan
@@ -555,11 +565,9 @@ class _Search:
         """
         best = self._known(standing) if self.free else None
         seen: set[Solution] = set()
-        while self.compiles < COMPILES:
-            solution = self._solve(self.budget - self._offset(standing))
-            last = self.compiles == COMPILES - 1 and best is None
-            if solution is None or last:
-                solution = least if best is None else None
+        while self.compiles < self.most:
+            last = self.compiles == self.most - 1 and best is None
+            solution = (None if last else self._next(standing, seen)) or (least if best is None else None)
             if solution is None or solution in seen:
                 break
             seen.add(solution)
@@ -567,7 +575,36 @@ class _Search:
             best = self._better(best, tried)
             if best is tried and tried.compiled >= self.budget * (1 - CLOSE):
                 break
-        return best if best is None or not self.free else self._or_by_hand(best, standing)
+        if best is None or not self.free:
+            return best
+        return self._or_by_hand(self._or_estimated(best, standing, seen), standing)
+
+    def _next(self, standing: int, seen: Collection[Solution]) -> Solution | None:
+        """Returns the solution to be compiled next, one that was not; None where there is none."""
+        for offset in self._offsets(standing):
+            solution = self._solve(self.budget - offset)
+            if solution is not None and solution not in seen:
+                return solution
+        return None
+
+    def _or_estimated(self, best: _Try, standing: int, seen: Collection[Solution]) -> _Try:
+        """Returns the best plan, or one that the chain says needs more, and the estimate of its step that it fits: the
+        cheapest of these first.
+        """
+        problem = self.problem
+        if not self.quick:  # each estimate takes a trace of the whole step
+            return best
+        ratio = min(
+            (t.compiled / problem.estimate(t.solution) for t in self.tries if t.report is not None), default=1.0
+        )
+        more = (self._solve(round(best.modelled * factor)) for factor in MORE)
+        left = {solution: cost(self.chain, solution).time for solution in more if solution is not None}
+        for solution in sorted(left, key=lambda each: left[each]):
+            if self.compiles >= self.most or left[solution] >= best.effort:
+                break
+            if solution not in seen and problem.estimate(solution) * max(ratio, 1.0) <= self.budget:
+                best = self._better(best, self._try(solution, standing)) or best
+        return best
 
     def _better(self, best: _Try | None, tried: _Try) -> _Try | None:
         return tried if tried.fits(self.budget) and (best is None or tried.effort < best.effort) else best
@@ -587,7 +624,7 @@ class _Search:
         """
         problem, tried = self.problem, 0
         times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
-        while tried == 0 or self.compiles < COMPILES:
+        while tried == 0 or self.compiles < self.most:
             left = [s for s in times if times[s] < best.effort and (s, True) not in problem._tries]
             estimates = {solution: problem.estimate(solution, by_hand=True) for solution in left}
             learned = self._overstated()
@@ -625,7 +662,7 @@ class _Search:
             lean += [(solution, True) for solution in by_hand[:FLOORS]]
         if self.free and least is not None:
             peak = cost(self.chain, least).peak
-            above = (self._solve(round(peak * more)) for more in ABOVE)
+            above = (self._solve(round(peak * more)) for more in ((*ABOVE, *MORE) if self.quick else ABOVE))
             lean += [(solution, False) for solution in above if solution is not None]
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: self.problem.estimate(*each) for each in lean}
@@ -662,7 +699,7 @@ class _Search:
 
     def _compiled_as_it_is(self) -> Plan | None:
         problem = self.problem
-        self.report(0, COMPILES, "compiling the step as it is")
+        self.report(0, self.most, "compiling the step as it is")
         if problem._unplanned is None:
             self.compiles += 1
         try:
@@ -673,7 +710,7 @@ class _Search:
             return None
         estimate = MemoryEstimate(report.peak_bytes, problem.argument_bytes, 0, 0)
         empty = Plan((), problem.graph.fingerprint, notes=("fits as it is",))
-        self.report(COMPILES, COMPILES, "")
+        self.report(self.most, self.most, "")
         return self._record(empty, estimate, report, 0.0)
 
     def _may_fit(self) -> bool:
@@ -711,22 +748,28 @@ class _Search:
         """Returns the bytes to subtract from the budget before the chain is solved: compiled minus modelled bytes of
         the nearest plans.
         """
+        return self._offsets(standing)[0]
+
+    def _offsets(self, standing: int) -> list[int]:
+        """Returns offsets as of `_offset`, the best first. Where a plan fits with much to spare, and the next one was
+        over the budget, what the chain says is far off: then others lie between these two.
+        """
         if not self.tries:
-            return standing
+            return [standing]
         above = [t for t in self.tries if not t.fits(self.budget)]
         below = [t for t in self.tries if t.fits(self.budget)]
         low = max(below, key=lambda t: t.modelled, default=None)
         high = min(above, key=lambda t: t.modelled, default=None)
         if low is None:
-            assert high is not None
             off = max(t.compiled - t.modelled for t in above)
-            return off + int(MARGIN * self.budget * 6 ** (len(above) - 1))
+            return [off + int(MARGIN * self.budget * 6 ** (len(above) - 1))]
         off = low.compiled - low.modelled + int(MARGIN * self.budget) // 2
-        if (
-            high is not None and high.modelled > low.modelled
-        ):  # no nearer to the one that did not fit than nine tenths of the way
-            off = max(off, int(self.budget - low.modelled - 0.9 * (high.modelled - low.modelled)))
-        return off
+        if high is None or high.modelled <= low.modelled:
+            return [off]
+        between = [self.budget - low.modelled - round(share * (high.modelled - low.modelled)) for share in BETWEEN]
+        off = max(off, between[-1])
+        far = low.compiled < self.budget * (1 - 2 * CLOSE) and len(self.tries) >= COMPILES - 1
+        return [*between, off] if far else [off]
 
     def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> _Try:
         """Compiles a solution, unless it is compiled already. `corrects`: whether its bytes correct what the chain says
@@ -737,7 +780,7 @@ class _Search:
         with problem._lock:
             known = problem._tries.get((solution, by_hand))
         if known is None:
-            self.report(self.compiles, COMPILES, "compiling a plan")
+            self.report(self.compiles, self.most, "compiling a plan")
             self.compiles += 1
             model = problem.model
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
@@ -747,7 +790,7 @@ class _Search:
                 compiled = report.peak_bytes
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            known = _Try(modelled.peak, compiled, made, report, modelled.time)
+            known = _Try(solution, modelled.peak, compiled, made, report, modelled.time)
             with problem._lock:
                 problem._tries[solution, by_hand] = known
         peak = modelled.peak + self._offset(standing)

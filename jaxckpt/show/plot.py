@@ -76,7 +76,7 @@ def check_suffix(path: str | os.PathLike[str]) -> str:
     if suffix not in known:
         raise ArgumentError(
             "plot",
-            "a file name that ends in .png, .svg or .pdf",
+            "a file name that ends as a kind of picture does, such as .png, .svg or .pdf",
             str(path),
             did_you_mean(suffix, known),
         )

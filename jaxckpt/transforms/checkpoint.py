@@ -131,7 +131,8 @@ def _barriers(prevent_cse: Any) -> bool | tuple[Any, ...]:
     """Returns `prevent_cse` in the form for jax.checkpoint."""
     if isinstance(prevent_cse, bool):
         return prevent_cse
-    if isinstance(prevent_cse, Sequence) and all(isinstance(leaf, bool) for leaf in jax.tree.leaves(list(prevent_cse))):
+    of_arguments = isinstance(prevent_cse, Sequence) and not isinstance(prevent_cse, (str, bytes))
+    if of_arguments and all(isinstance(leaf, bool) for leaf in jax.tree.leaves(list(prevent_cse))):
         return tuple(prevent_cse)
     raise ArgumentError("prevent_cse", "a bool, or a sequence with a pytree of bools for each argument", prevent_cse)
 

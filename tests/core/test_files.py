@@ -1,6 +1,7 @@
 """Files: whole or not at all, with nothing left beside them; what is no file is neither read nor replaced."""
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -164,3 +165,8 @@ def test_what_can_be_written_is_checked_without_a_trace(tmp_path):
     for path in ("/proc/x", tmp_path / "old" / "x", tmp_path / "no" / "x", ""):
         with pytest.raises(ArgumentError, match="path must be a file"):
             check_writable(path)
+
+
+def test_a_folder_is_named_where_a_file_is_read(tmp_path):
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        read_whole(tmp_path)

@@ -15,7 +15,8 @@ from jax import lax
 
 from jaxckpt import compiler_options
 from jaxckpt.core import flops as rules
-from jaxckpt.core.graph import count_flops, trace
+from jaxckpt.core.graph import trace
+from jaxckpt.core.lift import count_flops
 from jaxckpt.core.primitives import TABLE
 
 F = jnp.float32

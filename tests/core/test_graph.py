@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from jaxckpt.core.graph import count_flops, trace
+from jaxckpt.core.graph import trace
+from jaxckpt.core.lift import count_flops
 
 X = jnp.ones((8, 16))
 W = jnp.ones((16, 16))
@@ -16,6 +17,13 @@ W = jnp.ones((16, 16))
 
 def ops(graph):
     return [op.primitive for op in graph.walk()]
+
+
+def test_flops_of_a_function_whose_arguments_have_leaves_that_are_no_arrays():
+    def fun(x, settings):
+        return jnp.tanh(x) if settings["mode"] == "tanh" else x
+
+    assert count_flops(fun, X, {"mode": "tanh"}) > count_flops(fun, X, {"mode": "none"})
 
 
 def test_values_say_shape_dtype_bytes_kind_and_where_they_come_from():

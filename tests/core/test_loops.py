@@ -7,7 +7,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import SAVE, PlanMismatchError
-from jaxckpt.core.graph import count_flops, trace
+from jaxckpt.core.graph import trace
+from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import Loop, Plan
 from jaxckpt.schedules import checkpointed, in_turn
 

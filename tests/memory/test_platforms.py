@@ -11,7 +11,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import Target, UnknownTargetError
-from jaxckpt.core.graph import count_flops
+from jaxckpt.core.lift import count_flops
 from jaxckpt.core.liveness import FUSING, Fusing, estimate_peak
 from jaxckpt.memory import targets
 from jaxckpt.memory.chips import CHIPS, Chip

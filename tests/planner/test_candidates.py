@@ -8,7 +8,8 @@ import jaxckpt
 from benchmarks.models import gpt, moe, resnet
 from jaxckpt import Target
 from jaxckpt.core.emit import Named
-from jaxckpt.core.graph import count_flops, trace
+from jaxckpt.core.graph import trace
+from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.planner.candidates import candidates_of
 from jaxckpt.planner.context import Context

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.graph import count_flops
+from jaxckpt.core.lift import count_flops
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import frontier as module
