@@ -86,7 +86,7 @@ def measure_one(kind: str, size: int) -> dict[str, Any]:
     start = time.process_time()
     jax.eval_shape(jax.value_and_grad(fun), *args)
     traced = time.process_time()
-    budget = graph_peak(trace(jax.value_and_grad(fun), *args), "cuda") - 1  # so that it needs a plan
+    budget = graph_peak(trace(jax.value_and_grad(fun), *args), TARGET) - 1  # so that it needs a plan
     jax.clear_caches()
     start_plan = time.process_time()
     plan = jaxckpt.plan(fun, *args, budget=budget, target=TARGET, verify=False)

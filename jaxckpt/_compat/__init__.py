@@ -19,6 +19,7 @@ from jaxckpt._compat.compiler import (
     checkpoint_options,
     compile_request,
     dump_options,
+    lowered_devices,
     memory_stats,
     no_persistent_cache,
     unknown_option,

@@ -70,6 +70,16 @@ def unknown_option(error: Exception) -> UnsupportedJaxError | None:
     return unsupported(f"XLA's option {found[1]}", "measure memory", "does not know it")
 
 
+def lowered_devices(lowered: Any) -> tuple[Any, ...]:
+    """Returns the devices that a lowered program would be compiled for. Only the compiled program tells them in
+    public.
+    """
+    found = getattr(getattr(lowered, "_lowering", None), "_device_list", None)
+    if found is None:
+        raise unsupported("the attribute _lowering._device_list of lowered programs", "know their devices", "has none")
+    return tuple(found)
+
+
 def memory_stats(compiled: Any) -> Any:
     """Returns the compiler's figures of a program's memory, in bytes.
 

@@ -365,8 +365,8 @@ class _Builder:
         if rule.hidden and forward.inputs:
             self.values[forward.inputs[0]]["tags"].extend(rule.hidden)
         for index, inner in zip(outputs[rule.results :], forward.outputs[rule.results :]):
-            if inner is not None:
-                self.values[index]["primitive"] = self.values[inner]["primitive"] or PRIMITIVE
+            if inner is not None and self.values[inner]["primitive"]:
+                self.values[index] |= {name: self.values[inner][name] for name in ("primitive", "params", "flops")}
 
     def _inner(
         self,

@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
+
 from jaxckpt import _compat
 from jaxckpt.core import primitives
 from jaxckpt.core.primitives import Holds
@@ -123,6 +126,18 @@ def depends(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
     for eqn in eqns:
         if not found.isdisjoint(var for var in eqn.invars if isinstance(var, _compat.Var)):
             found.update(eqn.outvars)
+    return found
+
+
+def sources(eqns: Sequence[Any], results: Iterable[Any]) -> set[Any]:
+    """Returns the variables that `results` depend on with a derivative, themselves included: through values of inexact
+    dtypes alone.
+    """
+    found = {var for var in results if not isinstance(var, _compat.Literal)}
+    for eqn in reversed(eqns):
+        if not found.isdisjoint(eqn.outvars):
+            operands = (var for var in eqn.invars if not isinstance(var, _compat.Literal))
+            found.update(var for var in operands if jax.dtypes.issubdtype(var.aval.dtype, np.inexact))
     return found
 
 

@@ -274,6 +274,14 @@ def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> An
         lowered = found.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
     while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
         lowered = lowered.lowered
+    if not target.local and (elsewhere := set(_compat.lowered_devices(lowered)) - set(target.devices)):
+        # JAX compiles a program for the devices of its meshes, whatever it was lowered for.
+        raise ArgumentError(
+            "fun",
+            f"a function whose meshes have devices of {target.name}, or none (jax.sharding.AbstractMesh)",
+            ", ".join(sorted(map(str, elsewhere))),
+            f"Make its mesh with jaxckpt.Target({target.name!r}).mesh(shape, names).",
+        )
     return lowered
 
 

@@ -256,20 +256,23 @@ class _Builder:
         has many places to cut.
         """
         operations = 0
-        gaps = stages.gaps(self.graph, stages.crossing(self.graph))
+        live = stages.crossing(self.graph)
+        gaps = stages.gaps(self.graph, live)
         while 1 < len(places) <= MOST_STAGES:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             widest = needs.index(max(needs))
             start, stop = places[widest : widest + 2]
-            between = [place for place in gaps if start < place < stop]
-            operations += len(between) * (stop - start)
-            if operations > OPERATIONS:
+            for between in ([place for place in gaps if start < place < stop], stages.middle(live, start, stop)):
+                operations += len(between) * (stop - start)
+                if operations > OPERATIONS:
+                    return places
+                halves = {p: max(self._least_work(start, p), self._least_work(p, stop)) for p in between}
+                place = min(halves, key=lambda place: halves[place], default=None)
+                if place is not None and halves[place] <= (1 - FINER) * needs[widest]:
+                    places = sorted([*places, place])
+                    break
+            else:
                 break
-            halves = {p: max(self._least_work(start, p), self._least_work(p, stop)) for p in between}
-            place = min(halves, key=lambda place: halves[place], default=None)
-            if place is None or halves[place] > (1 - FINER) * needs[widest]:
-                break
-            places = sorted([*places, place])
         return places
 
     def _least_work(self, start: int, stop: int) -> int:

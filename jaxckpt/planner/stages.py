@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt.core.constants import LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS
+from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS
 from jaxckpt.core.graph import Body, Graph, Op, parameters_text
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.costs import is_dear
@@ -113,6 +113,17 @@ def gaps(graph: Graph, live: Sequence[int]) -> list[int]:
     """
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
     return [min(range(a + 1, b + 1), key=lambda place: (live[place], place)) for a, b in itertools.pairwise(dear)]
+
+
+def middle(live: Sequence[int], start: int, stop: int) -> list[int]:
+    """Returns where a stage of many cheap operations is cut: in its middle half, where least crosses. None in a short
+    one; `live` as of `crossing`.
+    """
+    quarter = (stop - start) // 4
+    if stop - start < CHEAP:
+        return []
+    centre = (start + stop) / 2
+    return [min(range(start + quarter, stop - quarter), key=lambda place: (live[place], abs(place - centre)))]
 
 
 def loops(graph: Graph) -> frozenset[int]:

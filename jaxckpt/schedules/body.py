@@ -130,6 +130,24 @@ def perturbed(
         carry = new
 
 
+def asked(body: ScanBody, carry: Sequence[bool], ys: Sequence[bool]) -> tuple[list[bool], list[bool], list[bool]]:
+    """Returns which constants, carries and xs have cotangents, over all steps together; the others have none from
+    lax.scan. Zeros in their place would be multiplied with what may be infinite.
+
+    Args:
+      carry, ys: whether each has a cotangent, the carry's after the last step.
+    """
+    carry = list(carry)
+    while True:
+        results = [var for var, flag in zip(body.jaxpr.outvars, [*carry, *ys], strict=True) if flag]
+        inputs = [var in surgery.sources(body.jaxpr.eqns, results) for var in body.jaxpr.invars]
+        consts, new, xs = split(inputs, (body.consts, body.carries, body.xs))
+        new = [a or b for a, b in zip(carry, new)]
+        if new == carry:
+            return consts, carry, xs
+        carry = new
+
+
 def _moved(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
     """Returns which results of a jaxpr have tangents, as JAX's own rules say, where the inputs with a flag have
     some.

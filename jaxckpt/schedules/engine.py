@@ -13,7 +13,7 @@ all of its results. Those that do not depend on what is differentiated lose it a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxckpt import _compat
 from jaxckpt.actions import OFFLOAD, Action
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
 from jaxckpt.schedules.alike import results_alike
-from jaxckpt.schedules.body import is_inexact, perturbed, pick, split, zeros
+from jaxckpt.schedules.body import asked, is_inexact, perturbed, pick, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.optimum import Binomial, binomial, places
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
@@ -184,9 +184,11 @@ class _Engine:
         """Returns the cotangents of constants, initial carry and xs; None for those that are not asked for."""
         wanted = work.wanted
         zero = jax.custom_derivatives.SymbolicZero
-        some = tuple(flag and not isinstance(ct, zero) for flag, ct in zip(wanted.ys, ct_ys))
-        if some != wanted.ys:  # results that nothing was made of
-            wanted = replace(wanted, ys=some)
+        there = lambda flags, cts: tuple(flag and not isinstance(ct, zero) for flag, ct in zip(flags, cts))
+        some = there(wanted.ys, ct_ys)
+        fewer = wanted.of(some, *asked(self.body, there(wanted.carry, ct_carry), some))
+        if fewer != wanted:  # results that nothing was made of
+            wanted = fewer
             work = backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
         carries = _Carries(self.body, plan, self.carry, consts, init, xs)
         turns = _Turns(carries, work, [ct for ct, flag in zip(ct_ys, some) if flag])

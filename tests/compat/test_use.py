@@ -366,3 +366,10 @@ def test_a_flax_that_does_not_mark_wrapped_methods_is_an_error(monkeypatch):
     monkeypatch.setattr(module, "wrap_method_once", lambda fun: lambda *args: fun(*args))
     with pytest.raises(UnsupportedJaxError, match=re.escape("flax.linen.module.wrap_method_once")):
         compat_flax.probe(())
+
+
+def test_a_lowered_program_that_does_not_tell_its_devices():
+    with pytest.raises(UnsupportedJaxError, match="_lowering._device_list"):
+        _compat.lowered_devices(object())
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    assert _compat.lowered_devices(lowered) == tuple(jax.devices()[:1])

@@ -433,3 +433,28 @@ def test_no_files_stay_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     measure(jnp.sin, jnp.ones(8), target="cpu")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.cuda
+def test_a_mesh_of_other_devices_is_refused_and_one_of_the_targets_is_measured():
+    """JAX compiles a program for the devices of its meshes: for the CPU, whose dump would be read as a GPU's."""
+    target = Target("cuda:h100")
+
+    def step(mesh):
+        def loss(w, x):
+            over = jax.shard_map(lambda w, x: jnp.tanh(x @ w), mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+            return jnp.sum(over(w, over(w, x)) ** 2)
+
+        return jax.value_and_grad(loss)
+
+    auto = (AxisType.Auto,)
+    args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    here = jax.make_mesh((1,), ("d",), axis_types=auto)
+    for target_of in (target, "tpu:v5e:1x1"):
+        with pytest.raises(ArgumentError, match=r"fun must be a function whose meshes .* got .*[cC][pP][uU].*\.mesh\("):
+            measure(step(here), *args, target=target_of, generate_code=False)
+    peaks = [
+        measure(step(mesh), *args, target=target).peak_bytes
+        for mesh in (target.mesh((1,), ("d",), auto), AbstractMesh((1,), ("d",), axis_types=auto))
+    ]
+    assert peaks[0] == peaks[1] > 2 * 4096 * 256 * 4

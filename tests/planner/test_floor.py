@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -135,6 +136,21 @@ def test_in_a_small_program_what_the_chain_misjudges_is_tried(every):
     assert planned < flops
     again = jaxckpt.plan(loss, *args, budget=found.measured_bytes, target="cpu")
     assert again.measured_bytes <= found.measured_bytes
+
+
+@pytest.mark.parametrize(("size", "share"), [(60, "60%"), (400, "30%")])
+def test_a_long_run_of_cheap_operations_is_cut(size, share):
+    """XLA's CPU compiler does not fuse it, so what its backward pass reads lies in memory."""
+
+    def loss(x):
+        for _ in range(size // 2):
+            x = jnp.tanh(x) * 1.01
+        return jnp.sum(x)
+
+    x = jnp.ones((256, 64))
+    found = jaxckpt.plan(loss, x, budget=share, target="cpu")
+    assert found.measured_bytes <= found.budget < found.unplanned_bytes
+    np.testing.assert_allclose(jax.grad(found.apply(loss))(x), jax.grad(loss)(x), rtol=1e-5)
 
 
 def test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it(problem):

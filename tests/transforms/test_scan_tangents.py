@@ -140,3 +140,26 @@ def test_slots_in_a_program_that_is_batched_before_it_is_differentiated(wrap, ba
     x = jnp.arange(batch * 2.0).reshape(batch, 2) / 10
     expected = jax.vmap(jax.grad(lambda x: fun(x, "none")))(x)
     assert_trees_close(jax.grad(lambda x: jnp.sum(jax.vmap(wrap(lambda x: fun(x, Slots(2))))(x)))(x), expected)
+
+
+@pytest.mark.parametrize("unroll", [1, 4])
+def test_what_no_cotangent_comes_to_has_none_though_its_derivative_is_infinite(unroll: int) -> None:
+    """A carry that nothing is made of has the derivative 0, and none of 0 * inf. Nor have the constants and xs that go
+    into it alone.
+    """
+
+    def loss(w: Any, huge: Any, rows: Any, run: Callable) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            used, idle, last = carry
+            return (jnp.tanh(used * w), jnp.sqrt(huge - huge) + idle + jnp.sqrt(x - x), used + last * 0), jnp.log(idle)
+
+        (used, _, _), _ = run(body, (w, huge, w), rows)
+        return used
+
+    at = jnp.float32(0.5), jnp.float32(2.0), jnp.ones(9)
+    grads = [
+        jax.grad(functools.partial(loss, run=run), (0, 1, 2))(*at)
+        for run in (functools.partial(scan, schedule=Slots(2), unroll=unroll), lax.scan)
+    ]
+    assert np.isfinite(grads[1][0]) and not np.any(grads[1][1]) and not np.any(grads[1][2])
+    assert_trees_close(*grads)
