@@ -262,7 +262,10 @@ class _Builder:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             widest = needs.index(max(needs))
             start, stop = places[widest : widest + 2]
-            for between in ([place for place in gaps if start < place < stop], stages.middle(live, start, stop)):
+            for between in (
+                [place for place in gaps if start < place < stop],
+                stages.middle(self.graph, live, start, stop),
+            ):
                 operations += len(between) * (stop - start)
                 if operations > OPERATIONS:
                     return places

@@ -115,15 +115,16 @@ def gaps(graph: Graph, live: Sequence[int]) -> list[int]:
     return [min(range(a + 1, b + 1), key=lambda place: (live[place], place)) for a, b in itertools.pairwise(dear)]
 
 
-def middle(live: Sequence[int], start: int, stop: int) -> list[int]:
-    """Returns where a stage of many cheap operations is cut: in its middle half, where least crosses. None in a short
-    one; `live` as of `crossing`.
+def middle(graph: Graph, live: Sequence[int], start: int, stop: int) -> list[int]:
+    """Returns where a stage with a long run of cheap operations is cut: in that run's middle half, where least crosses.
+    None where it has no such run; `live` as of `crossing`.
     """
-    quarter = (stop - start) // 4
-    if stop - start < CHEAP:
+    dear = [place for place in range(start, stop) if is_dear(graph.ops[place])]
+    first, last = max(itertools.pairwise([start - 1, *dear, stop]), key=lambda ends: ends[1] - ends[0])
+    if last - first <= CHEAP:
         return []
-    centre = (start + stop) / 2
-    return [min(range(start + quarter, stop - quarter), key=lambda place: (live[place], abs(place - centre)))]
+    quarter, centre = (last - first) // 4, (first + last + 1) / 2
+    return [min(range(first + 1 + quarter, last - quarter), key=lambda place: (live[place], abs(place - centre)))]
 
 
 def loops(graph: Graph) -> frozenset[int]:
