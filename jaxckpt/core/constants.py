@@ -112,8 +112,8 @@ COMPILES = 4
 off by 1 to 5%, the second by under 0.5%."""
 
 QUICK, QUICK_COMPILES = 500, 6
-"""And of programs of so many operations at most, which compile in seconds, this many. Judged by a transformer of four
-blocks in bfloat16 on the CPU: after four its plan computes 34% more, at 1% more memory 5%."""
+"""And of programs of so many operations at most, on one device, which mostly compile in seconds, this many. Judged by a
+transformer of four blocks in bfloat16 on the CPU: after four its plan computes 34% more, at 1% more memory 5%."""
 
 BETWEEN = (0.5, 0.75, 0.9)
 """Where the next plan is looked for, between one that fits with much to spare and one that does not: shares of the way

@@ -464,6 +464,8 @@ def stable(param: Any) -> str:
         return "jaxpr"
     if isinstance(param, (tuple, list)):
         return "(" + ",".join(stable(item) for item in param) + ")"
+    if isinstance(param, (set, frozenset)):  # whose order is another one in each process
+        return "{" + ",".join(sorted(stable(item) for item in param)) + "}"
     if callable(param) and not isinstance(param, type):
         return "function"
     if isinstance(param, (np.ndarray, jax.Array)):

@@ -2,7 +2,8 @@
 
 Solve, emit, compile the whole step, compare. The chain's bytes are a prediction. The compiled peak of one plan corrects
 the prediction for the next plan. The returned plan is the cheapest whose compiled peak is within the budget, after at
-most `COMPILES` compilations, `QUICK_COMPILES` of a small program.
+most `COMPILES` compilations, `QUICK_COMPILES` of a small program. Where none of these fits, the leanest plans are
+compiled as well.
 """
 
 from __future__ import annotations
@@ -530,7 +531,7 @@ class _Search:
         self.chain = problem.model.chain
         self.tries: list[_Try] = []
         self.compiles = 0
-        self.quick = sum(1 for _ in problem.graph.walk()) <= QUICK
+        self.quick = not _sharded(problem.args) and sum(1 for _ in problem.graph.walk()) <= QUICK
         self.most = QUICK_COMPILES if self.quick else COMPILES
 
     def run(self) -> Plan:
@@ -662,7 +663,7 @@ class _Search:
             lean += [(solution, True) for solution in by_hand[:FLOORS]]
         if self.free and least is not None:
             peak = cost(self.chain, least).peak
-            above = (self._solve(round(peak * more)) for more in ((*ABOVE, *MORE) if self.quick else ABOVE))
+            above = (self._solve(round(peak * more)) for more in (sorted({*ABOVE, *MORE}) if self.quick else ABOVE))
             lean += [(solution, False) for solution in above if solution is not None]
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: self.problem.estimate(*each) for each in lean}
@@ -748,11 +749,11 @@ class _Search:
         """Returns the bytes to subtract from the budget before the chain is solved: compiled minus modelled bytes of
         the nearest plans.
         """
-        return self._offsets(standing)[0]
+        return self._offsets(standing)[-1]
 
     def _offsets(self, standing: int) -> list[int]:
-        """Returns offsets as of `_offset`, the best first. Where a plan fits with much to spare, and the next one was
-        over the budget, what the chain says is far off: then others lie between these two.
+        """Returns the offsets to be tried, in order; the last one is that of `_offset`. Where a plan fits with much to
+        spare, and the next one was over the budget, what the chain says is far off: then others lie between these two.
         """
         if not self.tries:
             return [standing]

@@ -130,7 +130,7 @@ def perturbed(
         carry = new
 
 
-def asked(body: ScanBody, carry: Sequence[bool], ys: Sequence[bool]) -> tuple[list[bool], list[bool], list[bool]]:
+def reached(body: ScanBody, carry: Sequence[bool], ys: Sequence[bool]) -> tuple[list[bool], list[bool], list[bool]]:
     """Returns which constants, carries and xs have cotangents, over all steps together; the others have none from
     lax.scan. Zeros in their place would be multiplied with what may be infinite.
 
@@ -140,7 +140,8 @@ def asked(body: ScanBody, carry: Sequence[bool], ys: Sequence[bool]) -> tuple[li
     carry = list(carry)
     while True:
         results = [var for var, flag in zip(body.jaxpr.outvars, [*carry, *ys], strict=True) if flag]
-        inputs = [var in surgery.sources(body.jaxpr.eqns, results) for var in body.jaxpr.invars]
+        sources = surgery.sources(body.jaxpr.eqns, results)
+        inputs = [var in sources for var in body.jaxpr.invars]
         consts, new, xs = split(inputs, (body.consts, body.carries, body.xs))
         new = [a or b for a, b in zip(carry, new)]
         if new == carry:

@@ -24,7 +24,7 @@ from jaxckpt import _compat
 from jaxckpt.actions import OFFLOAD, Action
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
 from jaxckpt.schedules.alike import results_alike
-from jaxckpt.schedules.body import asked, is_inexact, perturbed, pick, split, zeros
+from jaxckpt.schedules.body import is_inexact, perturbed, pick, reached, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.optimum import Binomial, binomial, places
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
@@ -186,7 +186,7 @@ class _Engine:
         zero = jax.custom_derivatives.SymbolicZero
         there = lambda flags, cts: tuple(flag and not isinstance(ct, zero) for flag, ct in zip(flags, cts))
         some = there(wanted.ys, ct_ys)
-        fewer = wanted.of(some, *asked(self.body, there(wanted.carry, ct_carry), some))
+        fewer = wanted.of(*reached(self.body, there(wanted.carry, ct_carry), some), some)
         if fewer != wanted:  # results that nothing was made of
             wanted = fewer
             work = backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)

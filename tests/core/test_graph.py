@@ -1,5 +1,9 @@
 """trace: what a graph says of values and operations, and that it sees into everything that a program may hold."""
 
+import os
+import subprocess
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -150,6 +154,30 @@ def test_closed_over_tracers_and_shapes_alone_are_traced():
 def test_bytes_of_dtypes_in_bits(dtype, size):
     graph = trace(lambda x: x, jax.ShapeDtypeStruct((16,), dtype))
     assert graph.values[0].bytes == 16 * size // 8
+
+
+MAPPED = """
+import jax, jax.numpy as jnp
+from jaxckpt import trace
+mesh = jax.make_mesh((1, 1), ("dp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+spec = jax.sharding.PartitionSpec("dp", "model")
+print(trace(jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec), jnp.ones((2, 2))).fingerprint)
+"""
+
+
+def test_fingerprint_of_a_mapped_function_is_the_same_in_every_process():
+    """The axes that it is mapped over are a set, whose order is another one in each process."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", MAPPED],
+            env=os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (0, 2)
+    }
+    assert len(found) == 1
 
 
 def test_fingerprint_is_equal_for_equal_programs_and_differs_for_others():
