@@ -518,8 +518,12 @@ class Problem:
         """
         wanted = self.budget_bytes(budget)
         search = _Search(self, wanted, self._solver(solver), True, lambda done, total, what: None)
-        found = search.known() if search.free else None
+        found = search.known() if self.shares(solver) else None
         return None if found is None else found.plan
+
+    def shares(self, solver: str | Solver) -> bool:
+        """Whether a solver's plans for one budget may be those for another; other solvers answer for what they find."""
+        return isinstance(self._solver(solver), Optimal)
 
 
 class _Search:
@@ -527,7 +531,7 @@ class _Search:
 
     def __init__(self, problem: Problem, budget: int, solver: Solver, verify: bool, report: Progress) -> None:
         self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
-        self.free = isinstance(solver, Optimal)  # others answer for what they find
+        self.free = problem.shares(solver)
         self.chain = problem.model.chain
         self.tries: list[_Try] = []
         self.compiles = 0
