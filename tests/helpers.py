@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt.core.graph import trace
@@ -44,6 +45,23 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float = 1e-5, atol: flo
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+
+
+def chain_in_segments(wrap: Callable, segment: int = 1) -> Callable:
+    """A loss (matrices, x) -> mean of squares of a chain of matmuls and tanh, `wrap` around each `segment` of them."""
+
+    @wrap
+    def block(x: Any, ws: Any) -> Any:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def loss(ws: Any, x: Any) -> Any:
+        for i in range(0, len(ws), segment):
+            x = block(x, ws[i : i + segment])
+        return jnp.mean(x**2)
+
+    return loss
 
 
 def mib(shape: tuple[int, ...], itemsize: int = 4) -> float:

@@ -133,12 +133,13 @@ def sources(eqns: Sequence[Any], results: Iterable[Any]) -> set[Any]:
     """Returns the variables that `results` depend on with a derivative, themselves included: through values of inexact
     dtypes alone.
     """
-    found = {var for var in results if not isinstance(var, _compat.Literal)}
-    for eqn in reversed(eqns):
-        if not found.isdisjoint(eqn.outvars):
-            operands = (var for var in eqn.invars if not isinstance(var, _compat.Literal))
-            found.update(var for var in operands if jax.dtypes.issubdtype(var.aval.dtype, np.inexact))
-    return found
+
+    def read(eqn: Any) -> list[Any]:
+        operands = (var for var in eqn.invars if isinstance(var, _compat.Var))
+        return [var for var in operands if jax.dtypes.issubdtype(getattr(var.aval, "dtype", bool), np.inexact)]
+
+    wanted = {var for var in results if isinstance(var, _compat.Var)}
+    return wanted.union(*(read(eqn) for eqn in live(eqns, wanted, lambda eqn: eqn.outvars, read)))
 
 
 def renamed(names: Mapping[Any, Any], atom: Any) -> Any:

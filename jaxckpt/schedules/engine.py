@@ -186,7 +186,7 @@ class _Engine:
         zero = jax.custom_derivatives.SymbolicZero
         there = lambda flags, cts: tuple(flag and not isinstance(ct, zero) for flag, ct in zip(flags, cts))
         some = there(wanted.ys, ct_ys)
-        fewer = wanted.of(*reached(self.body, there(wanted.carry, ct_carry), some), some)
+        fewer = wanted.limited(*reached(self.body, there(wanted.carry, ct_carry), some), some)
         if fewer != wanted:  # results that nothing was made of
             wanted = fewer
             work = backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)

@@ -123,7 +123,7 @@ class Wanted:
     xs: tuple[bool, ...]
     ys: tuple[bool, ...]
 
-    def of(self, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool], ys: Sequence[bool]) -> Wanted:
+    def limited(self, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool], ys: Sequence[bool]) -> Wanted:
         """Returns those of them that have a flag here too; a carry's is also its initial value's."""
         both = lambda flags, others: tuple(a and b for a, b in zip(flags, others, strict=True))
         return Wanted(

@@ -10,31 +10,17 @@ import pytest
 import jaxckpt
 from jaxckpt import ArgumentError, NotDifferentiableError
 from jaxckpt.memory.compare import pareto_front
+from tests.helpers import chain_in_segments
 
 WS = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 12
 X = jax.ShapeDtypeStruct((4096, 64), jnp.float32)  # 1 MiB an activation, 16 KiB a matrix
 
 
-def model(wrap, segment=1):
-    @wrap
-    def block(x, ws):
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return x
-
-    def loss(ws, x):
-        for i in range(0, len(ws), segment):
-            x = block(x, ws[i : i + segment])
-        return jnp.mean(x**2)
-
-    return loss
-
-
 VARIANTS = {
-    "none": model(lambda f: f),
-    "three": model(jaxckpt.checkpoint, 3),
-    "whole": jaxckpt.checkpoint(model(lambda f: f)),
-    "dots": model(functools.partial(jaxckpt.checkpoint, policy="dots"), 3),
+    "none": chain_in_segments(lambda f: f),
+    "three": chain_in_segments(jaxckpt.checkpoint, 3),
+    "whole": jaxckpt.checkpoint(chain_in_segments(lambda f: f)),
+    "dots": chain_in_segments(functools.partial(jaxckpt.checkpoint, policy="dots"), 3),
 }
 
 
@@ -72,7 +58,7 @@ def test_the_front_is_what_nothing_beats():
 
 
 def test_a_model_of_parameters_says_that_checkpointing_can_do_little():
-    wide = lambda ws, x: model(lambda f: f)(ws, x)
+    wide = lambda ws, x: chain_in_segments(lambda f: f)(ws, x)
     few = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     table = jaxckpt.compare({"none": wide}, WS, few, target="cpu")
     assert "checkpointing can save at most" in table.advice()

@@ -20,6 +20,7 @@ from jaxckpt.planner import stages
 from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.model import LeanLoops
 from jaxckpt.planner.search import Problem, problem_of
+from tests.helpers import chain_in_segments
 
 WIDTH, ROWS, BLOCKS = 64, 2048, 6
 BY_HAND = {"each": 1, "every two": 2}
@@ -115,20 +116,7 @@ def test_in_a_small_program_what_the_chain_misjudges_is_tried(every):
     """The compiler's peaks of a short chain come in steps, which its bytes do not follow: a plan for the peak of what a
     person writes does less work, and one for that plan's own peak exists.
     """
-
-    def run(ws, x):
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return x
-
-    def by_hand(ws, x):
-        for k in range(0, len(ws), every):
-            x = jax.checkpoint(run)(ws[k : k + every], x)
-        return jnp.mean(x**2)
-
-    def loss(ws, x):
-        return jnp.mean(run(ws, x) ** 2)
-
+    by_hand, loss = chain_in_segments(jax.checkpoint, every), chain_in_segments(lambda block: block)
     args = [jnp.eye(64) * 0.9] * 8, jnp.ones((1024, 64))
     peak = jaxckpt.measure(jax.value_and_grad(by_hand), *args, target="cpu").peak_bytes
     found = jaxckpt.plan(loss, *args, budget=peak, target="cpu")

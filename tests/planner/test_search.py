@@ -24,6 +24,7 @@ from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
 from jaxckpt.planner import model
 from jaxckpt.planner.search import problem_of
+from tests.helpers import chain_in_segments
 
 pytestmark = pytest.mark.usefixtures("shared_answers")
 MIB = 2**20
@@ -538,11 +539,7 @@ def test_a_step_that_fits_although_its_trace_needs_more_has_an_empty_plan():
 
 
 def test_in_a_frontier_a_plan_for_more_serves_a_smaller_budget_that_it_fits():
-    def chain(ws, x):
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
+    chain = chain_in_segments(lambda block: block)
     args = [jnp.eye(64) * 0.9] * 8, jnp.ones((1024, 64))
     found = jaxckpt.frontier(chain, *args, budgets=(1574478, 1586013, "60%", "80%"), target="cpu")
     for point in found.points:
