@@ -43,6 +43,7 @@ from jaxckpt.core.constants import (
     OVERSTATED,
     QUICK,
     QUICK_COMPILES,
+    STEEP,
 )
 from jaxckpt.core.graph import Graph, aval_bytes
 from jaxckpt.core.lift import trace_call as trace
@@ -570,7 +571,7 @@ class _Search:
         """
         best = self._known(standing) if self.free else None
         seen: set[Solution] = set()
-        while self.compiles < self.most:
+        while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self._is_steep()):
             last = self.compiles == self.most - 1 and best is None
             solution = (None if last else self._next(standing, seen)) or (least if best is None else None)
             if solution is None or solution in seen:
@@ -578,11 +579,20 @@ class _Search:
             seen.add(solution)
             tried = self._try(solution, standing)
             best = self._better(best, tried)
-            if best is tried and tried.compiled >= self.budget * (1 - CLOSE):
+            if best is tried and tried.compiled >= self.budget * (1 - CLOSE) and not self._is_steep():
                 break
         if best is None or not self.free:
             return best
         return self._or_by_hand(self._or_estimated(best, standing, seen), standing)
+
+    def _is_steep(self) -> bool:
+        """Whether a plan that does not fit takes much less time than all that fit: then one between may be worth a
+        compilation.
+        """
+        above = [t.effort for t in self.tries if not t.fits(self.budget)]
+        below = [t.effort for t in self.tries if t.fits(self.budget)]
+        step = sum(self.chain.segment(s, s + 1).forward_time for s in range(self.chain.length))
+        return bool(above and below) and min(below) - max(above) > STEEP * step
 
     def _next(self, standing: int, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution to be compiled next, one that was not; None where there is none."""
@@ -774,7 +784,7 @@ class _Search:
         between = [self.budget - low.modelled - round(share * (high.modelled - low.modelled)) for share in BETWEEN]
         off = max(off, between[-1])
         far = low.compiled < self.budget * (1 - 2 * CLOSE) and len(self.tries) >= COMPILES - 1
-        return [*between, off] if far else [off]
+        return [*between, off] if far or self._is_steep() else [off]
 
     def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> _Try:
         """Compiles a solution, unless it is compiled already. `corrects`: whether its bytes correct what the chain says
