@@ -43,6 +43,8 @@ from jaxckpt._compat.jaxprs import (
     jaxpr_title,
     jvp_jaxpr,
     like,
+    mapped_as,
+    mapped_sizes,
     name_stack,
     num_scan_consts_carry,
     open_jaxpr,
@@ -50,6 +52,7 @@ from jaxckpt._compat.jaxprs import (
     primitive_name,
     remat_disallowed_effects,
     replace_params,
+    run_mapped,
     source_line,
     with_equations,
 )

@@ -7,9 +7,10 @@ both interfaces. `jax.extend.core` has no function that reads or makes an equati
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax
 from jax._src import ad_checkpoint, effects, source_info_util
 from jax._src import core as _core
 from jax._src.interpreters import ad
@@ -21,6 +22,7 @@ from jaxckpt._compat.needs import VERSION, unsupported
 Var = _extend_core.Var
 Literal = _extend_core.Literal
 DropVar = _core.DropVar
+Returned = TypeVar("Returned")
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -132,6 +134,50 @@ _NAMING: tuple[Any, ...] = (ad_checkpoint.CheckpointName,)
 if VERSION >= (0, 12):
     _NAMING = (*_NAMING, ad_checkpoint.CheckpointNameFwd)  # type: ignore[attr-defined]
 _HI_NAMES = {ad_checkpoint.RematTraced: "checkpoint", **dict.fromkeys(_NAMING, "name")}
+
+
+_MAPPED = ("mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma")
+
+
+def _mapped_parameters(eqn: Any) -> Any:
+    """Returns the parameters of a jax.shard_map's equation, whose names are not public."""
+    if missing := [name for name in _MAPPED if name not in eqn.params]:
+        raise unsupported(f"the parameter {missing[0]} of jax.shard_map", "plan inside of it", "has none")
+    return eqn.params
+
+
+def mapped_sizes(eqn: Any) -> list[int]:
+    """Returns the sizes of the axes that a jax.shard_map's equation maps over."""
+    params = _mapped_parameters(eqn)
+    return [params["mesh"].shape[name] for name in params["newly_manual_axes"]]
+
+
+def mapped_as(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a flat function of what one device has as a function of the whole arrays, mapped as a jax.shard_map's
+    equation is.
+    """
+    params = _mapped_parameters(eqn)
+    return jax.shard_map(
+        lambda *args: tuple(fun(*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
+def run_mapped(eqn: Any, fun: Callable[[], Returned]) -> Returned:
+    """Returns what `fun()` returns, called where the axes of a jax.shard_map's equation are those of a device."""
+    found: list[Returned] = []
+
+    def call() -> tuple[()]:
+        found.append(fun())
+        return ()
+
+    params = {**eqn.params, "in_specs": (), "out_specs": ()}
+    jax.eval_shape(mapped_as(eqn.replace(params=params), call))
+    return found[0]
 
 
 def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:

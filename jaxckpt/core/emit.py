@@ -238,8 +238,10 @@ def _rewrite(
             before.update((var, (place, new)) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
             # A function with a rule may hand an operand on as it is, and so the name of it.
             handed = primitives.of(op.primitive).holds is Holds.RULE and any(index in actions for index in op.inputs)
-            inside = op.primitive not in ("scan", "cond") and any(
-                index in actions for body in op.bodies for index in _own_values(body)
+            inside = (
+                op.primitive not in ("scan", "cond")
+                and not _is_mapped_anew(op, names)
+                and any(index in actions for body in op.bodies for index in _own_values(body))
             )
             if handed or inside:
                 calls.update((var, (place, eqn)) for var in eqn.outvars)
@@ -295,7 +297,8 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
     rule = Rule.of(eqn)
     if rule is not None and not any(index in actions for index in op.outputs[rule.results :]):
         eqn = names.graph.calls.closed(eqn)
-    for body in op.bodies if loop is None else ():
+    mapped = _is_mapped_anew(op, names)
+    for body in op.bodies if loop is None and not mapped else ():
         if id(body) not in names.addresses and not any(index in actions for index in _own_values(body)):
             continue
         parameter, place = body.param
@@ -325,10 +328,22 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
         if reads.needs_redirection(eqn, kept):
             names.read.update(op.outputs[i] for i in kept)
         eqn = eqn.replace(outvars=outvars)
-    return [
-        *([eqn] if loop is None else rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names, actions))),
-        *extra,
-    ]
+    if loop is not None:
+        return [*rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names, actions)), *extra]
+    return [*(_mapped(eqn, op.bodies[0], names, actions) if mapped else [eqn]), *extra]
+
+
+def _is_mapped_anew(op: Op, names: _Names) -> bool:
+    """Whether an operation is a `jax.shard_map` with regions or planned loops in its body."""
+    return primitives.of(op.primitive).holds is Holds.MAPPED and id(op.bodies[0]) in names.addresses
+
+
+def _mapped(eqn: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> list[Any]:
+    """Returns equations that take the place of a `jax.shard_map`'s, with regions and planned loops in its body. That is
+    traced anew, over the axes that it is mapped over.
+    """
+    mapped = _compat.mapped_as(eqn, lambda *args: _in_regions(body, names, actions)(*args))
+    return surgery.splice(jax.make_jaxpr(mapped)(*(var.aval for var in eqn.invars)), eqn)
 
 
 def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int, Action]) -> Any:

@@ -13,6 +13,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
+from jaxckpt.core import surgery
 from jaxckpt.core.graph import Op
 from jaxckpt.core.inline import inline
 from jaxckpt.core.reads import Flat
@@ -90,7 +91,7 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
         return [*state, *ys]
 
     closed = jax.make_jaxpr(scan)(*(var.aval for var in eqn.invars))
-    return _splice(closed, eqn)
+    return surgery.splice(closed, eqn)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -126,21 +127,3 @@ class _Planned(ScanRun):
         kept = [eqn.invars[0] for eqn in jaxpr.eqns if _compat.equation_name(eqn) in named.names]
         traced = replace(body, jaxpr=opened, consts=body.consts + len(extra))
         return replace(self, body=traced, consts=[*extra, *self.consts]), None if actions is None else kept
-
-
-def _splice(closed: Any, eqn: Any) -> list[Any]:
-    """Returns a jaxpr's equations with an equation's operands for its inputs and results for its outputs."""
-    jaxpr = _compat.open_jaxpr(closed)
-    assert not jaxpr.constvars, "a scan's operands are all that its body uses"
-    operands = dict(zip(jaxpr.invars, eqn.invars))
-    results = {}
-    for inner, outer in zip(jaxpr.outvars, eqn.outvars):
-        assert inner not in results and inner not in operands, "every result of a scan is computed, and once"
-        results[inner] = outer
-    return [
-        each.replace(
-            invars=[var if isinstance(var, _compat.Literal) else operands.get(var, var) for var in each.invars],
-            outvars=[results.get(var, var) for var in each.outvars],
-        )
-        for each in jaxpr.eqns
-    ]

@@ -442,9 +442,8 @@ def _body(address: Address, graph: Graph) -> Body:
         if op is None or not primitives.of(op.primitive).takes_regions or place >= len(op.bodies):
             there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
             raise PlanMismatchError(
-                f"A region's body must be one of a loop, a branch or a checkpoint; got body {place} of operation "
-                f"{index} (step {depth + 1} of "
-                f"{address}): {there}. Plan anew."
+                "A region's body must be one of a loop, a branch, a checkpoint, a jax.shard_map or a call; got body "
+                f"{place} of operation {index} (step {depth + 1} of {address}): {there}. Plan anew."
             )
         body = op.bodies[place]
     return body

@@ -117,7 +117,8 @@ class Primitive:
     @property
     def takes_regions(self) -> bool:
         """Whether regions and planned loops may lie in its programs."""
-        return self.holds in (Holds.LOOP, Holds.BRANCHES, Holds.CHECKPOINT) and not self.opaque
+        kinds = (Holds.LOOP, Holds.BRANCHES, Holds.CHECKPOINT, Holds.MAPPED, Holds.CALL)
+        return self.holds in kinds and not self.opaque
 
 
 UNKNOWN = Primitive()

@@ -28,7 +28,7 @@ class Region:
 
     Attributes:
       start, stop: the stretch, a half-open interval of the operations of its body: of `Graph.ops`, or of those of a
-        loop's or branch's body.
+        body inside: a loop's, a branch's, a mapped function's.
       actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
       regions: nested regions, disjoint and in order, in the same numbering.
       checkpoint: False for a stretch that is left to JAX as it stands.

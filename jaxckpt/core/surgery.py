@@ -192,3 +192,21 @@ def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates an open jaxpr: its constants first, then its arguments."""
     constants = len(jaxpr.constvars)
     return _compat.eval_jaxpr(jaxpr, args[:constants], *args[constants:])
+
+
+def splice(closed: Any, eqn: Any) -> list[Any]:
+    """Returns a jaxpr's equations with an equation's operands for its inputs and results for its outputs."""
+    jaxpr = _compat.open_jaxpr(closed)
+    assert not jaxpr.constvars, "an equation's operands are all that its program uses"
+    operands = dict(zip(jaxpr.invars, eqn.invars))
+    results = {}
+    for inner, outer in zip(jaxpr.outvars, eqn.outvars):
+        assert inner not in results and inner not in operands, "every result is computed, and once"
+        results[inner] = outer
+    return [
+        each.replace(
+            invars=[var if isinstance(var, _compat.Literal) else operands.get(var, var) for var in each.invars],
+            outvars=[results.get(var, var) for var in each.outvars],
+        )
+        for each in jaxpr.eqns
+    ]

@@ -16,6 +16,7 @@ from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.residuals import is_inexact
@@ -47,9 +48,12 @@ class Model:
       forward: seconds of each stage's forward run.
       step_seconds: forward and backward pass, nothing recomputed.
       distinct: how many stretches were analysed.
+      fingerprint: of the whole function.
       shards: how arrays lie over the target's devices; bytes and seconds are those of one.
       loops: places of the operations that are planned for as loops.
       lean: loops inside of regions, as `LeanLoops` runs them: place of the operation -> those in it.
+      address: of the body that is planned, whose view `graph` is: see `jaxckpt.planner.inside`.
+      outside_bytes: of what the function computes around that body, on one device.
       units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
     """
 
@@ -59,10 +63,13 @@ class Model:
     forward: tuple[float, ...]
     step_seconds: float
     distinct: int
+    fingerprint: str
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
     units: tuple[int, ...] = ()
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
+    address: Address = ()
+    outside_bytes: int = 0
 
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block, around several, that keeps nothing; and the same with
@@ -98,7 +105,14 @@ class Model:
         loops: list[Loop] = []
         regions = self._regions(solution, loops)
         notes = tuple(self._note(region) for region in regions)
-        return Plan(regions, self.graph.fingerprint, notes=notes, loops=tuple(loops))
+        placed = tuple(self._placed(region) for region in regions)
+        moved = tuple(replace(loop, body=(*self.address, *loop.body)) for loop in loops)
+        return Plan(placed, self.fingerprint, notes=notes, loops=moved)
+
+    def _placed(self, region: Region) -> Region:
+        """Returns a region of the body that is planned as one of the function."""
+        nested = tuple(self._placed(inner) for inner in region.regions)
+        return replace(region, regions=nested, body=(*self.address, *region.body))
 
     def seconds(self, solution: Solution) -> float:
         """Returns the seconds of recomputation of a solution; the chain's times weigh FLOPs as well."""
@@ -242,6 +256,7 @@ class _Builder:
             forward=forwards,
             step_seconds=seconds,
             distinct=len(self.analyses) + len(self.scans),
+            fingerprint=graph.fingerprint,
             shards=self.context.shards,
             loops=self.loops,
             units=self.units,

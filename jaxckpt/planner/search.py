@@ -60,6 +60,7 @@ from jaxckpt.planner.budget import budget_bytes, check_budget, resident_bytes
 from jaxckpt.planner.calls import abstract as abstract_leaf
 from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
 from jaxckpt.planner.context import Context
+from jaxckpt.planner.inside import Inside, innermost
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.shards import WHOLE, read
 from jaxckpt.planner.solvers import Infeasible, Solver
@@ -75,7 +76,8 @@ EVERYTHING = 2**62
 """Bytes of a budget within which everything can be kept."""
 
 _OPAQUE = {
-    "shard_map": "Nothing inside of jax.shard_map is planned: checkpoint parts of what it maps with jaxckpt.checkpoint.",
+    "shard_map": "A jax.shard_map that is not most of the function is kept or run again as a whole: checkpoint parts "
+    "of what it maps with jaxckpt.checkpoint.",
     "while": "Nothing inside of a while loop is planned.",
 }
 """Primitive -> a sentence, for operations that the planner does not look into."""
@@ -214,16 +216,30 @@ def problem_of(
     purity.refuse_refs(fun, graph)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
     differentiated = [arguments[place] for place in seen.differentiated]
-    shards = WHOLE
-    if _sharded(args):
-        if progress is not None:
-            progress(0, 1, "reading how the compiler shards")
-        shards = read(graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
-        graph = shards.applied(graph)
     keeping = tuple(action for action in wanted if action.keeps)
-    context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
-    model = build(graph, differentiated, context, progress)
-    return Problem(fun, args, step, resolved, graph, model, respect_checkpoints, cache)
+
+    def problem(inside: Inside, outer: Callable[[], Problem] | None) -> Problem:
+        shards, whole = WHOLE, graph
+        if inside.mapped:  # its bytes are those of one device
+            if costs == "measured":
+                rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
+                raise ArgumentError("costs", rule, costs, hint)
+        elif _sharded(args):
+            if progress is not None:
+                progress(0, 1, "reading how the compiler shards")
+            shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
+            whole, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
+        context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
+        model = inside.run(lambda: build(inside.graph, inside.differentiated, context, progress))
+        placed = replace(
+            model, fingerprint=graph.fingerprint, address=inside.address, outside_bytes=inside.outside_bytes
+        )
+        return Problem(fun, args, step, resolved, whole, placed, respect_checkpoints, cache, outer)
+
+    inner = innermost(graph, differentiated)
+    purity.refuse_refs(fun, inner.graph)
+    outermost = functools.cache(lambda: problem(Inside(graph, tuple(differentiated)), None))
+    return problem(inner, outermost if inner.address else None)
 
 
 def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
@@ -349,6 +365,7 @@ class Problem:
       graph: the function as traced.
       model: its chain of stages with their candidates.
       target: what is planned for.
+      outer: makes the problem of the whole function, where `model` is that of a body in it; else None.
     """
 
     def __init__(
@@ -361,7 +378,9 @@ class Problem:
         model: Model,
         respect_checkpoints: bool = True,
         cache: str | os.PathLike[str] | bool | None = None,
+        outer: Callable[[], Problem] | None = None,
     ) -> None:
+        self.outer = outer
         self.given, self.fun = fun, fun if respect_checkpoints else without_checkpoints(fun)
         self.args, self.step, self.target = args, step, target
         self.graph, self.model = graph, model
@@ -440,7 +459,7 @@ class Problem:
         known = self._estimates.get((solution, by_hand))
         if known is None:
             if _sharded(self.args):
-                known = cost(self.model.chain, solution).peak + self.argument_bytes
+                known = cost(self.model.chain, solution).peak + self.model.outside_bytes + self.argument_bytes
             else:
                 made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
                 with self._one_signature():
@@ -509,9 +528,24 @@ class Problem:
                 least_bytes=needed,
                 budget_bytes=wanted,
             )
-        found = _Search(self, wanted, chosen, verify, report).run().report
+        found = self._search(wanted, chosen, verify, report).report
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
+
+    def _search(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
+        """Returns the plan of the body that is planned, or where none fits, of the whole function."""
+        try:
+            return _Search(self, budget, solver, verify, report).run()
+        except InfeasibleBudgetError as error:
+            if self.outer is None:
+                raise
+            outer = self.outer()
+            outer._unplanned = self._unplanned
+            try:
+                return _Search(outer, budget, solver, verify, report).run()
+            except InfeasibleBudgetError as other:
+                least = min((error, other), key=lambda each: each.least_bytes or EVERYTHING)
+                raise least from None
 
     def recall(self, budget: int | str, solver: str | Solver = "chain") -> Plan | None:
         """Returns the cheapest of the plans that were compiled, for whatever budgets, that fits a budget; compiles
@@ -738,7 +772,7 @@ class _Search:
             return problem.traced_peak
         cheapest = self.solver.solve(self.chain, EVERYTHING)
         kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
-        return problem.argument_bytes + kept
+        return problem.argument_bytes + problem.model.outside_bytes + kept
 
     def _predicted_as_it_is(self) -> Plan | None:
         """Returns the empty plan if the step is predicted to fit without one."""
@@ -873,13 +907,17 @@ class _Search:
 
     def _widest(self) -> tuple[str | None, str]:
         """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
-        model = self.problem.model
+        graph, model = self.problem.graph, self.problem.model
         if not model.graph.ops:
             return None, "The function itself has no operations."
         start, stop, needed = model.widest()
         largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
         place = pathlib.PurePath(largest.source).name or largest.scope
-        where = f"operations {start}–{stop}, {largest.primitive}{f' at {place}' if place else ''}"
+        stretch = f"operations {start}–{stop}"
+        if model.address:  # numbers count in the body that is planned
+            around = next(op for op in graph.at(model.address[:-1]).ops if op.index == model.address[-1][0])
+            stretch += f" inside of {around.primitive}"
+        where = f"{stretch}, {largest.primitive}{f' at {place}' if place else ''}"
         text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
         return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
 

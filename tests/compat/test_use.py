@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+import types
 
 import jax
 import jax.ad_checkpoint
@@ -373,3 +374,14 @@ def test_a_lowered_program_that_does_not_tell_its_devices():
         _compat.lowered_devices(object())
     lowered = jax.jit(jnp.sin).lower(1.0)
     assert _compat.lowered_devices(lowered) == tuple(jax.devices()[:1])
+
+
+def test_a_mapped_function_with_other_parameters_is_an_error():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    (eqn,) = jax.make_jaxpr(jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec))(X).eqns
+    assert jax.eval_shape(_compat.mapped_as(eqn, lambda x: [x]), X)[0].shape == X.shape
+    assert _compat.run_mapped(eqn, lambda: jax.lax.axis_size("d")) == 1
+    params = {name: value for name, value in eqn.params.items() if name != "newly_manual_axes"}
+    with pytest.raises(UnsupportedJaxError, match="newly_manual_axes of jax.shard_map .* inside of it"):
+        _compat.mapped_as(types.SimpleNamespace(params=params), jnp.sin)

@@ -1,10 +1,12 @@
-"""Regions and planned loops inside of loops, branches and loops in loops: what is kept is what they name, and no
-more.
+"""Regions and planned loops inside of loops, branches, loops in loops, mapped functions and calls: what is kept is what
+they name, and no more.
 """
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import SAVE, Plan, PlanMismatchError, Policy, Region, tag
@@ -38,7 +40,18 @@ def nested(w, x):
     return jnp.sum(jax.lax.scan(lambda x, _: (inner(jnp.cos(x)), None), x, None, length=3)[0] ** 2)
 
 
-REPEATS = {scanned: 5, branched: 1, nested: 6}
+def mapped(w, x):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    both = jax.shard_map(lambda w, x: layer(layer(x, w), w), mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    return jnp.sum(both(w, x) ** 2)
+
+
+def called(w, x):
+    here = SingleDeviceSharding(jax.devices()[0])
+    return jnp.sum(jax.jit(lambda w, x: layer(layer(x, w), w), in_shardings=(here, here))(w, x) ** 2)
+
+
+REPEATS = {scanned: 5, branched: 1, nested: 6, mapped: 1, called: 1}
 
 
 def body_of(graph, depth):
@@ -142,7 +155,9 @@ def test_such_plans_print_and_are_stored():
 )
 def test_an_address_of_no_body_is_a_mismatch(body):
     graph = jaxckpt.trace(lambda w, x: scanned(jnp.sin(w), x), W, X)
-    with pytest.raises(PlanMismatchError, match="body must be one of a loop, a branch or a checkpoint"):
+    with pytest.raises(
+        PlanMismatchError, match="body must be one of a loop, a branch, a checkpoint, a jax.shard_map or a call"
+    ):
         Plan((Region(0, 1, body=body),), graph.fingerprint).check(graph)
 
 
@@ -186,7 +201,7 @@ def peak(fun):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("fun", REPEATS, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("fun", [scanned, branched, nested], ids=lambda fun: fun.__name__)
 def test_the_compiled_program_needs_no_more_than_checkpoints_by_hand(fun):
     graph = jaxckpt.trace(fun, *LARGE)
     peaks = []
@@ -198,7 +213,7 @@ def test_the_compiled_program_needs_no_more_than_checkpoints_by_hand(fun):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("fun", REPEATS, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("fun", [scanned, branched, nested], ids=lambda fun: fun.__name__)
 def test_the_program_that_a_policy_compiles_to_holds_the_values_that_it_names(fun):
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
     wrapped = jaxckpt.checkpoint(fun, policy=Policy({"hidden": SAVE}))

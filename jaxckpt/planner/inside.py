@@ -1,0 +1,128 @@
+"""Which of a function's bodies is planned: its own, or that of a `jax.shard_map` that holds most of its memory.
+
+A training step that is written for one device of many (its blocks gather their weights, its loss is a mean over
+devices) is one operation, seen from outside. What it maps is a program like any other: what is planned is that one, in
+bytes of one device, and the plan's regions and loops are given its address. So it is with a `jax.jit` that says how
+arrays lie, which stays a call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from jaxckpt import _compat
+from jaxckpt.core import primitives
+from jaxckpt.core.constants import WITHIN
+from jaxckpt.core.graph import Graph, Op
+from jaxckpt.core.primitives import Holds
+from jaxckpt.core.regions import Address
+from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.planner import stages
+
+Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A body that is planned.
+
+    Attributes:
+      graph: the function as a view of this body: its operations are the graph's, its values are numbered as before.
+      differentiated: the values that go into it and are differentiated in.
+      address: where it lies in the function.
+      around: the operations that it lies in, the outermost first.
+      outside_bytes: of the values that the function computes around it, on one device.
+    """
+
+    graph: Graph
+    differentiated: tuple[int, ...]
+    address: Address = ()
+    around: tuple[Op, ...] = ()
+    outside_bytes: int = 0
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is what one device of several runs."""
+        return any(_is_mapped(op) for op in self.around)
+
+    def run(self, fun: Callable[[], Returned]) -> Returned:
+        """Returns what `fun()` returns, called where the body can be traced: its mapped axes are there."""
+        for op in reversed(self.around):
+            if _is_mapped(op):
+                fun = _entered(op, fun)
+        return fun()
+
+
+def innermost(graph: Graph, differentiated: Collection[int]) -> Inside:
+    """Returns the innermost body that holds most of what a function computes.
+
+    Args:
+      graph: the function as traced.
+      differentiated: the indices of the arguments that are differentiated in.
+    """
+    found = Inside(graph, tuple(differentiated))
+    while (op := _largest(found.graph)) is not None:
+        held, rest = _computed(found.graph, op), _around(found.graph, op)
+        if held <= WITHIN * (held + rest):
+            break
+        active = stages.active_values(found.graph, found.differentiated)
+        found = Inside(
+            _view(found.graph, op),
+            _fed(found.graph, op, active),
+            (*found.address, (op.index, 0)),
+            (*found.around, op),
+            found.outside_bytes + rest,
+        )
+    return found
+
+
+def _is_mapped(op: Op) -> bool:
+    return primitives.of(op.primitive).holds is Holds.MAPPED
+
+
+def _entered(op: Op, fun: Callable[[], Returned]) -> Callable[[], Returned]:
+    return lambda: _compat.run_mapped(op.equation, fun)
+
+
+def _largest(graph: Graph) -> Op | None:
+    """Returns the mapped operation, or call, that holds most; None where there is none."""
+    whole = [
+        op for op in graph.ops if _is_mapped(op) or (primitives.of(op.primitive).holds is Holds.CALL and op.bodies)
+    ]
+    return max(whole, key=lambda op: _computed(graph, op), default=None)
+
+
+def _around(graph: Graph, op: Op) -> int:
+    """Returns the bytes of what is computed around an operation, on one device."""
+    devices = math.prod(_compat.mapped_sizes(op.equation)) if _is_mapped(op) else 1
+    others = [other for other in graph.ops if other is not op]
+    mapped = sum(_computed(graph, other) for other in others if _is_mapped(other))  # is of one device as it stands
+    return mapped + sum(_computed(graph, other) for other in others if not _is_mapped(other)) // devices
+
+
+def _computed(graph: Graph, op: Op) -> int:
+    """Returns the bytes that an operation computes, those inside of it counted in place of its results."""
+    if op.bodies:
+        return sum(_computed(graph, inner) for body in op.bodies for inner in body.ops)
+    return sum(graph.values[index].bytes * graph.values[index].repeats for index in op.outputs)
+
+
+def _view(graph: Graph, op: Op) -> Graph:
+    body = op.bodies[0]
+    parameter, place = body.param
+    program = op.params[parameter] if place is None else op.params[parameter][place]
+    closed = _compat.close_jaxpr(body.jaxpr, _compat.jaxpr_consts(program))
+    return replace(graph, body=body, jaxpr=closed, in_tree=None, out_tree=None)
+
+
+def _fed(graph: Graph, op: Op, active: Collection[int]) -> tuple[int, ...]:
+    """Returns the inputs of an operation's body whose operands the derivative passes through."""
+    operands = [None if isinstance(var, _compat.Literal) else graph.body.values[var] for var in op.equation.invars]
+    return tuple(
+        index
+        for operand, index in zip(operands, op.bodies[0].inputs)
+        if operand in active and is_inexact(graph.values[index])
+    )
