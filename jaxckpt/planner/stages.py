@@ -89,15 +89,21 @@ def crossing(graph: Graph) -> list[int]:
 def cuts(graph: Graph, blocks: Sequence[int] = ()) -> list[int]:
     """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them."""
     live = crossing(graph)
+    narrow = _narrow(graph, live)
+    ends = [end for place in loops(graph) for end in (place, place + 1)]
+    places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
+    return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
+
+
+def _narrow(graph: Graph, live: Sequence[int]) -> list[int]:
+    """Returns the gaps where no more bytes cross than in the gaps beside them; `live` as of `crossing`."""
     between = gaps(graph, live)
     narrow = []
     for i, place in enumerate(between):
         around = [live[between[j]] for j in (i - 1, i + 1) if 0 <= j < len(between)]
         if all(live[place] <= other for other in around):
             narrow.append(place)
-    ends = [end for place in loops(graph) for end in (place, place + 1)]
-    places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
-    return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
+    return narrow
 
 
 def _equal_cuts(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
