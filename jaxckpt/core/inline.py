@@ -7,8 +7,9 @@ again, so that JAX differentiates and lowers a function that is called often onc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
@@ -97,6 +98,24 @@ def without_checkpoints(closed: Any) -> Any:
     return _Inliner(checkpointed, (*_OPENED, Holds.CALL)).closed(closed)
 
 
+@dataclass(eq=False)
+class _Program:
+    """A program in the making.
+
+    Attributes:
+      constvars, consts: its constants.
+      constants: whether it may be given more of them.
+      calls: where to note what was written out; None for nowhere.
+      eqns: its equations so far.
+    """
+
+    constvars: list[Any]
+    consts: list[Any]
+    constants: bool
+    calls: Calls | None
+    eqns: list[Any] = field(default_factory=list)
+
+
 class _Inliner:
     """Writes programs out that equations hold; each inner jaxpr is done once, so that what was shared stays shared (JAX
     caches by identity).
@@ -115,52 +134,32 @@ class _Inliner:
         if id(original) in self.done:
             return self.done[id(original)][1]
         jaxpr = _compat.open_jaxpr(original)
-        constvars = list(jaxpr.constvars)
-        consts = _compat.jaxpr_consts(original) if constants else None
-        eqns: list[Any] = []
-        changed, renamed = self._equations(jaxpr.eqns, {}, eqns, constvars, consts, None, calls)
+        into = _Program(list(jaxpr.constvars), _compat.jaxpr_consts(original), constants, calls)
+        renamed: dict[Any, Any] = {}
         result = original
-        if changed:
+        if self._write(jaxpr.eqns, renamed, into):
             outvars = [surgery.renamed(renamed, var) for var in jaxpr.outvars]
-            rebuilt = _compat.build_jaxpr(constvars, jaxpr.invars, outvars, eqns, jaxpr.debug_info)
-            result = _compat.like(original, rebuilt, _compat.jaxpr_consts(original) if consts is None else consts)
+            rebuilt = _compat.build_jaxpr(into.constvars, jaxpr.invars, outvars, into.eqns, jaxpr.debug_info)
+            result = _compat.like(original, rebuilt, into.consts)
         self.done[id(original)] = (original, result)  # holds the original, so that its id stays its own
         return result
 
-    def _equations(
-        self,
-        source: list[Any],
-        renamed: dict[Any, Any],
-        eqns: list[Any],
-        constvars: list[Any],
-        consts: list[Any] | None,
-        call: Any,
-        calls: Calls | None,
-    ) -> tuple[bool, dict[Any, Any]]:
-        """Appends the equations of `source` to `eqns`; inside a call (`call` is its equation) with variables of their
-        own.
+    def _write(self, source: list[Any], renamed: dict[Any, Any], into: _Program, call: Any = None) -> bool:
+        """Appends equations to a program; inside of a call (`call` is its equation) with variables of their own.
+
+        Fills `renamed`, variable -> what it is there. Returns whether anything was written out.
         """
         changed = False
         for eqn in source:
             if call is not None:
                 eqn = _compat.prepend_name_stack(call, eqn)
             inner = self.written(eqn)
-            if inner is not None and (consts is not None or not _compat.open_jaxpr(inner).constvars):
+            if inner is not None and (into.constants or not _compat.open_jaxpr(inner).constvars):
                 changed = True
-                body = _compat.open_jaxpr(inner)
-                mapping = {var: surgery.renamed(renamed, operand) for var, operand in zip(body.invars, eqn.invars)}
-                for var, const in zip(body.constvars, _compat.jaxpr_consts(inner)):
-                    mapping[var] = _compat.fresh_var(var.aval)
-                    constvars.append(mapping[var])
-                    consts.append(const)  # type: ignore[union-attr]
-                invars, start = [surgery.renamed(renamed, var) for var in eqn.invars], len(eqns)
-                self._equations(body.eqns, mapping, eqns, constvars, consts, eqn, calls)
-                results = [surgery.renamed(mapping, result) for result in body.outvars]
-                renamed.update(zip(eqn.outvars, results))
-                if calls is not None:
-                    calls.add(eqn.replace(invars=invars, outvars=_made(results, eqns[start:])), eqns[start:])
+                self._write_call(eqn, inner, renamed, into)
                 continue
-            new, here = self._descend(eqn)
+            new = self._descend(eqn)
+            here = new is not eqn
             changed |= here
             invars = [surgery.renamed(renamed, var) for var in new.invars]
             if call is not None:
@@ -171,33 +170,35 @@ class _Inliner:
                 new = new.replace(invars=invars, outvars=outvars)
             elif invars != new.invars:
                 new = new.replace(invars=invars)
-            eqns.append(new)
-            if here and calls is not None:
-                calls.add_body(eqn.replace(invars=new.invars, outvars=new.outvars), new)
-        return changed, renamed
+            into.eqns.append(new)
+            if here and into.calls is not None:
+                into.calls.add_body(eqn.replace(invars=new.invars, outvars=new.outvars), new)
+        return changed
 
-    def _descend(self, eqn: Any) -> tuple[Any, bool]:
+    def _write_call(self, eqn: Any, inner: Any, renamed: dict[Any, Any], into: _Program) -> None:
+        """Appends what a call runs, in its place."""
+        body = _compat.open_jaxpr(inner)
+        mapping = {var: surgery.renamed(renamed, operand) for var, operand in zip(body.invars, eqn.invars)}
+        for var, const in zip(body.constvars, _compat.jaxpr_consts(inner)):
+            mapping[var] = _compat.fresh_var(var.aval)
+            into.constvars.append(mapping[var])
+            into.consts.append(const)
+        invars, start = [surgery.renamed(renamed, var) for var in eqn.invars], len(into.eqns)
+        self._write(body.eqns, mapping, into, eqn)
+        results = [surgery.renamed(mapping, result) for result in body.outvars]
+        renamed.update(zip(eqn.outvars, results))
+        if into.calls is not None:
+            written = into.eqns[start:]
+            into.calls.add(eqn.replace(invars=invars, outvars=_made(results, written)), written)
+
+    def _descend(self, eqn: Any) -> Any:
         if reads.is_call(eqn):
             program = self.closed(eqn.params["call_jaxpr"])
-            changed = program is not eqn.params["call_jaxpr"]
-            return (reads.with_program(eqn, program), True) if changed else (eqn, False)
+            return eqn if program is eqn.params["call_jaxpr"] else reads.with_program(eqn, program)
         holds = primitives.of(_compat.primitive_name(eqn)).holds
         if holds not in self.entered:
-            return eqn, False
-        constants = holds in _CLOSED
-        changes: dict[str, Any] = {}
-        for name, param in _compat.equation_params(eqn).items():
-            if _compat.is_jaxpr(param):
-                new: Any = self.closed(param, constants=constants)
-            elif isinstance(param, tuple) and any(_compat.is_jaxpr(item) for item in param):
-                new = tuple(self.closed(item, constants=constants) for item in param)
-                if all(a is b for a, b in zip(new, param)):
-                    continue
-            else:
-                continue
-            if new is not param:
-                changes[name] = new
-        return (_compat.replace_params(eqn, **changes), True) if changes else (eqn, False)
+            return eqn
+        return surgery.with_programs(eqn, functools.partial(self.closed, constants=holds in _CLOSED))
 
 
 def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:

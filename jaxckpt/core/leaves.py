@@ -64,3 +64,12 @@ class Whole:
 def defines_call(base: type) -> bool:
     """Returns whether instances can be called; `callable(base)` is true of every class."""
     return any("__call__" in vars(cls) for cls in base.__mro__)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Returns whether a leaf, or an abstract value, has a float or complex dtype, so that it has
+    gradients."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, (float, complex))
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))

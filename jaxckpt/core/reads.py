@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
-from jaxckpt.core import primitives, stored
+from jaxckpt.core import primitives, stored, surgery
 from jaxckpt.core.primitives import Holds
 
 INTERNAL = stored.INTERNAL
@@ -80,20 +80,7 @@ class _Redirect:
         return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
 
     def _inside(self, eqn: Any) -> Any:
-        eqn = _compat.batched_reverse_rule(eqn)
-        changes = {}
-        for name, param in _compat.equation_params(eqn).items():
-            if _compat.is_jaxpr(param):
-                new: Any = self.jaxpr(param)
-                same = new is param
-            elif isinstance(param, tuple) and any(map(_compat.is_jaxpr, param)):
-                new = tuple(self.jaxpr(item) if _compat.is_jaxpr(item) else item for item in param)
-                same = all(a is b for a, b in zip(new, param))
-            else:
-                continue
-            if not same:
-                changes[name] = new
-        return _compat.replace_params(eqn, **changes) if changes else eqn
+        return surgery.with_programs(_compat.batched_reverse_rule(eqn), self.jaxpr)
 
 
 def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:

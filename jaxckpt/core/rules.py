@@ -118,18 +118,7 @@ class _Opener:
         if name == PRIMITIVE:
             new = _open(eqn) or eqn
         elif primitives.of(name).holds in _ENTERED and name != "while":  # which has no reverse mode
-            changes = {}
-            for key, param in _compat.equation_params(eqn).items():
-                if _compat.is_jaxpr(param):
-                    inner: Any = self.jaxpr(param)
-                elif isinstance(param, tuple) and any(map(_compat.is_jaxpr, param)):
-                    inner = tuple(self.jaxpr(item) for item in param)
-                    inner = param if all(a is b for a, b in zip(inner, param)) else inner
-                else:
-                    continue
-                if inner is not param:
-                    changes[key] = inner
-            new = _compat.replace_params(eqn, **changes) if changes else eqn
+            new = surgery.with_programs(eqn, self.jaxpr)
         else:
             return eqn
         if new is not eqn:

@@ -5,7 +5,6 @@ loops work on.
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -15,16 +14,11 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.actions import SAVE, Action
-from jaxckpt.core.graph import graph_of
+from jaxckpt.core.graph import aval_bytes, graph_of
 
 Values = list[Any]
 Iteration = Callable[[Values, Values], tuple[Values, Values]]
 """(carry, x) -> (carry, y), lists of arrays: one iteration, or a segment of them."""
-
-
-def nbytes(aval: Any) -> int:
-    """Returns the bytes of an abstract value; a random key counts as its two words."""
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +52,7 @@ class ScanBody:
     @property
     def carry_bytes(self) -> int:
         """Bytes of one carry, all leaves."""
-        return sum(map(nbytes, self.carry_avals))
+        return sum(map(aval_bytes, self.carry_avals))
 
     @property
     def flops(self) -> int:

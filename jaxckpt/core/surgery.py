@@ -37,6 +37,23 @@ def programs(eqn: Any) -> list[Any]:
     return [jaxpr for _, jaxpr in found]
 
 
+def with_programs(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns an equation with the programs that it holds changed; itself where `change` returns each as it is."""
+    changes: dict[str, Any] = {}
+    for name, param in _compat.equation_params(eqn).items():
+        if _compat.is_jaxpr(param):
+            new: Any = change(param)
+            same = new is param
+        elif isinstance(param, tuple) and any(map(_compat.is_jaxpr, param)):
+            new = tuple(change(item) if _compat.is_jaxpr(item) else item for item in param)
+            same = all(a is b for a, b in zip(new, param))
+        else:
+            continue
+        if not same:
+            changes[name] = new
+    return _compat.replace_params(eqn, **changes) if changes else eqn
+
+
 def used(eqns: Sequence[Any]) -> list[Any]:
     """Returns the variables that equations read and none of them makes, in the order of their first use."""
     made = {var for eqn in eqns for var in eqn.outvars}

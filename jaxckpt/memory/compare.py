@@ -14,13 +14,13 @@ import jax
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
 from jaxckpt.core import lift, shown
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
-from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, compiler_options, target_of
 from jaxckpt.memory.verify import fill
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift
-from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.core.leaves import is_inexact
 
 StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 

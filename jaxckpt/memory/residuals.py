@@ -18,6 +18,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import INTERNAL, aval_bytes
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import is_operand
 from jaxckpt.core.units import format_bytes
 
@@ -139,14 +140,6 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
 
 def _path(path: tuple[Any, ...]) -> str:
     return f"args[{path[0].idx}]{jax.tree_util.keystr(path[1:])}"
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf has a float or complex dtype, so that gradients with respect to it exist."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex))
-    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
 class _Makers:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError
 from jaxckpt.core import lift
-from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.core.leaves import is_inexact
 
 # Recomputation repeats the same operations, but XLA may order and fuse them in another way. The table has the relative
 # error of that for each dtype. If a program has several dtypes, the coarsest counts, because rounding in bfloat16 also

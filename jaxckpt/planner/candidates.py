@@ -21,8 +21,8 @@ from jaxckpt.core import surgery
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Op, Value, graph_of
 from jaxckpt.core.inline import inline
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import passed_on, stretch_peak
-from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import mincut
 from jaxckpt.planner.chain import Candidate

@@ -17,9 +17,9 @@ from jaxckpt import _compat
 from jaxckpt.core import primitives
 from jaxckpt.core.constants import WITHIN
 from jaxckpt.core.graph import Graph, Op
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.regions import Address
-from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner import stages
 
 Returned = TypeVar("Returned")
@@ -123,6 +123,6 @@ def _fed(graph: Graph, op: Op, active: Collection[int]) -> tuple[int, ...]:
     operands = [None if isinstance(var, _compat.Literal) else graph.body.values[var] for var in op.equation.invars]
     return tuple(
         index
-        for operand, index in zip(operands, op.bodies[0].inputs)
+        for operand, index in zip(operands, op.bodies[0].inputs, strict=True)
         if operand in active and is_inexact(graph.values[index])
     )

@@ -15,11 +15,11 @@ from jaxckpt.actions import Action
 from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution

@@ -26,11 +26,11 @@ from jaxckpt.core.constants import (
 )
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.loops import can_be_rewritten
 from jaxckpt.core.regions import Address, Loop
 from jaxckpt.core.scans import ScanBody
 from jaxckpt.core.schedule import LoopSchedule
-from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context

@@ -46,6 +46,7 @@ from jaxckpt.core.constants import (
     STEEP,
 )
 from jaxckpt.core.graph import Graph, aval_bytes
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
@@ -53,7 +54,6 @@ from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
-from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, check_budget, resident_bytes
@@ -218,6 +218,8 @@ def problem_of(
     differentiated = [arguments[place] for place in seen.differentiated]
     keeping = tuple(action for action in wanted if action.keeps)
 
+    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache)
+
     def problem(inside: Inside, outer: Callable[[], Problem] | None) -> Problem:
         shards, whole = WHOLE, graph
         if inside.mapped:  # its bytes are those of one device
@@ -234,10 +236,11 @@ def problem_of(
         placed = replace(
             model, fingerprint=graph.fingerprint, address=inside.address, outside_bytes=inside.outside_bytes
         )
-        return Problem(fun, args, step, resolved, whole, placed, respect_checkpoints, cache, outer)
+        return Problem(asked, whole, placed, outer)
 
     inner = innermost(graph, differentiated)
-    purity.refuse_refs(fun, inner.graph)
+    if inner.address:
+        purity.refuse_refs(fun, inner.graph)
     outermost = functools.cache(lambda: problem(Inside(graph, tuple(differentiated)), None))
     return problem(inner, outermost if inner.address else None)
 
@@ -357,6 +360,26 @@ class _Try:
         return self.report is not None and self.compiled <= budget
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What plans are asked for; see `plan`.
+
+    Attributes:
+      fun: the function as it was given.
+      args: of the step.
+      step: makes the step.
+      target: what it would run on.
+      respect_checkpoints, cache: as of `plan`.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    step: StepMaker
+    target: Target
+    respect_checkpoints: bool = True
+    cache: str | os.PathLike[str] | bool | None = None
+
+
 class Problem:
     """A function analysed for one step and target; `plan(budget)` gives plans.
 
@@ -368,24 +391,11 @@ class Problem:
       outer: makes the problem of the whole function, where `model` is that of a body in it; else None.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        step: StepMaker,
-        target: Target,
-        graph: Graph,
-        model: Model,
-        respect_checkpoints: bool = True,
-        cache: str | os.PathLike[str] | bool | None = None,
-        outer: Callable[[], Problem] | None = None,
-    ) -> None:
-        self.outer = outer
-        self.given, self.fun = fun, fun if respect_checkpoints else without_checkpoints(fun)
-        self.args, self.step, self.target = args, step, target
-        self.graph, self.model = graph, model
-        self.respect_checkpoints, self.cache = respect_checkpoints, cache
-        self.argument_bytes = _per_device(lift.leaves(fun, args))
+    def __init__(self, asked: Asked, graph: Graph, model: Model, outer: Callable[[], Problem] | None = None) -> None:
+        self.asked, self.graph, self.model, self.outer = asked, graph, model, outer
+        self.fun = asked.fun if asked.respect_checkpoints else without_checkpoints(asked.fun)
+        self.args, self.step, self.target = asked.args, asked.step, asked.target
+        self.argument_bytes = _per_device(lift.leaves(asked.fun, asked.args))
         self._lock = threading.Lock()
         self._unplanned: MemoryReport | None = None
         self._tries: dict[tuple[Solution, bool], _Try] = {}  # (solution, whether as people write it)
@@ -449,7 +459,7 @@ class Problem:
         return self._measured(self.step(fun))
 
     def _measured(self, step: Callable[..., Any]) -> MemoryReport:
-        return measure(step, *self.args, target=self.target, generate_code=False, cache=self.cache)
+        return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
 
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:
         """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
@@ -478,7 +488,7 @@ class Problem:
 
     def planned(self, made: Plan) -> Callable[..., Any]:
         """Returns the step under a plan."""
-        return self.step(replace(made, respect_checkpoints=self.respect_checkpoints).apply(self.given))
+        return self.step(replace(made, respect_checkpoints=self.asked.respect_checkpoints).apply(self.asked.fun))
 
     @contextlib.contextmanager
     def _one_signature(self) -> Iterator[None]:
@@ -528,11 +538,11 @@ class Problem:
                 least_bytes=needed,
                 budget_bytes=wanted,
             )
-        found = self._search(wanted, chosen, verify, report).report
+        found = self._best(wanted, chosen, verify, report).report
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
-    def _search(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
+    def _best(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
         """Returns the plan of the body that is planned, or where none fits, of the whole function."""
         try:
             return _Search(self, budget, solver, verify, report).run()
@@ -625,8 +635,8 @@ class _Search:
         """
         above = [t.effort for t in self.tries if not t.fits(self.budget)]
         below = [t.effort for t in self.tries if t.fits(self.budget)]
-        step = sum(self.chain.segment(s, s + 1).forward_time for s in range(self.chain.length))
-        return bool(above and below) and min(below) - max(above) > STEEP * step
+        forward = sum(self.chain.segment(s, s + 1).forward_time for s in range(self.chain.length))
+        return bool(above and below) and min(below) - max(above) > STEEP * forward
 
     def _next(self, standing: int, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution to be compiled next, one that was not; None where there is none."""
@@ -869,7 +879,7 @@ class _Search:
     def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
         problem = self.problem
         found = PlanReport(
-            replace(made, respect_checkpoints=problem.respect_checkpoints),
+            replace(made, respect_checkpoints=problem.asked.respect_checkpoints),
             budget=self.budget,
             target=problem.target.name,
             predicted=estimate,

@@ -18,8 +18,8 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt.core import surgery
 from jaxckpt.core.inline import inline
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, Values
-from jaxckpt.core.scans import nbytes as nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +106,6 @@ def split(values: Sequence[Any], counts: Sequence[int]) -> list[Values]:
         parts.append(list(values[at : at + count]))
         at += count
     return parts
-
-
-def is_inexact(aval: Any) -> bool:
-    """Whether values of this kind have derivatives."""
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def perturbed(

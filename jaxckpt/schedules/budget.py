@@ -29,11 +29,12 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import InfeasibleBudgetError
 from jaxckpt.core.constants import ITERATION, LONGEST_RUN, TURN
-from jaxckpt.core.graph import Graph, graph_of
+from jaxckpt.core.graph import Graph, aval_bytes, graph_of
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import graph_peak
-from jaxckpt.core.scans import ScanBody, Values, nbytes
+from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.core.units import format_bytes
-from jaxckpt.schedules.body import is_inexact, perturbed
+from jaxckpt.schedules.body import perturbed
 from jaxckpt.schedules.optimum import (
     Binomial,
     TurnCosts,
@@ -45,7 +46,7 @@ from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmente
 
 # A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the
 # parts. These are an H100's.
-CORES, TILE, SHORTEST = 132, 128, 64
+CORES, TILE, CONTRACTED = 132, 128, 64
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _choices(body: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
     yield Priced(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
     xs = sum(stacked_bytes(var.aval) for var in body.jaxpr.invars[body.consts + body.carries :])
     ys = sum(map(stacked_bytes, body.y_avals))
-    sums = sum(nbytes(var.aval) for var in body.jaxpr.invars[: body.consts] if is_inexact(var.aval))
+    sums = sum(aval_bytes(var.aval) for var in body.jaxpr.invars[: body.consts] if is_inexact(var.aval))
     # Every row of a segment: residuals, and as blocks the rows of xs, of the ys' cotangents, and of cotangents of xs.
     row = residuals + 2 * xs + 2 * ys
     best = math.isqrt(length * one // max(row, 1))
@@ -263,7 +264,7 @@ def working_bytes(body: ScanBody, work: Backward) -> int:
     back = graph_of(jax.make_jaxpr(work.pull)(*args))
     # The scan without a gradient has the xs in float32 where the compiler widens them, but not the cotangents of the
     # ys.
-    wide = body.length * sum(stacked_bytes(aval, twice=True) - nbytes(aval) for aval in body.y_avals)
+    wide = body.length * sum(stacked_bytes(aval, twice=True) - aval_bytes(aval) for aval in body.y_avals)
     one = sum(stacked_bytes(aval, twice=True) for aval in body.carry_avals)
     return max(_live(forward), _live(back)) + one + wide
 
@@ -276,7 +277,7 @@ def settling_bytes(body: ScanBody, work: Backward, run: int) -> int:
     rows = lambda avals: [jax.ShapeDtypeStruct((run, *aval.shape), aval.dtype) for aval in avals]
     sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
     graph = graph_of(jax.make_jaxpr(work.settle)(consts, rows(work.stacks), rows(xs), sums))
-    return _live(graph) + run * sum(map(nbytes, work.gathered))
+    return _live(graph) + run * sum(map(aval_bytes, work.gathered))
 
 
 def _inputs(body: ScanBody) -> tuple[list[Any], list[Any], list[Any]]:
@@ -294,7 +295,7 @@ def stacked_bytes(aval: Any, *, twice: bool = False) -> int:
       twice: whether it is there in its own type too, for another loop.
     """
     widened = _compat.CPU_WIDENS_BFLOAT16_LOOPS and aval.dtype == jax.numpy.bfloat16
-    return nbytes(aval) * ((3 if twice else 2) if widened else 1)
+    return aval_bytes(aval) * ((3 if twice else 2) if widened else 1)
 
 
 def _live(graph: Graph) -> int:
@@ -333,6 +334,6 @@ def _parts(op: Any, graph: Graph) -> int:
     rows = math.prod(left.shape) // max(contracted * batches, 1)
     columns = math.prod(right.shape) // max(contracted * batches, 1)
     tiles = batches * -(-rows // TILE) * -(-columns // TILE)
-    split = min(contracted // SHORTEST, CORES // max(tiles, 1))
+    split = min(contracted // CONTRACTED, CORES // max(tiles, 1))
     split = 2 ** (split.bit_length() - 1) if split > 0 else 1
     return (split - 1) * result.bytes

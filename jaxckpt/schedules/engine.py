@@ -22,9 +22,10 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.actions import OFFLOAD, Action
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
 from jaxckpt.schedules.alike import results_alike
-from jaxckpt.schedules.body import is_inexact, perturbed, pick, reached, split, zeros
+from jaxckpt.schedules.body import perturbed, pick, reached, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.optimum import Binomial, binomial, places
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
@@ -56,20 +57,19 @@ def scan_with_slots(
 
     @jax.custom_vjp
     def call(operands: Values) -> tuple[Values, Values]:
-        return alike(engine.plain(*split(operands, counts)), operands)
+        return alike(engine.plain(_Operands(*split(operands, counts))), operands)
 
     def forward(operands: Values) -> Any:
         flags = [operand.perturbed and is_inexact(jax.typeof(operand.value)) for operand in operands]
-        consts, init, xs = split([operand.value for operand in operands], counts)
-        work, plan = engine.plan(*split(flags, counts))
-        results, slots = engine.forward(plan, consts, init, xs)
-        carry, ys = alike(results, [*consts, *init, *xs])
-        return (no_second_reverse(carry), no_second_reverse(ys)), (_Static((work, plan)), consts, init, xs, slots)
+        values = _Operands(*split([operand.value for operand in operands], counts))
+        chosen = engine.choose(_Operands(*split(flags, counts)))
+        results, slots = engine.forward(chosen.plan, values)
+        carry, ys = alike(results, [*values.consts, *values.init, *values.xs])
+        return (no_second_reverse(carry), no_second_reverse(ys)), (_Static(chosen), values, slots)
 
     def reverse(residuals: Any, cotangents: Any) -> tuple[Values]:
-        chosen, consts, init, xs, slots = residuals
-        work, plan = chosen.value
-        return (no_second_reverse(engine.backward(work, plan, consts, init, xs, slots, *cotangents)),)
+        chosen, values, slots = residuals
+        return (no_second_reverse(engine.backward(chosen.value, values, slots, *cotangents)),)
 
     call.defvjp(forward, reverse, symbolic_zeros=True)
     operands = [*scan.consts, *scan.init, *scan.xs]
@@ -105,6 +105,22 @@ class _Static:
     value: Any
 
 
+class _Operands(NamedTuple):
+    """Something of each operand of a scan, such as its value: of the constants, the initial carry and the xs."""
+
+    consts: Values
+    init: Values
+    xs: Values
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The backward step and the schedule, for what is differentiated."""
+
+    work: Backward
+    plan: Binomial
+
+
 class _Engine:
     """The loops of one scan."""
 
@@ -114,14 +130,15 @@ class _Engine:
         self.body, self.slots, self.run, self.carry = body, slots, run, carry
         self.kept = dear_values(body) if kept is None else list(kept)
 
-    def plan(self, consts: Sequence[bool], init: Sequence[bool], xs: Sequence[bool]) -> tuple[Backward, Binomial]:
-        """Returns the backward step and the schedule, for what is differentiated."""
+    def choose(self, flags: _Operands) -> _Chosen:
+        """Returns the backward step and the schedule; `flags` say what is differentiated in."""
         body = self.body
+        consts, init, xs = flags
         carry, ys = perturbed(body, consts, init, xs)
         wanted = Wanted(tuple(consts), tuple(init), tuple(carry), tuple(xs), tuple(ys))
         if isinstance(self.slots, SlotBudget):
             plan = self.slots.choose(wanted)
-            return backward(body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1), plan
+            return _Chosen(self._work(wanted, plan), plan)
         if self.run != 1 and (self.run is not None or self.kept is not None):
             work = backward(body, wanted, self.kept, defer=True)
             if self.run is not None:
@@ -131,19 +148,25 @@ class _Engine:
                 row = work.bytes_a_step / max(body.carry_bytes, 1)
                 plan = binomial(body.length, self.slots, row=row, again=work.again, costs=work.costs(body))
             if plan.run > 1:
-                return work, plan
-        return backward(body, wanted, None, defer=False), binomial(body.length, self.slots)
+                return _Chosen(work, plan)
+        return _Chosen(backward(body, wanted, None, defer=False), binomial(body.length, self.slots))
+
+    def _work(self, wanted: Wanted, plan: Binomial) -> Backward:
+        """Returns the backward step of a schedule."""
+        return backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
-    def plain(self, consts: Values, init: Values, xs: Values) -> tuple[Values, Values]:
+    def plain(self, operands: _Operands) -> tuple[Values, Values]:
         """Runs the scan as lax.scan does, for when it is not differentiated."""
         body = self.body
+        consts, init, xs = operands
         return lax.scan(lambda carry, x: body.run(consts, carry, x), init, xs, length=body.length, reverse=body.reverse)
 
-    def forward(self, plan: Binomial, consts: Values, init: Values, xs: Values) -> tuple[tuple[Values, Values], Values]:
+    def forward(self, plan: Binomial, operands: _Operands) -> tuple[tuple[Values, Values], Values]:
         """Runs all steps; returns the results and the slots."""
-        carries = _Carries(self.body, plan, self.carry, consts, init, xs)
+        init = operands.init
+        carries = _Carries(self.body, plan, self.carry, operands)
         ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
         slots = [carries.home.buffer(value, plan.slots) for value in init]
         if carries.home.away:  # only what is kept goes to the host
@@ -171,32 +194,24 @@ class _Engine:
     # --------------------------------------------------------------------------------------------------------- backward
 
     def backward(
-        self,
-        work: Backward,
-        plan: Binomial,
-        consts: Values,
-        init: Values,
-        xs: Values,
-        slots: Values,
-        ct_carry: Sequence[Any],
-        ct_ys: Sequence[Any],
+        self, chosen: _Chosen, operands: _Operands, slots: Values, ct_carry: Sequence[Any], ct_ys: Sequence[Any]
     ) -> Values:
         """Returns the cotangents of constants, initial carry and xs; None for those that are not asked for."""
+        work, plan = chosen.work, chosen.plan
         wanted = work.wanted
         zero = jax.custom_derivatives.SymbolicZero
         there = lambda flags, cts: tuple(flag and not isinstance(ct, zero) for flag, ct in zip(flags, cts))
         some = there(wanted.ys, ct_ys)
         fewer = wanted.limited(*reached(self.body, there(wanted.carry, ct_carry), some), some)
         if fewer != wanted:  # results that nothing was made of
-            wanted = fewer
-            work = backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
-        carries = _Carries(self.body, plan, self.carry, consts, init, xs)
+            wanted, work = fewer, self._work(fewer, plan)
+        carries = _Carries(self.body, plan, self.carry, operands)
         turns = _Turns(carries, work, [ct for ct, flag in zip(ct_ys, some) if flag])
 
         state = _State(
             ct=[zeros(ct.aval) if isinstance(ct, zero) else ct for ct in pick(ct_carry, wanted.carry)],
-            totals=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(consts, wanted.consts)],
-            ct_xs=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(xs, wanted.xs)],
+            totals=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(operands.consts, wanted.consts)],
+            ct_xs=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(operands.xs, wanted.xs)],
             stacks=[],
         )
         # Each of the two programs has stacks of its own length; the loop hands them on from turn to turn.
@@ -245,8 +260,9 @@ class _Unreversed(NamedTuple):
 class _Carries:
     """Taking carries forward: by steps, by runs, and as the schedule places them."""
 
-    def __init__(self, body: ScanBody, plan: Binomial, carry: Action, consts: Values, init: Values, xs: Values) -> None:
-        self.body, self.plan, self.consts, self.init, self.xs = body, plan, consts, init, xs
+    def __init__(self, body: ScanBody, plan: Binomial, carry: Action, operands: _Operands) -> None:
+        self.body, self.plan = body, plan
+        self.consts, self.init, self.xs = operands
         self.home = _Home(carry, body.carry_avals)
         # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before
         # the loop.

@@ -23,10 +23,11 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import ADDED, ITERATION, KEPT, LARGE, TURN
+from jaxckpt.core.graph import aval_bytes
 from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
-from jaxckpt.core.scans import ScanBody, Values, nbytes
+from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import pick, split
 from jaxckpt.schedules.optimum import TurnCosts
 
@@ -72,7 +73,7 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
         if not operands or not primitives.of(eqn.primitive.name).linear or len(eqn.outvars) != 1:
             continue
         only_here = all(uses[v] == [eqn] and v not in finals for v in operands)
-        if only_here and nbytes(eqn.outvars[0].aval) <= sum(nbytes(v.aval) for v in operands):
+        if only_here and aval_bytes(eqn.outvars[0].aval) <= sum(aval_bytes(v.aval) for v in operands):
             for v in operands:
                 del chosen[v]
             chosen[eqn.outvars[0]] = None
@@ -175,7 +176,7 @@ class Backward:
     @property
     def bytes_a_step(self) -> int:
         """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
-        return sum(map(nbytes, [*self.stacks, *self.gathered]))
+        return sum(map(aval_bytes, [*self.stacks, *self.gathered]))
 
     def costs(self, body: ScanBody) -> TurnCosts:
         """Returns what runs of the step are weighed by."""
@@ -308,7 +309,7 @@ class _Splitter:
             rows=len(rows),
             takes=tuple(takes),
             gathered=tuple(var.aval for var in self.x if var in settled),
-            waiting_bytes=sum(nbytes(term.dot.outvars[0].aval) for term in terms if term.dot is not None),
+            waiting_bytes=sum(aval_bytes(term.dot.outvars[0].aval) for term in terms if term.dot is not None),
         )
 
     # ---------------------------------------------------------------------------------------------------- what can wait
@@ -331,8 +332,8 @@ class _Splitter:
         """Returns the summands that wait: large matmuls, and sums of what is stacked for those anyway."""
         found = [term for i, var in summands if (term := self._term(i, var)) is not None]
         dots = [term for term in found if term.dot is not None]
-        products = sum(nbytes(term.dot.outvars[0].aval) for term in dots)
-        factors = sum(nbytes(root.aval) for root in {root for term in dots for root in self._roots(term)})
+        products = sum(aval_bytes(term.dot.outvars[0].aval) for term in dots)
+        factors = sum(aval_bytes(root.aval) for root in {root for term in dots for root in self._roots(term)})
         if products < LARGE or products * ADDED < factors * KEPT:
             dots = []
         stacked = {root for term in dots for root in self._roots(term)}

@@ -17,11 +17,12 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Binomial, Schedule, schedule_of
-from jaxckpt.schedules.body import is_inexact, take_apart
+from jaxckpt.schedules.body import take_apart
 from jaxckpt.schedules.budget import SlotBudget, fit
 from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.transforms.checkpoint import checkpoint

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt.memory.report import MemoryReport, measure
+from tests.helpers import chain_in_segments
 
 LAYERS, BATCH, WIDTH = 32, 512, 256
 ACTIVATION = BATCH * WIDTH * 4  # 0.5 MiB
@@ -25,18 +26,7 @@ def plain(fun: Callable) -> Callable:
 def step(segment: int = 1, wrap: Callable = plain) -> Callable:
     """Value and gradient of the chain with `wrap` around each `segment` layers."""
 
-    @wrap
-    def run(x: Any, ws: Any) -> Any:
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return x
-
-    def loss(ws: Any, x: Any) -> Any:
-        for i in range(0, len(ws), segment):
-            x = run(x, ws[i : i + segment])
-        return jnp.sum(x * x)
-
-    return jax.value_and_grad(loss)
+    return jax.value_and_grad(chain_in_segments(wrap, segment))
 
 
 def arguments() -> tuple[Any, Any]:
