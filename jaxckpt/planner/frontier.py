@@ -263,7 +263,9 @@ def sweep(
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         report(done, total, f"compiling {name}")
-        ways.append(way(name, other, problem.args, problem.step, problem.target, shards=shards, cache=problem.asked.cache))
+        ways.append(
+            way(name, other, problem.args, problem.step, problem.target, shards=shards, cache=problem.asked.cache)
+        )
     report(total, total, "")
     return Frontier(problem.target.name, unplanned, tuple(points[i] for i in range(len(budgets))), tuple(ways))
 

@@ -2,8 +2,8 @@
 
 Solve, emit, compile the whole step, compare. The chain's bytes are a prediction. The compiled peak of one plan corrects
 the prediction for the next plan. The returned plan is the cheapest whose compiled peak is within the budget, after at
-most `COMPILES` compilations, `QUICK_COMPILES` of a small program. Where none of these fits, the leanest plans are
-compiled as well.
+most `COMPILES` compilations, `QUICK_COMPILES` of a small program, or where a plan that does not fit is much cheaper
+than all that fit. Where none of these fits, the leanest plans are compiled as well.
 """
 
 from __future__ import annotations
@@ -805,30 +805,43 @@ class _Search:
 
     def _offset(self, standing: int) -> int:
         """Returns the bytes to subtract from the budget before the chain is solved: compiled minus modelled bytes of
-        the nearest plans.
-        """
-        return self._offsets(standing)[-1]
-
-    def _offsets(self, standing: int) -> list[int]:
-        """Returns the offsets to be tried, in order; the last one is that of `_offset`. Where a plan fits with much to
-        spare, and the next one was over the budget, what the chain says is far off: then others lie between these two.
+        the nearest plans. No nearer to one that does not fit than the last of `BETWEEN`.
         """
         if not self.tries:
-            return [standing]
+            return standing
+        low, high = self._nearest()
+        if low is None:
+            above = [t for t in self.tries if not t.fits(self.budget)]
+            off = max(t.compiled - t.modelled for t in above)
+            return off + int(MARGIN * self.budget * 6 ** (len(above) - 1))
+        off = low.compiled - low.modelled + int(MARGIN * self.budget) // 2
+        return max([off, *self._between(low, high)[-1:]])
+
+    def _offsets(self, standing: int) -> list[int]:
+        """Returns the offsets to be tried, in order. Where a plan fits with much to spare and the next one was over the
+        budget, what the chain says is far off, and where the latter is much cheaper, others between them are of use.
+        """
+        off = self._offset(standing)
+        low, high = self._nearest() if self.tries else (None, None)
+        if low is None or len(self.tries) < COMPILES:
+            return [off]
+        far = low.compiled < self.budget * (1 - 2 * CLOSE)
+        return [*self._between(low, high), off] if far or self._is_steep() else [off]
+
+    def _nearest(self) -> tuple[_Try | None, _Try | None]:
+        """Returns the plan that fits and is modelled with the most bytes, and that which does not, with the fewest."""
         above = [t for t in self.tries if not t.fits(self.budget)]
         below = [t for t in self.tries if t.fits(self.budget)]
-        low = max(below, key=lambda t: t.modelled, default=None)
-        high = min(above, key=lambda t: t.modelled, default=None)
-        if low is None:
-            off = max(t.compiled - t.modelled for t in above)
-            return [off + int(MARGIN * self.budget * 6 ** (len(above) - 1))]
-        off = low.compiled - low.modelled + int(MARGIN * self.budget) // 2
+        return (
+            max(below, key=lambda t: t.modelled, default=None),
+            min(above, key=lambda t: t.modelled, default=None),
+        )
+
+    def _between(self, low: _Try, high: _Try | None) -> list[int]:
+        """Returns the offsets of plans between one that fits and one that does not, by their modelled bytes."""
         if high is None or high.modelled <= low.modelled:
-            return [off]
-        between = [self.budget - low.modelled - round(share * (high.modelled - low.modelled)) for share in BETWEEN]
-        off = max(off, between[-1])
-        far = low.compiled < self.budget * (1 - 2 * CLOSE) and len(self.tries) >= COMPILES - 1
-        return [*between, off] if far or self._is_steep() else [off]
+            return []
+        return [self.budget - low.modelled - round(share * (high.modelled - low.modelled)) for share in BETWEEN]
 
     def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> _Try:
         """Compiles a solution, unless it is compiled already. `corrects`: whether its bytes correct what the chain says

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS
+from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED
 from jaxckpt.core.graph import Body, Graph, Op, parameters_text
 from jaxckpt.memory.residuals import is_inexact
 from jaxckpt.planner.costs import is_dear
@@ -152,7 +152,7 @@ def _is_scan(op: Op) -> bool:
 
 def repeats(graph: Graph) -> list[int]:
     """Returns where the blocks of a model begin, and where the last ends: one stretch of operations that comes several
-    times in a row, cut where the fewest bytes are live. Empty if there is none.
+    times in a row, cut where the fewest bytes are live. Empty if there is none, or it is a small part of the function.
 
     This is what people put a checkpoint around. Of all stretches the one counts whose copies cover the most operations,
     and of those that cover nearly as many the shortest. The first block is equal to the others although the derivative
@@ -163,9 +163,9 @@ def repeats(graph: Graph) -> list[int]:
     kinds = np.array([numbers.setdefault(_whole_text(graph, op, texts), len(numbers)) for op in graph.ops])
     found = [(period, *_longest(kinds[period:] == kinds[:-period])) for period in _periods(graph, kinds)]
     found = [(period, start, run) for period, start, run in found if run >= period]
-    if not found:
+    covered = max((run + period for period, _, run in found), default=0)
+    if covered < REPEATED * len(graph.ops) or not found:
         return []
-    covered = max(run + period for period, _, run in found)
     period, start, run = min(each for each in found if each[2] + each[0] >= NEARLY * covered)
     live = crossing(graph)
     narrow = set(gaps(graph, live))

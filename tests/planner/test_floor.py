@@ -179,6 +179,19 @@ def test_a_function_without_repeats_has_no_blocks(fun):
     assert stages.repeats(graph) == []
 
 
+def test_what_repeats_in_a_small_part_of_a_function_is_not_its_blocks():
+    def with_tail(operations):
+        def fun(*args):
+            tail = loss_of(residual)(*args)
+            for i in range(operations):  # of which no three stretches in a row are equal (Thue and Morse)
+                tail = (jnp.sin, jnp.cos)[i.bit_count() % 2](tail)
+            return tail
+
+        return stages.repeats(trace(fun, *arguments()))
+
+    assert len(with_tail(0)) == len(with_tail(20)) == BLOCKS + 1 and with_tail(1000) == []
+
+
 def test_a_region_may_run_its_loops_one_iteration_at_a_time():
     """All iterations that run again live at once without it."""
     analysed = problem_of(loss_of(cheap_loop), *arguments(), target="cpu", step=step)

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 
 import chex
 import jax
@@ -18,10 +20,11 @@ import pytest
 import jaxckpt
 from benchmarks.models import gpt, lstm, moe, resnet, unet
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
-from jaxckpt.core.constants import QUICK_COMPILES
+from jaxckpt.core.constants import COMPILES, QUICK_COMPILES
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
-from jaxckpt.planner import model
+from jaxckpt.planner import model, search
+from jaxckpt.planner.chain import cost
 from jaxckpt.planner.search import problem_of
 from tests.helpers import chain_in_segments
 
@@ -142,6 +145,40 @@ def test_at_most_so_many_compilations(problem):
     fresh = problem_of(loss, *ARGS, target="cpu")
     fresh.plan(problem.unplanned.peak_bytes // 2, progress=lambda done, total, text: what.append(text))
     assert 1 <= sum(text.startswith("compiling") for text in what) <= QUICK_COMPILES and what[-1] == ""
+
+
+def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(problem, monkeypatch):
+    """With a compiler that needs less than the model says of lean plans, and far more of the others."""
+    frontier = problem.table.frontier()
+    place = (frontier[0][0] + frontier[-1][0]) // 2
+
+    def search_with(steep):
+        fresh = problem_of(loss, *ARGS, target="cpu")
+        fresh._unplanned, peaks = problem.unplanned, []
+        made = fresh.model.plan
+
+        def plan_of(model, solution):
+            peaks.append(cost(model.chain, solution).peak)
+            return made(solution)
+
+        def compiled(plan):
+            modelled, standing = peaks[-1], fresh.argument_bytes
+            return replace(
+                problem.unplanned, peak_bytes=standing + round(modelled * (0.7 if modelled <= place else 1.3))
+            )
+
+        monkeypatch.setattr(type(fresh.model), "plan", plan_of)
+        monkeypatch.setattr(fresh, "measure_planned", compiled)
+        monkeypatch.setattr(search, "QUICK", 0)  # as of a large program
+        monkeypatch.setattr(search, "STEEP", steep)
+        plan = fresh.plan(fresh.argument_bytes + round(1.15 * place))
+        monkeypatch.undo()
+        return plan, sum(not by_hand for _, by_hand in fresh._tries)
+
+    plan, tries = search_with(search.STEEP)
+    flat, few = search_with(math.inf)
+    assert few <= COMPILES < tries <= QUICK_COMPILES
+    assert plan.measured_bytes <= plan.budget and plan.overhead < flat.overhead - 0.01
 
 
 def test_without_verification_nothing_is_compiled(problem):
