@@ -182,7 +182,7 @@ def test_plan_without_compiling_has_a_prediction_alone(factory, tmp_path, capsys
     def compiles(*args, **settings):
         raise AssertionError("nothing is to be compiled")
 
-    monkeypatch.setattr("jaxckpt.planner.search.measure", compiles)
+    monkeypatch.setattr("jaxckpt.planner.measured.measure", compiles)
     code, out, _ = run(
         capsys, "plan", f"{factory}:model", "--target", "cuda:h100", "--budget", "500KiB", "--no-verify", "--set", "layers=8"
     )  # fmt: skip

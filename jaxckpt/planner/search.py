@@ -8,14 +8,11 @@ than all that fit. Where none of these fits, the leanest plans are compiled as w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import pathlib
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,13 +21,11 @@ from jaxckpt._errors import (
     ArgumentError,
     DoesNotFitError,
     InfeasibleBudgetError,
-    NotDifferentiableError,
-    PlanMismatchError,
     check_flags,
 )
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
-from jaxckpt.core.bare import bare, has_checkpoints, without_checkpoints
+from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import (
     ABOVE,
     BETWEEN,
@@ -45,27 +40,25 @@ from jaxckpt.core.constants import (
     QUICK_COMPILES,
     STEEP,
 )
-from jaxckpt.core.graph import Graph, aval_bytes
-from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call as trace
-from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
-from jaxckpt.memory.report import MemoryReport, measure
+from jaxckpt.memory.report import MemoryReport
 from jaxckpt.memory.targets import Target, target_of
-from jaxckpt.planner import stages
-from jaxckpt.planner.budget import budget_bytes, check_budget, resident_bytes
-from jaxckpt.planner.calls import abstract as abstract_leaf
+from jaxckpt.planner import refusal
+from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.inside import Inside, innermost
+from jaxckpt.planner.measured import Asked, Measured, Try
 from jaxckpt.planner.model import Model, build
-from jaxckpt.planner.shards import WHOLE, read
+from jaxckpt.planner.observe import observe
+from jaxckpt.planner.shards import WHOLE, is_sharded, read
 from jaxckpt.planner.solvers import Infeasible, Solver
 from jaxckpt.planner.solvers import solver as solver_for
-from jaxckpt.planner.solvers.optimal import Optimal, Table
 from jaxckpt.planner.solvers.sqrt import leanest, single
 
 logger = logging.getLogger("jaxckpt")
@@ -74,13 +67,6 @@ COSTS = ("roofline", "measured")
 
 EVERYTHING = 2**62
 """Bytes of a budget within which everything can be kept."""
-
-_OPAQUE = {
-    "shard_map": "A jax.shard_map that is not most of the function is kept or run again as a whole: checkpoint parts "
-    "of what it maps with jaxckpt.checkpoint.",
-    "while": "Nothing inside of a while loop is planned.",
-}
-"""Primitive -> a sentence, for operations that the planner does not look into."""
 
 
 def plan(
@@ -203,7 +189,7 @@ def problem_of(
         raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
     plain, step = step in PLAIN, suited(step, args)
     try:
-        seen = _observe(fun, step, args)
+        seen = observe(fun, step, args)
     except TypeError as error:
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
@@ -226,7 +212,7 @@ def problem_of(
             if costs == "measured":
                 rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
                 raise ArgumentError("costs", rule, costs, hint)
-        elif _sharded(args):
+        elif is_sharded(args):
             if progress is not None:
                 progress(0, 1, "reading how the compiler shards")
             shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
@@ -260,263 +246,16 @@ def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
     return wanted
 
 
-@dataclass
-class _Seen:
-    """What a step does with its function: the arguments that it calls it with, and which of their leaves it
-    differentiates in; `again` says whether it differentiates the gradient too.
-
-    The function is one of arrays alone: see `jaxckpt.core.lift`.
-    """
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    differentiated: tuple[int, ...] = ()
-    again: bool = False
-
-
-def _observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> _Seen:
-    """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it
-    was asked for.
-    """
-    calls: list[tuple[_Seen, set[int], set[int]]] = []
-
-    def watch(call: lift.Taken) -> Any:
-        purity.refuse_ref_arguments(fun, call.paths())
-        leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-        abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
-        abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
-        asked: set[int] = set()
-        again: set[int] = set()
-        calls.append((_Seen(call.fun, abstract_args, abstract_kwargs), asked, again))
-        leaves = [_watch(asked, again, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        return call.fun(*args, **kwargs)
-
-    watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
-    lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
-    twice = any(again for _, _, again in calls)
-    for seen, asked, _ in calls:
-        if asked:
-            return replace(seen, differentiated=tuple(sorted(asked)), again=twice)
-    raise NotDifferentiableError(
-        "step must differentiate the function that it is given, as jax.value_and_grad does; it "
-        f"{'calls it without taking a gradient' if calls else 'does not call it'}. Then there is nothing to keep or "
-        f"to recompute."
-    )
-
-
-def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]:
-    """Returns an identity; differentiated it enters `place` into `asked`, and into `again` if its gradient is
-    differentiated too.
-    """
-
-    @jax.custom_vjp
-    def same(x: Any) -> Any:
-        return x
-
-    def forward(x: Any) -> tuple[Any, None]:
-        return x, None
-
-    def backward(_: None, cotangent: Any) -> tuple[Any]:
-        asked.add(place)
-        return (gradient(cotangent),)
-
-    @jax.custom_jvp
-    def gradient(x: Any) -> Any:
-        return x
-
-    def tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-        again.add(place)
-        return gradient(*primals), tangents[0]
-
-    gradient.defjvp(tangent)
-    same.defvjp(forward, backward)
-    return same
-
-
-@dataclass
-class _Try:
-    """A compiled plan.
+class Problem(Measured):
+    """A function analysed for one step and target: `plan(budget)` gives plans.
 
     Attributes:
-      solution: the chain's.
-      modelled: its bytes by the chain, arguments excluded.
-      compiled: its compiled peak; where the compiler refused it, what that says that it needs.
-      plan: the plan.
-      report: what the compiler said; None where it refused the plan.
-      effort: its recomputation by the chain.
-    """
-
-    solution: Solution
-    modelled: int
-    compiled: int
-    plan: Plan
-    report: MemoryReport | None
-    effort: float
-
-    def fits(self, budget: int) -> bool:
-        """Returns whether the compiler took it, and its peak is within a budget."""
-        return self.report is not None and self.compiled <= budget
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """What plans are asked for; see `plan`.
-
-    Attributes:
-      fun: the function as it was given.
-      args: of the step.
-      step: makes the step.
-      target: what it would run on.
-      respect_checkpoints, cache: as of `plan`.
-    """
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    step: StepMaker
-    target: Target
-    respect_checkpoints: bool = True
-    cache: str | os.PathLike[str] | bool | None = None
-
-
-class Problem:
-    """A function analysed for one step and target; `plan(budget)` gives plans.
-
-    Attributes:
-      fun: the function without a plan: as it was given, or without the checkpoints in it, if they do not count.
-      graph: the function as traced.
-      model: its chain of stages with their candidates.
-      target: what is planned for.
-      outer: makes the problem of the whole function, where `model` is that of a body in it; else None.
+      outer: makes the problem of the whole function, where what is planned is a body in it; else None.
     """
 
     def __init__(self, asked: Asked, graph: Graph, model: Model, outer: Callable[[], Problem] | None = None) -> None:
-        self.asked, self.graph, self.model, self.outer = asked, graph, model, outer
-        self.fun = asked.fun if asked.respect_checkpoints else without_checkpoints(asked.fun)
-        self.args, self.step, self.target = asked.args, asked.step, asked.target
-        self.argument_bytes = _per_device(lift.leaves(asked.fun, asked.args))
-        self._lock = threading.Lock()
-        self._unplanned: MemoryReport | None = None
-        self._tries: dict[tuple[Solution, bool], _Try] = {}  # (solution, whether as people write it)
-        self._estimates: dict[tuple[Solution, bool], int] = {}
-        self._solvers: dict[str, Solver] = {}
-
-    @property
-    def table(self) -> Table:
-        """The exact solution for every budget: that of the solver `chain`."""
-        exact = self._solver(Optimal.name)
-        assert isinstance(exact, Optimal)
-        return exact.table(self.model.chain)
-
-    def _solver(self, given: str | Solver) -> Solver:
-        """Returns a solver, for equal names the same one: it keeps what budgets share."""
-        if not isinstance(given, str):
-            return solver_for(given)
-        return self._solvers.get(given) or self._solvers.setdefault(given, solver_for(given))
-
-    @functools.cached_property
-    def by_hand(self) -> tuple[Solution, ...]:
-        """What people would do: see `Model.by_hand`."""
-        return tuple(dict.fromkeys(self.model.by_hand()))
-
-    @functools.cached_property
-    def used_argument_bytes(self) -> int:
-        """Bytes of the arguments that the step uses, on one device: a compiled program is not given the others. Traces
-        the step.
-        """
-        if _sharded(self.args):
-            return self.argument_bytes
-        graph = trace(self.step(self.fun), *self.args)
-        used = {index for op in graph.ops for index in op.inputs} | set(graph.body.outputs)
-        unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
-        return self.argument_bytes - sum(value.bytes for value in unused)
-
-    @functools.cached_property
-    def traced_peak(self) -> int:
-        """The peak that the traced step without a plan is estimated to have, for arguments on one device."""
-        return graph_peak(trace(self.step(self.fun), *self.args), self.target.platform)
-
-    @functools.cached_property
-    def merged_bytes(self) -> int:
-        """Bytes that the trace counts and the compiler does not keep: see `stages.merged_bytes`."""
-        return stages.merged_bytes(self.graph)
-
-    @property
-    def unplanned(self) -> MemoryReport:
-        """The compiled step without a plan; compiled at first use.
-
-        Raises:
-          DoesNotFitError: the target's compiler refuses it.
-        """
-        with self._lock:
-            if self._unplanned is None:
-                self._unplanned = self.measure(self.fun)
-            return self._unplanned
-
-    def measure(self, fun: Callable[..., Any]) -> MemoryReport:
-        """Returns what the step of a function needs, compiled as far as its peak needs it."""
-        return self._measured(self.step(fun))
-
-    def _measured(self, step: Callable[..., Any]) -> MemoryReport:
-        return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
-
-    def estimate(self, solution: Solution, by_hand: bool = False) -> int:
-        """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
-
-        It knows nothing of what the compiler adds, so it is seldom far above the compiled peak.
-        """
-        known = self._estimates.get((solution, by_hand))
-        if known is None:
-            if _sharded(self.args):
-                known = cost(self.model.chain, solution).peak + self.model.outside_bytes + self.argument_bytes
-            else:
-                made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
-                with self._one_signature():
-                    known = graph_peak(trace(self.planned(made), *self.args), self.target.platform)
-            self._estimates[solution, by_hand] = known
-        return known
-
-    def measure_planned(self, made: Plan) -> MemoryReport:
-        """Returns what the step needs under a plan.
-
-        Raises:
-          DoesNotFitError: the target's compiler refuses it.
-        """
-        with self._one_signature():
-            return self._measured(self.planned(made))
-
-    def planned(self, made: Plan) -> Callable[..., Any]:
-        """Returns the step under a plan."""
-        return self.step(replace(made, respect_checkpoints=self.asked.respect_checkpoints).apply(self.asked.fun))
-
-    @contextlib.contextmanager
-    def _one_signature(self) -> Iterator[None]:
-        """Raises ArgumentError where the step calls the function in several ways: a plan is for one program."""
-        try:
-            yield
-        except PlanMismatchError as error:
-            rule = "one that calls the function that it is given with one signature"
-            hint = "It also calls it with other shapes, or other static arguments; call the plain function for those."
-            raise ArgumentError("step", rule, self.step, hint) from error
-
-    def budget_bytes(self, budget: int | str) -> int:
-        """Returns a budget in bytes; see `jaxckpt.plan`."""
-
-        def peak() -> int:
-            try:
-                return self.unplanned.peak_bytes
-            except DoesNotFitError as error:
-                if error.needed_bytes is None:
-                    raise
-                return error.needed_bytes
-
-        return budget_bytes(
-            budget,
-            unplanned=peak,
-            target=self.target,
-            resident=resident_bytes(lift.leaves(self.fun, self.args), self.target),
-        )
+        super().__init__(asked, graph, model)
+        self.outer = outer
 
     def plan(
         self,
@@ -527,17 +266,11 @@ class Problem:
         progress: Progress | None = None,
     ) -> Plan:
         """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
-        chosen = self._solver(solver)
+        chosen = self.solver(solver)
         report = progress or (lambda done, total, what: None)
         wanted = self.budget_bytes(budget)
         if wanted < self.argument_bytes and wanted < (needed := self.used_argument_bytes):
-            raise InfeasibleBudgetError(
-                f"budget must be more than the arguments alone, {format_bytes(needed)} ({needed} bytes); got "
-                f"{format_bytes(wanted)}. {_share_hint(budget)}"
-                "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
-                least_bytes=needed,
-                budget_bytes=wanted,
-            )
+            raise refusal.below_arguments(budget, wanted, needed)
         found = self._best(wanted, chosen, verify, report).report
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
@@ -550,7 +283,7 @@ class Problem:
             if self.outer is None:
                 raise
             outer = self.outer()
-            outer._unplanned = self._unplanned
+            outer.known_unplanned = self.known_unplanned
             try:
                 return _Search(outer, budget, solver, verify, report).run()
             except InfeasibleBudgetError as other:
@@ -562,13 +295,9 @@ class Problem:
         nothing. None where none fits.
         """
         wanted = self.budget_bytes(budget)
-        search = _Search(self, wanted, self._solver(solver), True, lambda done, total, what: None)
+        search = _Search(self, wanted, self.solver(solver), True, lambda done, total, what: None)
         found = search.known() if self.shares(solver) else None
         return None if found is None else found.plan
-
-    def shares(self, solver: str | Solver) -> bool:
-        """Whether a solver's plans for one budget may be those for another; other solvers answer for what they find."""
-        return isinstance(self._solver(solver), Optimal)
 
 
 class _Search:
@@ -578,9 +307,9 @@ class _Search:
         self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
         self.free = problem.shares(solver)
         self.chain = problem.model.chain
-        self.tries: list[_Try] = []
+        self.tries: list[Try] = []
         self.compiles = 0
-        self.quick = not _sharded(problem.args) and sum(1 for _ in problem.graph.walk()) <= QUICK
+        self.quick = not is_sharded(problem.args) and sum(1 for _ in problem.graph.walk()) <= QUICK
         self.most = QUICK_COMPILES if self.quick else COMPILES
 
     def run(self) -> Plan:
@@ -604,12 +333,12 @@ class _Search:
             raise self._infeasible()
         return best.plan
 
-    def known(self) -> _Try | None:
+    def known(self) -> Try | None:
         """Returns the cheapest plan that was compiled for another budget and fits this one."""
         least = self.solver.least(self.chain)
         return None if least is None else self._known(self._standing(least))
 
-    def _search(self, least: Solution | None, standing: int) -> _Try | None:
+    def _search(self, least: Solution | None, standing: int) -> Try | None:
         """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the
         compiler said of those before it, and what people do by hand where that is cheaper.
         """
@@ -646,7 +375,7 @@ class _Search:
                 return solution
         return None
 
-    def _or_estimated(self, best: _Try, standing: int, seen: Collection[Solution]) -> _Try:
+    def _or_estimated(self, best: Try, standing: int, seen: Collection[Solution]) -> Try:
         """Returns the best plan, or one that the chain says needs more, and the estimate of its step that it fits: the
         cheapest of these first.
         """
@@ -665,26 +394,26 @@ class _Search:
                 best = self._better(best, self._try(solution, standing)) or best
         return best
 
-    def _better(self, best: _Try | None, tried: _Try) -> _Try | None:
+    def _better(self, best: Try | None, tried: Try) -> Try | None:
         return tried if tried.fits(self.budget) and (best is None or tried.effort < best.effort) else best
 
-    def _known(self, standing: int) -> _Try | None:
+    def _known(self, standing: int) -> Try | None:
         """Returns the cheapest plan that was compiled for another budget and fits this one: more memory never costs
         more.
         """
-        with self.problem._lock:
-            fitting = [(t.effort, key) for key, t in self.problem._tries.items() if t.fits(self.budget)]
+        with self.problem.lock:
+            fitting = [(t.effort, key) for key, t in self.problem.tries.items() if t.fits(self.budget)]
         found = min(fitting, key=lambda each: each[0], default=None)
         return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1], corrects=False)
 
-    def _or_by_hand(self, best: _Try, standing: int) -> _Try:
+    def _or_by_hand(self, best: Try, standing: int) -> Try:
         """Returns the best plan, or checkpoints as people place them that fit and recompute less: of those that are
         estimated to fit, the cheapest first; of those that are not, the leanest, to learn what estimates are worth.
         """
         problem, tried = self.problem, 0
         times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
         while tried == 0 or self.compiles < self.most:
-            left = [s for s in times if times[s] < best.effort and (s, True) not in problem._tries]
+            left = [s for s in times if times[s] < best.effort and (s, True) not in problem.tries]
             estimates = {solution: problem.estimate(solution, by_hand=True) for solution in left}
             learned = self._overstated()
             fitting = [s for s in left if estimates[s] <= (learned or 1.0) * self.budget]
@@ -704,13 +433,11 @@ class _Search:
         that were compiled; 1 at least. None where there is none.
         """
         problem = self.problem
-        with problem._lock:
-            compiled = {
-                key: made.compiled for key, made in problem._tries.items() if key[1] and made.report is not None
-            }
+        with problem.lock:
+            compiled = {key: made.compiled for key, made in problem.tries.items() if key[1] and made.report is not None}
         return max((max(problem.estimate(*key) / peak, 1.0) for key, peak in compiled.items()), default=None)
 
-    def _floor(self, least: Solution | None, standing: int) -> _Try | None:
+    def _floor(self, least: Solution | None, standing: int) -> Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
         of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier. Not so those
         that are estimated to need more than what is compiled already.
@@ -752,14 +479,14 @@ class _Search:
     def _as_it_is(self) -> Plan | None:
         """Returns the empty plan if the step fits without one. Compiles it only where that can be."""
         problem = self.problem
-        if problem._unplanned is None and not self._may_fit():
+        if problem.known_unplanned is None and not self._may_fit():
             return None
         return self._compiled_as_it_is()
 
     def _compiled_as_it_is(self) -> Plan | None:
         problem = self.problem
         self.report(0, self.most, "compiling the step as it is")
-        if problem._unplanned is None:
+        if problem.known_unplanned is None:
             self.compiles += 1
         try:
             report = problem.unplanned
@@ -778,7 +505,7 @@ class _Search:
     def _peak_as_it_is(self) -> int:
         """Estimates the peak of the step without a plan."""
         problem = self.problem
-        if not _sharded(problem.args):
+        if not is_sharded(problem.args):
             return problem.traced_peak
         cheapest = self.solver.solve(self.chain, EVERYTHING)
         kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
@@ -828,7 +555,7 @@ class _Search:
         far = low.compiled < self.budget * (1 - 2 * CLOSE)
         return [*self._between(low, high), off] if far or self._is_steep() else [off]
 
-    def _nearest(self) -> tuple[_Try | None, _Try | None]:
+    def _nearest(self) -> tuple[Try | None, Try | None]:
         """Returns the plan that fits and is modelled with the most bytes, and that which does not, with the fewest."""
         above = [t for t in self.tries if not t.fits(self.budget)]
         below = [t for t in self.tries if t.fits(self.budget)]
@@ -837,20 +564,20 @@ class _Search:
             min(above, key=lambda t: t.modelled, default=None),
         )
 
-    def _between(self, low: _Try, high: _Try | None) -> list[int]:
+    def _between(self, low: Try, high: Try | None) -> list[int]:
         """Returns the offsets of plans between one that fits and one that does not, by their modelled bytes."""
         if high is None or high.modelled <= low.modelled:
             return []
         return [self.budget - low.modelled - round(share * (high.modelled - low.modelled)) for share in BETWEEN]
 
-    def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> _Try:
+    def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> Try:
         """Compiles a solution, unless it is compiled already. `corrects`: whether its bytes correct what the chain says
         of the next ones; those of a plan for another budget are too far from this one's.
         """
         problem = self.problem
         modelled = cost(self.chain, solution)
-        with problem._lock:
-            known = problem._tries.get((solution, by_hand))
+        with problem.lock:
+            known = problem.tries.get((solution, by_hand))
         if known is None:
             self.report(self.compiles, self.most, "compiling a plan")
             self.compiles += 1
@@ -862,9 +589,9 @@ class _Search:
                 compiled = report.peak_bytes
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            known = _Try(solution, modelled.peak, compiled, made, report, modelled.time)
-            with problem._lock:
-                problem._tries[solution, by_hand] = known
+            known = Try(solution, modelled.peak, compiled, made, report, modelled.time)
+            with problem.lock:
+                problem.tries[solution, by_hand] = known
         peak = modelled.peak + self._offset(standing)
         if by_hand:  # the chain does not know what is left to JAX
             peak = problem.estimate(solution, by_hand)
@@ -898,85 +625,16 @@ class _Search:
             predicted=estimate,
             measured=report,
             measured_bytes=None if report is None else report.peak_bytes,
-            unplanned_bytes=None if problem._unplanned is None else problem._unplanned.peak_bytes,
+            unplanned_bytes=None if problem.known_unplanned is None else problem.known_unplanned.peak_bytes,
             overhead=seconds / problem.model.step_seconds if problem.model.step_seconds else 0.0,
         )
         return found.plan
 
     def _infeasible(self, needed: int | None = None) -> InfeasibleBudgetError:
         problem = self.problem
-        with problem._lock:
-            tried = [*problem._tries.values()] if self.free else self.tries
+        with problem.lock:
+            tried = [*problem.tries.values()] if self.free else self.tries
             peaks = [each.compiled for each in tried if each.report is not None]
-            peaks += [] if problem._unplanned is None else [problem._unplanned.peak_bytes]
-        needed = needed or min(peaks, default=None)
-        advice = "Use a smaller batch, or shard the arguments over more devices."
-        if needed is not None:
-            found = "found" if self.verify else "predicted"
-            advice = (
-                f"The least budget {found} to fit is {needed} bytes ({format_bytes(needed)}). Use that, a smaller "
-                f"batch, or shard the arguments over more devices."
-            )
-        elif tried:
-            advice = f"The compiler for {problem.target.name} refused every plan. {advice}"
-        stretch, said = self._widest()
-        return InfeasibleBudgetError(
-            f"budget must be enough for the plan that keeps least; got {format_bytes(self.budget)} ({self.budget} "
-            f"bytes). {advice} {said}",
-            least_bytes=needed,
-            budget_bytes=self.budget,
-            stretch=stretch,
-        )
-
-    def _widest(self) -> tuple[str | None, str]:
-        """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
-        graph, model = self.problem.graph, self.problem.model
-        if not model.graph.ops:
-            return None, "The function itself has no operations."
-        start, stop, needed = model.widest()
-        largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
-        place = pathlib.PurePath(largest.source).name or largest.scope
-        stretch = f"operations {start}–{stop}"
-        if model.address:  # numbers count in the body that is planned
-            around = next(op for op in graph.at(model.address[:-1]).ops if op.index == model.address[-1][0])
-            stretch += f" inside of {around.primitive}"
-        where = f"{stretch}, {largest.primitive}{f' at {place}' if place else ''}"
-        text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
-        return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
-
-
-def _share_hint(budget: int | str) -> str:
-    """Returns a sentence for a budget of very few bytes, which is probably meant as a share of the peak."""
-    count = str(budget).strip()
-    return f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
-
-
-def _per_device(args: Any) -> int:
-    """Returns the bytes of arguments on one device."""
-    total = 0
-    for leaf in jax.tree.leaves(args):
-        if lift.is_number(leaf):
-            leaf = jax.typeof(leaf)
-        sharding, shape = _layout(leaf), getattr(leaf, "shape", None)
-        if shape is None:
-            continue
-        if sharding is not None:
-            leaf = jax.ShapeDtypeStruct(sharding.shard_shape(tuple(shape)), leaf.dtype)
-        total += aval_bytes(leaf)
-    return total
-
-
-def _sharded(args: Any) -> bool:
-    return any(_layout(leaf) is not None for leaf in jax.tree.leaves(args))
-
-
-def _layout(leaf: Any) -> Any:
-    """Returns the sharding of a leaf that lies over several devices, else None.
-
-    Within jax.shard_map a leaf is what one device has: its type names a mesh with manual axes, over which nothing lies.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or sharding.num_devices == 1:
-        return None
-    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
-    return None if jax.sharding.AxisType.Manual in kinds else sharding
+            peaks += [] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes]
+        least = needed or min(peaks, default=None)
+        return refusal.no_plan(problem, self.budget, least, verified=self.verify, refused=bool(tried))

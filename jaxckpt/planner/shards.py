@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
-from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
+from jaxckpt.core.leaves import is_number
 from jaxckpt.memory.report import abstract, output_shardings
 from jaxckpt.memory.targets import Target
 
@@ -175,3 +176,35 @@ def _stacked(sharding: Sharding | None) -> Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def device_bytes(args: Any) -> int:
+    """Returns the bytes of arguments on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(args):
+        if is_number(leaf):
+            leaf = jax.typeof(leaf)
+        sharding, shape = _layout(leaf), getattr(leaf, "shape", None)
+        if shape is None:
+            continue
+        if sharding is not None:
+            leaf = jax.ShapeDtypeStruct(sharding.shard_shape(tuple(shape)), leaf.dtype)
+        total += aval_bytes(leaf)
+    return total
+
+
+def is_sharded(args: Any) -> bool:
+    """Returns whether an argument lies over several devices."""
+    return any(_layout(leaf) is not None for leaf in jax.tree.leaves(args))
+
+
+def _layout(leaf: Any) -> Any:
+    """Returns the sharding of a leaf that lies over several devices, else None.
+
+    Within jax.shard_map a leaf is what one device has: its type names a mesh with manual axes, over which nothing lies.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or sharding.num_devices == 1:
+        return None
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return None if jax.sharding.AxisType.Manual in kinds else sharding

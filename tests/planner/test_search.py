@@ -154,7 +154,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
 
     def search_with(steep):
         fresh = problem_of(loss, *ARGS, target="cpu")
-        fresh._unplanned, peaks = problem.unplanned, []
+        fresh.known_unplanned, peaks = problem.unplanned, []
         made = fresh.model.plan
 
         def plan_of(model, solution):
@@ -173,7 +173,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
         monkeypatch.setattr(search, "STEEP", steep)
         plan = fresh.plan(fresh.argument_bytes + round(1.15 * place))
         monkeypatch.undo()
-        return plan, sum(not by_hand for _, by_hand in fresh._tries)
+        return plan, sum(not by_hand for _, by_hand in fresh.tries)
 
     plan, tries = search_with(search.STEEP)
     flat, few = search_with(math.inf)
@@ -186,7 +186,7 @@ def test_without_verification_nothing_is_compiled(problem):
     plan = fresh.plan(problem.unplanned.peak_bytes // 2, verify=False)
     assert plan.measured is None and plan.measured_bytes is None and plan.regions
     assert plan.predicted.peak_bytes <= plan.budget
-    assert fresh._unplanned is None
+    assert fresh.known_unplanned is None
 
 
 @pytest.mark.parametrize("name", ["chain", "greedy", "sqrt"])
@@ -477,7 +477,7 @@ def test_a_plan_that_the_compiler_refuses_is_not_returned(problem, monkeypatch, 
         raise jaxckpt.DoesNotFitError("tpu:v5e:2x2", needed, 16 * 2**30, "RESOURCE_EXHAUSTED")
 
     fresh = problem_of(loss, *ARGS, target="cpu")
-    monkeypatch.setattr("jaxckpt.planner.search.measure", refuse)
+    monkeypatch.setattr("jaxckpt.planner.measured.measure", refuse)
     with pytest.raises(InfeasibleBudgetError, match="refused every plan") as error:
         fresh.plan("64GiB")
     assert error.value.least_bytes is None and "found to fit" not in str(error.value)

@@ -1,0 +1,221 @@
+"""A function analysed for one step and target, with what compilers and traces said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
+from jaxckpt.core import lift
+from jaxckpt.core.bare import without_checkpoints
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.plan import Plan
+from jaxckpt.memory.gradient import StepMaker
+from jaxckpt.memory.report import MemoryReport, measure
+from jaxckpt.memory.targets import Target
+from jaxckpt.planner import stages
+from jaxckpt.planner.budget import budget_bytes, resident_bytes
+from jaxckpt.planner.chain import Solution, cost
+from jaxckpt.planner.model import Model
+from jaxckpt.planner.shards import device_bytes, is_sharded
+from jaxckpt.planner.solvers import Solver
+from jaxckpt.planner.solvers import solver as solver_for
+from jaxckpt.planner.solvers.optimal import Optimal, Table
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What plans are asked for; see `plan`.
+
+    Attributes:
+      fun: the function as it was given.
+      args: of the step.
+      step: makes the step.
+      target: what it would run on.
+      respect_checkpoints, cache: as of `plan`.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    step: StepMaker
+    target: Target
+    respect_checkpoints: bool = True
+    cache: str | os.PathLike[str] | bool | None = None
+
+
+@dataclass
+class Try:
+    """A compiled plan.
+
+    Attributes:
+      solution: the chain's.
+      modelled: its bytes by the chain, arguments excluded.
+      compiled: its compiled peak; where the compiler refused it, what that says that it needs.
+      plan: the plan.
+      report: what the compiler said; None where it refused the plan.
+      effort: its recomputation by the chain.
+    """
+
+    solution: Solution
+    modelled: int
+    compiled: int
+    plan: Plan
+    report: MemoryReport | None
+    effort: float
+
+    def fits(self, budget: int) -> bool:
+        """Returns whether the compiler took it, and its peak is within a budget."""
+        return self.report is not None and self.compiled <= budget
+
+
+class Measured:
+    """A function analysed for one step and target. What is compiled or traced of it once is at hand from then on.
+
+    Attributes:
+      fun: the function without a plan: as it was given, or without the checkpoints in it, if they do not count.
+      graph: the function as traced.
+      model: its chain of stages with their candidates.
+      target: what is planned for.
+      argument_bytes: of the step's arguments, on one device.
+      known_unplanned: what `unplanned` returned; None where nobody asked.
+      tries: the plans that were compiled, for whatever budgets: (solution, whether as people write it) -> plan.
+      lock: to be held while these two are read or written.
+    """
+
+    def __init__(self, asked: Asked, graph: Graph, model: Model) -> None:
+        self.asked, self.graph, self.model = asked, graph, model
+        self.fun = asked.fun if asked.respect_checkpoints else without_checkpoints(asked.fun)
+        self.args, self.step, self.target = asked.args, asked.step, asked.target
+        self.argument_bytes = device_bytes(lift.leaves(asked.fun, asked.args))
+        self.lock = threading.Lock()
+        self.known_unplanned: MemoryReport | None = None
+        self.tries: dict[tuple[Solution, bool], Try] = {}
+        self._estimates: dict[tuple[Solution, bool], int] = {}
+        self._solvers: dict[str, Solver] = {}
+
+    @property
+    def table(self) -> Table:
+        """The exact solution for every budget: that of the solver `chain`."""
+        exact = self.solver(Optimal.name)
+        assert isinstance(exact, Optimal)
+        return exact.table(self.model.chain)
+
+    def solver(self, given: str | Solver) -> Solver:
+        """Returns a solver, for equal names the same one: it keeps what budgets share."""
+        if not isinstance(given, str):
+            return solver_for(given)
+        return self._solvers.get(given) or self._solvers.setdefault(given, solver_for(given))
+
+    @functools.cached_property
+    def by_hand(self) -> tuple[Solution, ...]:
+        """What people would do: see `Model.by_hand`."""
+        return tuple(dict.fromkeys(self.model.by_hand()))
+
+    @functools.cached_property
+    def used_argument_bytes(self) -> int:
+        """Bytes of the arguments that the step uses, on one device: a compiled program is not given the others. Traces
+        the step.
+        """
+        if is_sharded(self.args):
+            return self.argument_bytes
+        graph = trace(self.step(self.fun), *self.args)
+        used = {index for op in graph.ops for index in op.inputs} | set(graph.body.outputs)
+        unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
+        return self.argument_bytes - sum(value.bytes for value in unused)
+
+    @functools.cached_property
+    def traced_peak(self) -> int:
+        """The peak that the traced step without a plan is estimated to have, for arguments on one device."""
+        return graph_peak(trace(self.step(self.fun), *self.args), self.target.platform)
+
+    @functools.cached_property
+    def merged_bytes(self) -> int:
+        """Bytes that the trace counts and the compiler does not keep: see `stages.merged_bytes`."""
+        return stages.merged_bytes(self.graph)
+
+    @property
+    def unplanned(self) -> MemoryReport:
+        """The compiled step without a plan; compiled at first use.
+
+        Raises:
+          DoesNotFitError: the target's compiler refuses it.
+        """
+        with self.lock:
+            if self.known_unplanned is None:
+                self.known_unplanned = self.measure(self.fun)
+            return self.known_unplanned
+
+    def measure(self, fun: Callable[..., Any]) -> MemoryReport:
+        """Returns what the step of a function needs, compiled as far as its peak needs it."""
+        return self._measured(self.step(fun))
+
+    def _measured(self, step: Callable[..., Any]) -> MemoryReport:
+        return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
+
+    def estimate(self, solution: Solution, by_hand: bool = False) -> int:
+        """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
+
+        It knows nothing of what the compiler adds, so it is seldom far above the compiled peak.
+        """
+        known = self._estimates.get((solution, by_hand))
+        if known is None:
+            if is_sharded(self.args):
+                known = cost(self.model.chain, solution).peak + self.model.outside_bytes + self.argument_bytes
+            else:
+                made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
+                with self._one_signature():
+                    known = graph_peak(trace(self.planned(made), *self.args), self.target.platform)
+            self._estimates[solution, by_hand] = known
+        return known
+
+    def measure_planned(self, made: Plan) -> MemoryReport:
+        """Returns what the step needs under a plan.
+
+        Raises:
+          DoesNotFitError: the target's compiler refuses it.
+        """
+        with self._one_signature():
+            return self._measured(self.planned(made))
+
+    def planned(self, made: Plan) -> Callable[..., Any]:
+        """Returns the step under a plan."""
+        return self.step(replace(made, respect_checkpoints=self.asked.respect_checkpoints).apply(self.asked.fun))
+
+    @contextlib.contextmanager
+    def _one_signature(self) -> Iterator[None]:
+        """Raises ArgumentError where the step calls the function in several ways: a plan is for one program."""
+        try:
+            yield
+        except PlanMismatchError as error:
+            rule = "one that calls the function that it is given with one signature"
+            hint = "It also calls it with other shapes, or other static arguments; call the plain function for those."
+            raise ArgumentError("step", rule, self.step, hint) from error
+
+    def budget_bytes(self, budget: int | str) -> int:
+        """Returns a budget in bytes; see `jaxckpt.plan`."""
+
+        def peak() -> int:
+            try:
+                return self.unplanned.peak_bytes
+            except DoesNotFitError as error:
+                if error.needed_bytes is None:
+                    raise
+                return error.needed_bytes
+
+        return budget_bytes(
+            budget,
+            unplanned=peak,
+            target=self.target,
+            resident=resident_bytes(lift.leaves(self.fun, self.args), self.target),
+        )
+
+    def shares(self, solver: str | Solver) -> bool:
+        """Whether a solver's plans for one budget may be those for another; other solvers answer for what they find."""
+        return isinstance(self.solver(solver), Optimal)

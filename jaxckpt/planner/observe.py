@@ -1,0 +1,90 @@
+"""What a step does with its function: the arguments that it calls it with, and which of them it differentiates in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import NotDifferentiableError
+from jaxckpt.core import lift, purity
+from jaxckpt.core.leaves import is_inexact
+from jaxckpt.memory.gradient import StepMaker
+from jaxckpt.planner.calls import abstract as abstract_leaf
+
+
+@dataclass
+class Seen:
+    """What a step does with its function: the arguments that it calls it with, and which of their leaves it
+    differentiates in; `again` says whether it differentiates the gradient too.
+
+    The function is one of arrays alone: see `jaxckpt.core.lift`.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    differentiated: tuple[int, ...] = ()
+    again: bool = False
+
+
+def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> Seen:
+    """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it
+    was asked for.
+    """
+    calls: list[tuple[Seen, set[int], set[int]]] = []
+
+    def watch(call: lift.Taken) -> Any:
+        purity.refuse_ref_arguments(fun, call.paths())
+        leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+        abstract = [abstract_leaf(x) if hasattr(x, "shape") else x for x in leaves]
+        abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
+        asked: set[int] = set()
+        again: set[int] = set()
+        calls.append((Seen(call.fun, abstract_args, abstract_kwargs), asked, again))
+        leaves = [_watch(asked, again, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return call.fun(*args, **kwargs)
+
+    watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
+    lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
+    twice = any(again for _, _, again in calls)
+    for seen, asked, _ in calls:
+        if asked:
+            return replace(seen, differentiated=tuple(sorted(asked)), again=twice)
+    raise NotDifferentiableError(
+        "step must differentiate the function that it is given, as jax.value_and_grad does; it "
+        f"{'calls it without taking a gradient' if calls else 'does not call it'}. Then there is nothing to keep or "
+        f"to recompute."
+    )
+
+
+def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]:
+    """Returns an identity; differentiated it enters `place` into `asked`, and into `again` if its gradient is
+    differentiated too.
+    """
+
+    @jax.custom_vjp
+    def same(x: Any) -> Any:
+        return x
+
+    def forward(x: Any) -> tuple[Any, None]:
+        return x, None
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        asked.add(place)
+        return (gradient(cotangent),)
+
+    @jax.custom_jvp
+    def gradient(x: Any) -> Any:
+        return x
+
+    def tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        again.add(place)
+        return gradient(*primals), tangents[0]
+
+    gradient.defjvp(tangent)
+    same.defvjp(forward, backward)
+    return same

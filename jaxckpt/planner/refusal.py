@@ -1,0 +1,82 @@
+"""What is said where no plan fits a budget."""
+
+from __future__ import annotations
+
+import pathlib
+
+from jaxckpt._errors import InfeasibleBudgetError
+from jaxckpt.core.units import format_bytes
+from jaxckpt.planner.measured import Measured
+
+_OPAQUE = {
+    "shard_map": "A jax.shard_map that is not most of the function is kept or run again as a whole: checkpoint parts "
+    "of what it maps with jaxckpt.checkpoint.",
+    "while": "Nothing inside of a while loop is planned.",
+}
+"""Primitive -> a sentence, for operations that the planner does not look into."""
+
+
+def no_plan(
+    measured: Measured, budget: int, least: int | None, *, verified: bool, refused: bool
+) -> InfeasibleBudgetError:
+    """Returns the error for a budget that no plan fits.
+
+    Args:
+      measured: the function, with what was measured of it.
+      budget: bytes.
+      least: the least bytes that are known to be enough; None where nothing is known.
+      verified: whether the compiler says so; else they are predicted.
+      refused: whether plans were compiled, and the compiler refused every one.
+    """
+    advice = "Use a smaller batch, or shard the arguments over more devices."
+    if least is not None:
+        found = "found" if verified else "predicted"
+        advice = (
+            f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, or "
+            f"shard the arguments over more devices."
+        )
+    elif refused:
+        advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
+    stretch, said = _widest(measured)
+    return InfeasibleBudgetError(
+        f"budget must be enough for the plan that keeps least; got {format_bytes(budget)} ({budget} bytes). {advice} "
+        f"{said}",
+        least_bytes=least,
+        budget_bytes=budget,
+        stretch=stretch,
+    )
+
+
+def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBudgetError:
+    """Returns the error for a budget that the arguments alone exceed.
+
+    Args:
+      asked: the budget as the user wrote it; `budget` is its bytes.
+      needed: bytes of the arguments.
+    """
+    count = str(asked).strip()
+    hint = f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
+    return InfeasibleBudgetError(
+        f"budget must be more than the arguments alone, {format_bytes(needed)} ({needed} bytes); got "
+        f"{format_bytes(budget)}. {hint}"
+        "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
+        least_bytes=needed,
+        budget_bytes=budget,
+    )
+
+
+def _widest(measured: Measured) -> tuple[str | None, str]:
+    """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
+    graph, model = measured.graph, measured.model
+    if not model.graph.ops:
+        return None, "The function itself has no operations."
+    start, stop, needed = model.widest()
+    largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
+    place = pathlib.PurePath(largest.source).name or largest.scope
+    stretch = f"operations {start}–{stop}"
+    if model.address:  # numbers count in the body that is planned
+        around = next(op for op in graph.at(model.address[:-1]).ops if op.index == model.address[-1][0])
+        stretch += f" inside of {around.primitive}"
+    where = f"{stretch}, {largest.primitive}{f' at {place}' if place else ''}"
+    text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
+    return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text
