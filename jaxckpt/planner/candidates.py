@@ -9,8 +9,8 @@ its own (its residuals too), every branch and inner loop is what it will be. Val
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ class Candidates:
       left_bytes: what is left of that where the compiler may fuse the forward with the backward pass, outputs not
         counted.
       plain_work: as `Candidate.work`, where nothing runs again.
+      presets: name of a policy -> number of the candidate that keeps what it keeps.
     """
 
     candidates: tuple[Candidate, ...]
@@ -53,6 +54,7 @@ class Candidates:
     residual_bytes: int
     left_bytes: int
     plain_work: int
+    presets: Mapping[str, int] = field(default_factory=dict)
 
 
 def candidates_of(
@@ -63,6 +65,7 @@ def candidates_of(
     active: Collection[int],
     context: Context,
     carried: Collection[int] = (),
+    presets: Mapping[str, Collection[int]] = {},
 ) -> Candidates:
     """Returns the candidates that there are for the operations start..stop of a body.
 
@@ -72,6 +75,7 @@ def candidates_of(
       active: values that the derivative passes through.
       context: what the stretch is planned for.
       carried: those of the outputs that are kept anyway.
+      presets: name of a policy -> the values that it keeps, for a candidate of each.
     """
     target, shards = context.target, context.shards
     joint = _Joint(named, start, stop, outputs, active)
@@ -82,9 +86,8 @@ def candidates_of(
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     ways = {index: list(_ways(graph.values[index], context.actions, target)) for index in joint.origin}
     anyway = {index for index, original in joint.origin.items() if original in carried}
-    found = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
-    candidates = []
-    for cut in found:
+
+    def candidate(cut: mincut.Cut) -> Candidate:
         again = [joint.forward[place] for place in cut.again]
         own = [index for index in cut.kept if index not in anyway]
         # What is kept may be written over when it is used for the last time.
@@ -93,18 +96,28 @@ def candidates_of(
         kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
         stored = total(_keeping(graph.values[index], cut.kept[index], target) for index in own)
         spent = total(map(time, again)) + stored
-        candidates.append(Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept))
+        return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
+
+    cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
+    numbers = {}
+    for name, values in presets.items():
+        keys = {index for index, original in joint.origin.items() if original in values}
+        cut = mincut.of_values(operations, joint.needed, ways, keys, anyway)
+        if cut not in cuts:
+            cuts.append(cut)
+        numbers[name] = cuts.index(cut)
     residual_bytes = sum(graph.values[index].bytes for index in joint.needed if index in joint.made)
     left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
     plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
     return Candidates(
-        tuple(candidates),
+        tuple(map(candidate, cuts)),
         total(map(time, joint.forward)),
         total(map(time, joint.backward)),
         stretch_peak(graph, joint.forward, joint.outcome, (), target.platform),
         residual_bytes,
         left_bytes,
         max(plain - left_bytes, 0),
+        numbers,
     )
 
 

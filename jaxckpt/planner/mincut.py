@@ -80,14 +80,37 @@ def hull(
       free: values that are saved anyway, at no cost.
       most: so many cuts at most.
     """
-    saved = [Storage(SAVE, 0)]
-    problem = _Problem(operations, needed, {key: saved if key in free else each for key, each in ways.items()})
+    problem = _Problem(operations, needed, _with_free(ways, free))
     least, fastest = problem.solve(float("inf")), problem.solve(0.0)
     found = [least]
     _between(problem, least, fastest, found, most)
     if (fastest.bytes, fastest.seconds) != (least.bytes, least.seconds):
         found.append(fastest)
     return found
+
+
+def of_values(
+    operations: Sequence[Operation],
+    needed: Collection[int],
+    ways: Mapping[int, Sequence[Storage]],
+    kept: Collection[int],
+    free: Collection[int] = (),
+) -> Cut:
+    """Returns the cut that keeps those of some values that are of use, each in its fastest way, and no others.
+
+    Args:
+      operations, needed, ways, free: as of `hull`.
+      kept: keys of the values; those that cannot be kept are computed again.
+    """
+    problem = _Problem(operations, needed, _with_free(ways, free))
+    best = {key: min(each, key=lambda way: (way.seconds, way.bytes)) for key, each in problem.ways.items()}
+    there = {*kept, *free}
+    stays = lambda op: not there.isdisjoint(op.outputs) and all(key in best for key in op.outputs)
+    return problem.cut([place for place, op in enumerate(operations) if not stays(op)], best)
+
+
+def _with_free(ways: Mapping[int, Sequence[Storage]], free: Collection[int]) -> Mapping[int, Sequence[Storage]]:
+    return {key: [Storage(SAVE, 0)] if key in free else each for key, each in ways.items()}
 
 
 def _between(problem: _Problem, left: Cut, right: Cut, found: list[Cut], most: int) -> None:

@@ -28,6 +28,10 @@ from jaxckpt.planner.costs import Time
 from jaxckpt.planner.scans import LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.sqrt import fastest, leanest, tightest
+from jaxckpt.policies import PRESETS
+
+PLANNED = ("dots", "dots_no_batch", "hybrid")
+"""The presets that plans are held against; the others keep nothing, or everything."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Model:
       address: of the body that is planned, whose view `graph` is: see `jaxckpt.planner.inside`.
       outside_bytes: of what the function computes around that body, on one device.
       units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
+      presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
+        what it keeps.
     """
 
     graph: Graph
@@ -67,13 +73,14 @@ class Model:
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
     units: tuple[int, ...] = ()
+    presets: Mapping[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
     outside_bytes: int = 0
 
     def by_hand(self) -> Iterator[Solution]:
-        """Yields what people do: a checkpoint around each block, around several, that keeps nothing; and the same with
-        all that is before and after the blocks as lean as it can be.
+        """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all
+        that is before and after the blocks as lean as it can be; and a preset's checkpoint around each block.
         """
         for run in _runs(len(self.units) - 1):
             whole = (len(self.units) - 1) // run * run
@@ -84,6 +91,13 @@ class Model:
                 blocks = tuple(self._kept(a, b, inside) for a, b in itertools.pairwise(ends))
                 before = tuple(self._kept(s, s + 1, outside) for s in range(ends[0]))
                 after = tuple(self._kept(s, s + 1, outside) for s in range(ends[-1], self.chain.length))
+                yield (*before, *blocks, *after)
+        pairs = list(itertools.pairwise(self.units))
+        for name in PLANNED:
+            if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
+                before = tuple(self._kept(s, s + 1, fastest) for s in range(self.units[0]))
+                blocks = tuple(Keep(a, b, self.presets[a, b][name]) for a, b in pairs)
+                after = tuple(self._kept(s, s + 1, fastest) for s in range(self.units[-1], self.chain.length))
                 yield (*before, *blocks, *after)
 
     def plan_by_hand(self, solution: Solution) -> Plan:
@@ -207,6 +221,7 @@ class _Builder:
         self.scans: dict[str, LoopCandidates] = {}
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
         self.texts: dict[int, str] = {}
+        self.blocks: Collection[tuple[int, int]] = ()
 
     def build(self) -> Model:
         graph = self.graph
@@ -218,6 +233,7 @@ class _Builder:
         carried = self._carried(places)
         segments: dict[tuple[int, int], Segment] = {}
         singles: list[tuple[Time, Time, int]] = []
+        self.blocks = {(places[s], places[t]) for s, t in itertools.pairwise(self.units)}
         ends = self._segments_with_candidates(places)
         found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
         for done, (s, t) in enumerate(ends):
@@ -260,6 +276,7 @@ class _Builder:
             shards=self.context.shards,
             loops=self.loops,
             units=self.units,
+            presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
         )
 
@@ -340,8 +357,8 @@ class _Builder:
         """Returns the candidates of start..stop, of what was found for it or for a stretch that is equal to it."""
         if isinstance(found, LoopCandidates):
             return _listed(found)
-        text, _, numbers = self._stretch(start, stop)
-        here = {index: numbers[number] for index, number in self.analyses[text][1].items()}
+        _, _, numbers = self._stretch(start, stop)
+        here = {index: numbers[number] for index, number in self.analyses[self._key(start, stop)][1].items()}
         moved = lambda actions: {here[index]: action for index, action in actions.items()}
         return [
             replace(c, how=LeanLoops(moved(c.how.actions)) if isinstance(c.how, LeanLoops) else moved(c.how))
@@ -351,21 +368,34 @@ class _Builder:
     def _found(self, start: int, stop: int) -> Candidates | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
         if start in self.loops and stop == start + 1:
-            key = f"{text}:{start}"  # its schedules name values of its own body
-            if key not in self.scans:
-                self.scans[key] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
-            return self.scans[key]
-        if text not in self.analyses:
+            loop = f"{text}:{start}"  # its schedules name values of its own body
+            if loop not in self.scans:
+                self.scans[loop] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
+            return self.scans[loop]
+        key = self._key(start, stop)
+        if key not in self.analyses:
             look = functools.partial(
                 candidates_of, start=start, stop=stop, outputs=part.outputs, active=self.active, context=self.context
             )
-            found = look(self.named, carried=part.outputs)
+            found = look(self.named, carried=part.outputs, presets=self.presets if self._is_block(start, stop) else {})
             if any(
                 self.active.intersection(self.graph.ops[place].outputs) for place in self.lean if start <= place < stop
             ):
                 found = _with_lean(found, look(self.named_lean, carried=part.outputs))
-            self.analyses[text] = found, {index: number for number, index in numbers.items()}
-        return self.analyses[text][0]
+            self.analyses[key] = found, {index: number for number, index in numbers.items()}
+        return self.analyses[key][0]
+
+    def _key(self, start: int, stop: int) -> str:
+        """Returns the key of a stretch's analysis: blocks have candidates of their own."""
+        return f"{self._stretch(start, stop)[0]}{':block' if self._is_block(start, stop) else ''}"
+
+    def _is_block(self, start: int, stop: int) -> bool:
+        return (start, stop) in self.blocks
+
+    @functools.cached_property
+    def presets(self) -> dict[str, frozenset[int]]:
+        """Name of a preset -> the values that it keeps."""
+        return {name: frozenset(PRESETS[name].decide(self.graph)) for name in PLANNED}
 
     @functools.cached_property
     def named_lean(self) -> Named:

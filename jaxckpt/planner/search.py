@@ -413,18 +413,19 @@ class _Search:
         problem, tried = self.problem, 0
         times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
         while tried == 0 or self.compiles < self.most:
-            left = [s for s in times if times[s] < best.effort and (s, True) not in problem.tries]
-            estimates = {solution: problem.estimate(solution, by_hand=True) for solution in left}
+            left = sorted(
+                (s for s in times if times[s] < best.effort and (s, True) not in problem.tries),
+                key=lambda solution: times[solution],
+            )
             learned = self._overstated()
-            fitting = [s for s in left if estimates[s] <= (learned or 1.0) * self.budget]
-            if not fitting and learned is None:
-                fitting = sorted(
-                    (s for s in left if estimates[s] <= OVERSTATED * self.budget), key=lambda s: estimates[s]
-                )[:1]
-            if not fitting:
+            estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
+            chosen = next((s for s in left if estimate(s) <= (learned or 1.0) * self.budget), None)
+            if chosen is None and learned is None:
+                near = [solution for solution in left if estimate(solution) <= OVERSTATED * self.budget]
+                chosen = min(near, key=estimate, default=None)
+            if chosen is None:
                 break
-            made = self._try(min(fitting, key=lambda solution: times[solution]), standing, by_hand=True)
-            best = self._better(best, made) or best
+            best = self._better(best, self._try(chosen, standing, by_hand=True)) or best
             tried += 1
         return best
 

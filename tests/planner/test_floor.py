@@ -18,7 +18,7 @@ from jaxckpt import InfeasibleBudgetError
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import stages
 from jaxckpt.planner.frontier import cost_of
-from jaxckpt.planner.model import LeanLoops
+from jaxckpt.planner.model import PLANNED, LeanLoops
 from jaxckpt.planner.search import Problem, problem_of
 from tests.helpers import chain_in_segments
 
@@ -108,6 +108,25 @@ def test_a_plan_fits_where_a_person_gets_at_no_more_work(problem, every):
     peak, flops, _ = cost_by_hand(run, every)
     found = analysed.plan(peak)
     planned, _ = cost_of(step(found.apply(loss_of(run))), arguments(), "cpu")
+    assert found.measured_bytes <= peak and planned <= flops
+
+
+@pytest.mark.parametrize("preset", PLANNED)
+def test_what_a_preset_keeps_of_each_block_is_one_of_the_ways_that_plans_are_held_against(preset):
+    analysed = problem_of(loss_of(residual), *arguments(), target="cpu", step=step)
+    made = [analysed.model.plan_by_hand(solution) for solution in analysed.by_hand]
+    kept = lambda fun: sum(each.bytes for each in jaxckpt.residuals(fun, *arguments()).residuals if not each.argument)
+    wanted = kept(loss_of(residual, functools.partial(jaxckpt.checkpoint, policy=preset)))
+    ways = {kept(plan.apply(loss_of(residual))) for plan in made}
+    assert wanted in ways and len(ways) >= 4
+
+
+@pytest.mark.parametrize("preset", ["dots", "hybrid"])
+def test_a_plan_fits_where_a_preset_gets_at_no_more_work(preset):
+    wrapped = loss_of(residual, functools.partial(jaxckpt.checkpoint, policy=preset))
+    peak = jaxckpt.measure(step(wrapped), *arguments(), target="cpu", generate_code=False).peak_bytes
+    found = jaxckpt.plan(loss_of(residual), *arguments(), budget=peak, target="cpu", step=step)
+    flops, planned = (cost_of(step(fun), arguments(), "cpu")[0] for fun in (wrapped, found.apply(loss_of(residual))))
     assert found.measured_bytes <= peak and planned <= flops
 
 
