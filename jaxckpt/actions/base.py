@@ -57,6 +57,20 @@ KINDS: dict[str, type[Action]] = {}
 """Kind -> class of the action."""
 
 
+def enter(kinds: dict[str, Any], kind: str, cls: type) -> None:
+    """Enters a class by its kind. A class of the same name in the same module takes the place of the one before, as
+    when a cell of a notebook runs again.
+
+    Raises:
+      ArgumentError: the kind is that of another class.
+    """
+    known = kinds.get(kind, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        rule = "a name of its own: plan files say by it what to load"
+        raise ArgumentError("kind", rule, kind, f"It is that of {known.__module__}.{known.__qualname__}.")
+    kinds[kind] = cls
+
+
 class _Kinds(ABCMeta):
     """Adds each class with a `kind` to KINDS. A class without parameters has one object. `Action("save")` returns the
     object of that kind.
@@ -68,11 +82,13 @@ class _Kinds(ABCMeta):
         super().__init__(name, bases, fields)
         kind = fields.get("kind", "")
         if kind:
-            KINDS[kind] = cls  # type: ignore[assignment]
+            enter(KINDS, kind, cls)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Action:
             return action_from(*args, **{"argument": "kind", **kwargs})
+        if not cls.__dict__.get("kind"):
+            raise ArgumentError("kind", "set in the class of an action: its name in plan files", cls.__qualname__)
         if args or kwargs:
             return super().__call__(*args, **kwargs)
         if "_plain" not in cls.__dict__:

@@ -557,7 +557,12 @@ def _region_from_json(raw: dict[str, Any]) -> Region:
 
 
 def _actions_from_json(raw: dict[str, Any]) -> dict[int, Action]:
-    return {int(index): action_from(action) for index, action in raw.items()}
+    try:
+        return {int(index): action_from(action) for index, action in raw.items()}
+    except ArgumentError as error:
+        raise PlanMismatchError(
+            f"The actions of a plan must be of kinds that are defined; {error} Import what defines it, or plan anew."
+        ) from error
 
 
 def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterator[str]:

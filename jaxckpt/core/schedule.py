@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
+from jaxckpt.actions.base import enter
 from jaxckpt.core.scans import ScanRun, Values
 
 
@@ -65,8 +66,8 @@ class LoopSchedule:
 
     A subclass is a frozen dataclass with a `kind`; its fields are its parameters: numbers, strings, flags, schedules,
     tuples of these, and mappings from values to actions. It defines `resolved`, which makes it of other schedules, or
-    else `run` and `cost`. A class with a mapping among its fields takes its hash from here: `__hash__ =
-    LoopSchedule.__hash__`.
+    else `run` and `cost`, and `iterations` where more is to be printed than its name. A class with a mapping among its
+    fields takes its hash from here: `__hash__ = LoopSchedule.__hash__`.
 
     Attributes:
       kind: its name in plan files.
@@ -77,7 +78,7 @@ class LoopSchedule:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if cls.__dict__.get("kind"):
-            KINDS[cls.kind] = cls
+            enter(KINDS, cls.kind, cls)
 
     def resolved(self, length: int) -> LoopSchedule:
         """Returns the schedule that it means for so many iterations."""
@@ -96,7 +97,9 @@ class LoopSchedule:
         return self.resolved(scan.body.length).run(scan)
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:
-        """Returns what is told of so many iterations, in the order in which they run."""
+        """Returns what is told of so many iterations, in the order in which they run; by default its name."""
+        if type(self).resolved is LoopSchedule.resolved:
+            return (Iterations(length, f", {self}"),)
         return tuple(replace(each, how=f", {self}{each.how}") for each in self.resolved(length).iterations(length))
 
     def all_actions(self) -> Iterator[Mapping[int, Action]]:

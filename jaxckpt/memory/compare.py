@@ -198,7 +198,7 @@ def compare(
     if step in PLAIN:
         for name, fun in variants.items():
             check_differentiable(name, fun, args)
-    step = suited(step, args)
+    step = suited(step, first, args)
     steps = {name: step(fun) for name, fun in variants.items()}
     total = len(variants) * (2 if time else 1)
     report = progress or (lambda done, total, what: None)

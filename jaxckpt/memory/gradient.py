@@ -20,15 +20,16 @@ PLAIN = (jax.value_and_grad, jax.grad)
 """Training steps that are a gradient with respect to all leaves of the first argument."""
 
 
-def suited(step: StepMaker, args: tuple[Any, ...]) -> StepMaker:
+def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> StepMaker:
     """Returns the step, or its replacement if JAX's gradient does not accept the first argument.
 
     For a module of nnx, `jax.value_and_grad` becomes `nnx.value_and_grad` with respect to its Params. For any other
     tree with leaves that are integers, random keys or not arrays, it becomes the gradient with respect to the other
-    leaves.
+    leaves; so it does if the function needs the value of a Python float among them.
 
     Args:
       step: as in `jaxckpt.plan`.
+      fun: the function; it is traced if there are such floats.
       args: the step's arguments.
 
     Raises:
@@ -51,7 +52,17 @@ def suited(step: StepMaker, args: tuple[Any, ...]) -> StepMaker:
             "gradients with respect to them; "
             f"{', '.join(kinds[:3]) or 'it has no arrays'}. Put the parameters first, or pass your own step."
         )
-    return step if all(inexact) else functools.partial(_of_inexact, step)
+    needed = any(lift.is_number(leaf) for _, leaf in paths) and _needs_value(step(fun), args)
+    return step if all(inexact) and not needed else functools.partial(_of_inexact, step)
+
+
+def _needs_value(step: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Returns whether a step fails because it needs the value of a number that is traced."""
+    try:
+        lift.attempt(step, args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
+    except lift.VALUE_NEEDED:
+        return True
+    return False
 
 
 def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> NotDifferentiableError | None:

@@ -367,7 +367,7 @@ class _Auto:
 
     def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
         """Returns the peak of the step without a plan, as its trace lets one expect."""
-        step = suited(self.settings.step, shapes)
+        step = suited(self.settings.step, fun, shapes)
         return graph_peak(trace(step(fun), *shapes), target_of(self.settings.target).platform)
 
     def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
@@ -387,7 +387,7 @@ class _Auto:
     def _file_name(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> str:
         """Returns a name that is the same for the same step and settings, in any process."""
         settings = self.settings
-        step = suited(settings.step, shapes)
+        step = suited(settings.step, fun, shapes)
         facts = {
             "format": FORMAT,
             "compilers": surroundings(),

@@ -56,17 +56,18 @@ class Inside:
         return fun()
 
 
-def innermost(graph: Graph, differentiated: Collection[int]) -> Inside:
+def innermost(graph: Graph, differentiated: Collection[int], within: float = WITHIN) -> Inside:
     """Returns the innermost body that holds most of what a function computes.
 
     Args:
       graph: the function as traced.
       differentiated: the indices of the arguments that are differentiated in.
+      within: a body counts if it computes more than this share of the bytes.
     """
     found = Inside(graph, tuple(differentiated))
     while (op := _largest(found.graph)) is not None:
         held, rest = _computed(found.graph, op), _around(found.graph, op)
-        if held <= WITHIN * (held + rest):
+        if held <= within * (held + rest):
             break
         active = stages.active_values(found.graph, found.differentiated)
         found = Inside(

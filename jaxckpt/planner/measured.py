@@ -130,6 +130,11 @@ class Measured:
         unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
         return self.argument_bytes - sum(value.bytes for value in unused)
 
+    @property
+    def divided(self) -> bool:
+        """Whether several devices share the work: a trace says what all of them hold, and the chain what one does."""
+        return self.model.mapped or is_sharded(self.args)
+
     @functools.cached_property
     def traced_peak(self) -> int:
         """The peak that the traced step without a plan is estimated to have, for arguments on one device."""
@@ -166,7 +171,7 @@ class Measured:
         """
         known = self._estimates.get((solution, by_hand))
         if known is None:
-            if is_sharded(self.args):
+            if self.divided:
                 known = cost(self.model.chain, solution).peak + self.model.outside_bytes + self.argument_bytes
             else:
                 made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)

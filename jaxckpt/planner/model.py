@@ -58,6 +58,7 @@ class Model:
       lean: loops inside of regions, as `LeanLoops` runs them: place of the operation -> those in it.
       address: of the body that is planned, whose view `graph` is: see `jaxckpt.planner.inside`.
       outside_bytes: of what the function computes around that body, on one device.
+      mapped: whether that body is what one device of several runs.
       units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
       presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
         what it keeps.
@@ -77,6 +78,7 @@ class Model:
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
     outside_bytes: int = 0
+    mapped: bool = False
 
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all

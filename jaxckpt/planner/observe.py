@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift, purity
-from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.leaves import is_inexact, is_number
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.planner.calls import abstract as abstract_leaf
 
@@ -44,7 +45,10 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         asked: set[int] = set()
         again: set[int] = set()
         calls.append((Seen(call.fun, abstract_args, abstract_kwargs), asked, again))
-        leaves = [_watch(asked, again, place)(leaf) if is_inexact(leaf) else leaf for place, leaf in enumerate(leaves)]
+        leaves = [
+            _watch(asked, again, place)(leaf) if is_inexact(leaf) else _traced(leaf) if is_number(leaf) else leaf
+            for place, leaf in enumerate(leaves)
+        ]
         args, kwargs = jax.tree.unflatten(tree, leaves)
         return call.fun(*args, **kwargs)
 
@@ -59,6 +63,13 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         f"{'calls it without taking a gradient' if calls else 'does not call it'}. Then there is nothing to keep or "
         f"to recompute."
     )
+
+
+def _traced(number: Any) -> Any:
+    """Returns a number as an array that is being traced: a function that needs its value fails, as it does where its
+    graph is made, so that both see the same arguments.
+    """
+    return jax.lax.optimization_barrier(jnp.asarray(number))
 
 
 def _watch(asked: set[int], again: set[int], place: int) -> Callable[[Any], Any]:

@@ -39,6 +39,7 @@ from jaxckpt.core.constants import (
     QUICK,
     QUICK_COMPILES,
     STEEP,
+    WITHIN,
 )
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call as trace
@@ -187,7 +188,7 @@ def problem_of(
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
     if not callable(step(fun)):
         raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
-    plain, step = step in PLAIN, suited(step, args)
+    plain, step = step in PLAIN, suited(step, fun, args)
     try:
         seen = observe(fun, step, args)
     except TypeError as error:
@@ -206,8 +207,8 @@ def problem_of(
 
     asked = Asked(fun, args, step, resolved, respect_checkpoints, cache)
 
-    def problem(inside: Inside, outer: Callable[[], Problem] | None) -> Problem:
-        shards, whole = WHOLE, graph
+    def problem(inside: Inside, kept: tuple[Action, ...] = keeping) -> Problem:
+        shards, traced = WHOLE, graph
         if inside.mapped:  # its bytes are those of one device
             if costs == "measured":
                 rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
@@ -216,19 +217,28 @@ def problem_of(
             if progress is not None:
                 progress(0, 1, "reading how the compiler shards")
             shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
-            whole, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
-        context = Context(resolved, shards, costs == "measured", keeping, reverse_only and not seen.again)
+            traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
+        context = Context(resolved, shards, costs == "measured", kept, reverse_only and not seen.again)
         model = inside.run(lambda: build(inside.graph, inside.differentiated, context, progress))
         placed = replace(
-            model, fingerprint=graph.fingerprint, address=inside.address, outside_bytes=inside.outside_bytes
+            model,
+            fingerprint=graph.fingerprint,
+            address=inside.address,
+            outside_bytes=inside.outside_bytes,
+            mapped=inside.mapped,
         )
-        return Problem(asked, whole, placed, outer)
+        return Problem(asked, traced, placed)
 
-    inner = innermost(graph, differentiated)
-    if inner.address:
-        purity.refuse_refs(fun, inner.graph)
-    outermost = functools.cache(lambda: problem(Inside(graph, tuple(differentiated)), None))
-    return problem(inner, outermost if inner.address else None)
+    whole = Inside(graph, tuple(differentiated))
+    inner, smaller = (innermost(graph, differentiated, within) for within in (WITHIN, 0.0))
+    other = whole if inner.address else smaller if smaller.address and costs != "measured" else None
+    for inside in (inner, *([other] if other is not None else ())):
+        if inside.address:
+            purity.refuse_refs(fun, inside.graph)
+    found = problem(inner)
+    found.other = None if other is None else functools.cache(lambda: problem(other))
+    found.saving = None if keeping == (SAVE,) else functools.cache(lambda: problem(inner, (SAVE,)))
+    return found
 
 
 def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
@@ -250,12 +260,17 @@ class Problem(Measured):
     """A function analysed for one step and target: `plan(budget)` gives plans.
 
     Attributes:
-      outer: makes the problem of the whole function, where what is planned is a body in it; else None.
+      other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
+        a `jax.shard_map` in it that does not hold most of it. None where there is none.
+      saving: makes the problem where SAVE alone keeps values, for budgets that other actions come nowhere near: what
+        the compiler makes of those is hard to predict. None where there are no others.
     """
 
-    def __init__(self, asked: Asked, graph: Graph, model: Model, outer: Callable[[], Problem] | None = None) -> None:
+    def __init__(self, asked: Asked, graph: Graph, model: Model) -> None:
         super().__init__(asked, graph, model)
-        self.outer = outer
+        self.other: Callable[[], Problem] | None = None
+        self.saving: Callable[[], Problem] | None = None
+        self._made: list[Problem] = []
 
     def plan(
         self,
@@ -276,28 +291,51 @@ class Problem(Measured):
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
     def _best(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
-        """Returns the plan of the body that is planned, or where none fits, of the whole function."""
-        try:
-            return _Search(self, budget, solver, verify, report).run()
-        except InfeasibleBudgetError as error:
-            if self.outer is None:
-                raise
-            outer = self.outer()
-            outer.known_unplanned = self.known_unplanned
+        """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving` where none of these is
+        near the budget.
+        """
+        found: list[tuple[float, Plan]] = []
+        errors: list[InfeasibleBudgetError] = []
+
+        def look(problem: Problem) -> None:
+            search = _Search(problem, budget, solver, verify, report)
             try:
-                return _Search(outer, budget, solver, verify, report).run()
-            except InfeasibleBudgetError as other:
-                least = min((error, other), key=lambda each: each.least_bytes or EVERYTHING)
-                raise least from None
+                plan = search.run()
+                found.append((search.effort, plan))
+            except InfeasibleBudgetError as error:
+                errors.append(error)
+
+        look(self)
+        if self.other is not None and not found:
+            look(self._shared(self.other()))
+        if self.saving is not None and not any(effort == 0.0 or _is_near(plan, budget) for effort, plan in found):
+            look(self._shared(self.saving()))
+        if not found:
+            raise min(errors, key=lambda each: each.least_bytes or EVERYTHING)
+        return min(found, key=lambda each: each[0])[1]
+
+    def _shared(self, problem: Problem) -> Problem:
+        """Returns a problem that knows what was compiled for this one."""
+        problem.known_unplanned = self.known_unplanned
+        if problem not in self._made:
+            self._made.append(problem)
+        return problem
 
     def recall(self, budget: int | str, solver: str | Solver = "chain") -> Plan | None:
         """Returns the cheapest of the plans that were compiled, for whatever budgets, that fits a budget; compiles
         nothing. None where none fits.
         """
-        wanted = self.budget_bytes(budget)
-        search = _Search(self, wanted, self.solver(solver), True, lambda done, total, what: None)
-        found = search.known() if self.shares(solver) else None
-        return None if found is None else found.plan
+        if not self.shares(solver):
+            return None
+        wanted, silent = self.budget_bytes(budget), lambda done, total, what: None
+        searches = [_Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
+        found = [known.plan for search in searches if (known := search.known()) is not None]
+        return min(found, key=lambda plan: plan.overhead or 0.0, default=None)
+
+
+def _is_near(plan: Plan, budget: int) -> bool:
+    """Whether a plan needs nearly all of a budget; without a compiled peak it is taken to."""
+    return plan.measured_bytes is None or plan.measured_bytes >= budget * (1 - CLOSE)
 
 
 class _Search:
@@ -309,6 +347,7 @@ class _Search:
         self.chain = problem.model.chain
         self.tries: list[Try] = []
         self.compiles = 0
+        self.effort = 0.0  # of the plan that was found
         self.quick = not is_sharded(problem.args) and sum(1 for _ in problem.graph.walk()) <= QUICK
         self.most = QUICK_COMPILES if self.quick else COMPILES
 
@@ -331,6 +370,7 @@ class _Search:
         self.report(self.most, self.most, "")
         if best is None:
             raise self._infeasible()
+        self.effort = best.effort
         return best.plan
 
     def known(self) -> Try | None:
@@ -346,7 +386,13 @@ class _Search:
         seen: set[Solution] = set()
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self._is_steep()):
             last = self.compiles == self.most - 1 and best is None
-            solution = (None if last else self._next(standing, seen)) or (least if best is None else None)
+            solution = None if last else self._next(standing, seen)
+            if (
+                solution is None and best is not None and not self.tries
+            ):  # what was compiled for another budget corrects
+                self.tries.append(best)
+                solution = self._next(standing, {*seen, best.solution})
+            solution = solution or (least if best is None else None)
             if solution is None or solution in seen:
                 break
             seen.add(solution)
@@ -506,7 +552,7 @@ class _Search:
     def _peak_as_it_is(self) -> int:
         """Estimates the peak of the step without a plan."""
         problem = self.problem
-        if not is_sharded(problem.args):
+        if not problem.divided:
             return problem.traced_peak
         cheapest = self.solver.solve(self.chain, EVERYTHING)
         kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
@@ -607,6 +653,7 @@ class _Search:
 
     def _unverified(self, solution: Solution, standing: int) -> Plan:
         modelled = cost(self.chain, solution)
+        self.effort = modelled.time
         estimate = self._estimate(solution, modelled.peak + standing)
         if estimate.peak_bytes > self.budget:
             raise self._infeasible(min(estimate.peak_bytes, self._peak_as_it_is()))

@@ -201,9 +201,11 @@ def _longest(equal: np.ndarray) -> tuple[int, int]:
 
 
 def _whole_text(graph: Graph, op: Op, texts: dict[int, str]) -> str:
-    """Returns what an operation does, with what its bodies do."""
+    """Returns what an operation does, with what its bodies do; of a slice not which: a block may read its own of
+    weights that are stacked.
+    """
     if op.index not in texts:
-        texts[op.index] = _text(graph, op, ())
+        texts[op.index] = _text(graph, op, (), parameters=op.primitive != "slice")
     inside = "".join(_whole_text(graph, inner, texts) for body in op.bodies for inner in body.ops)
     return f"{texts[op.index]}{inside}"
 
@@ -287,8 +289,8 @@ def digest(
     return hashed.hexdigest()
 
 
-def _text(graph: Graph, op: Op, active: Collection[int]) -> str:
+def _text(graph: Graph, op: Op, active: Collection[int], *, parameters: bool = True) -> str:
     values = [graph.values[index] for index in (*op.inputs, *op.outputs)]
     kinds = [(value.shape, str(value.dtype), value.index in active) for value in values]
     literals = [isinstance(var, _compat.Literal) for var in op.equation.invars]
-    return f"{op.primitive}{kinds}{parameters_text(op)}{literals}"
+    return f"{op.primitive}{kinds}{parameters_text(op) if parameters else ''}{literals}"

@@ -58,12 +58,12 @@ def scan(
       reverse: whether to start from the last row.
       unroll: as of lax.scan, for the innermost steps. With `Slots`: the steps that one turn of the backward loop takes;
         what is kept of them comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
-      schedule: "none" (lax.scan as it is), "every" (each step checkpointed), "sqrt" (segments of square-root length,
-        one more run of each step), "log" (segments of segments, 4 at every level: fewest carries, about log4(length)
-        more runs), an int (steps in a segment), a tuple of ints (nested lengths, outermost first; their product at
-        least the length), `Slots(n)`: at most n carries' bytes, placed by the binomial optimum; or any other
-        `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left, and
-        nothing is padded.
+      schedule: "none" (lax.scan as it is; with a policy, each step keeps what the policy says), "every" (each step
+        checkpointed), "sqrt" (segments of square-root length, one more run of each step), "log" (segments of segments,
+        4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a tuple of ints
+        (nested lengths, outermost first; their product at least the length), `Slots(n)`: at most n carries' bytes,
+        placed by the binomial optimum; or any other `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a
+        shorter last segment takes what is left, and nothing is padded.
       policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
       carry: SAVE, or OFFLOAD to keep the carries between segments in host memory. If no carries are kept, nothing
         moves.

@@ -17,6 +17,7 @@ import pytest
 from jaxckpt import OFFLOAD, SAVE, ArgumentError, ForwardModeError, Plan, PlanMismatchError, Region, Slots, scan
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop
+from jaxckpt.core.schedule import LoopCost
 from jaxckpt.memory.report import measure
 from jaxckpt.schedules import LoopSchedule, Mixed, checkpointed, describe, schedule_from
 from jaxckpt.show.tree import plan_lines
@@ -219,6 +220,36 @@ def test_a_schedule_of_ones_own_runs_in_a_scan_and_in_a_plan():
     matmuls = lambda fun, *args: gradient_executions(fun, *args)["dot_general"]
     plain = matmuls(loss, *args)
     assert matmuls(planned(schedule), *args) == matmuls(lambda *a: scanned(*a, schedule), *args) == plain + LENGTH - 8
+
+
+@dataclass(frozen=True)
+class Each(LoopSchedule):
+    """Runs each iteration under a checkpoint; nothing but what it must define."""
+
+    kind: ClassVar[str] = "each"
+
+    def run(self, scan):
+        return scan.loop(scan.iteration({}))
+
+    def cost(self, length):
+        return LoopCost(length, length, 1, 2 * length)
+
+
+def test_a_schedule_of_ones_own_needs_run_and_cost_alone():
+    args = arguments()
+    expected = jax.value_and_grad(loss)(*args)
+    assert_trees_close(jax.value_and_grad(planned(Each()))(*args), expected, rtol=1e-4, atol=1e-4)
+    graph = trace(loss, *args)
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    plan = Plan((), graph.fingerprint, loops=(Loop(place, Each()),))
+    assert "48 iterations, Each()" in plan.describe(graph) and Plan.from_json(plan.to_json()) == plan
+
+
+def test_two_schedules_cannot_have_one_kind():
+    with pytest.raises(ArgumentError, match=r"kind must be a name of its own.*got 'each'\. It is that of .*Each"):
+
+        class Other(LoopSchedule):
+            kind = "each"
 
 
 def test_a_schedule_of_ones_own_is_written_read_printed_and_described():

@@ -49,6 +49,7 @@ def test_a_name_says_platform_and_number_of_devices(name, canonical, platform, c
         ("tpu:h100:2x2", "there is no target 'tpu:h100:2x2'"),
         ("cuda:h100x0", "there is no target 'cuda:h100x0'"),
         ("tpu:v5e:2", "there is no target 'tpu:v5e:2'"),
+        ("tpu:v5e:0x2", "there is no target 'tpu:v5e:0x2'"),
         ("zzz", "There are 'cpu', 'cuda', 'cuda:h100'"),
         (7, "there is no target 7. There are 'cpu'"),
     ],

@@ -222,3 +222,47 @@ def test_state_that_a_filtered_step_makes_constant_serves_the_next_step():
                 (expected, plain), _ = compiled(with_aux(apply))(model, plain, x)
                 assert isinstance(first, jax.Array) and first.dtype == jnp.bool
                 assert_trees_close(value, expected)
+
+
+class Dropped(eqx.Module):
+    dropout: eqx.nn.Dropout
+    linear: eqx.nn.Linear
+    scale: float = 0.5
+
+    def __call__(self, x, key):
+        x = x + self.dropout(jnp.tanh(self.linear(x)), key=key)
+        return self.scale * x if self.scale > 0 else x
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan(train):
+    """Of several kinds, here: a bool that is asked for, a float that is, and one that is not."""
+    linears = [eqx.nn.Linear(16, 16, key=jax.random.key(i)) for i in range(4)]
+    blocks = [Dropped(eqx.nn.Dropout(0.1), linear) for linear in linears]
+    blocks = blocks if train else eqx.nn.inference_mode(blocks)
+
+    def loss(blocks, x, key):
+        for block in blocks:
+            x = jax.vmap(block, (0, None))(x, key)
+        return jnp.mean(x**2)
+
+    args = blocks, jnp.ones((256, 16)), jax.random.key(1)
+    plan = jaxckpt.plan(loss, *args, budget="80%", target="cpu")
+    assert plan.measured_bytes <= plan.budget and plan.regions
+    got, expected = (jax.tree.leaves(eqx.filter_value_and_grad(fun)(*args)) for fun in (plan.apply(loss), loss))
+    assert_trees_close(got, expected, rtol=1e-4)
+
+
+def test_the_default_step_leaves_out_floats_whose_value_the_function_needs():
+    def loss(model, x):
+        for w in model["ws"]:
+            x = x + model["rate"] * jnp.tanh(x @ w) if model["rate"] > 0 else x
+        return jnp.mean(x**2)
+
+    args = {"ws": [jnp.eye(16)] * 4, "rate": 0.5}, jnp.ones((256, 16))
+    plan = jaxckpt.plan(loss, *args, budget="80%", target="cpu")
+    assert plan.measured_bytes <= plan.budget and plan.regions
+    assert jaxckpt.frontier(loss, *args, budgets=("80%",), target="cpu").points[0].plan is not None
+    assert len(jaxckpt.compare({"plain": loss}, *args, target="cpu")) == 1
+    of = lambda fun: jax.grad(lambda ws: fun({"ws": ws, "rate": 0.5}, args[1]))(args[0]["ws"])
+    assert_trees_close(of(plan.apply(loss)), of(loss))

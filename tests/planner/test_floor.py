@@ -198,6 +198,16 @@ def test_a_function_without_repeats_has_no_blocks(fun):
     assert stages.repeats(graph) == []
 
 
+def test_blocks_that_read_stacked_weights_are_equal():
+    def stacked(ws, x):
+        for i in range(len(ws)):
+            x = x + jnp.tanh(jax.nn.gelu(x @ ws[i]) @ ws[i].T)
+        return jnp.mean(x**2)
+
+    blocks = stages.repeats(trace(stacked, jnp.ones((6, 8, 32)), jnp.ones((16, 8))))
+    assert len(blocks) == 7 and len({later - place for place, later in itertools.pairwise(blocks)}) == 1
+
+
 def test_what_repeats_in_a_small_part_of_a_function_is_not_its_blocks():
     def with_tail(operations):
         def fun(*args):

@@ -192,6 +192,93 @@ def test_a_plan_for_a_mapped_function_does_not_fit_the_function_itself():
         plan.apply(unrolled)(WS, X)
 
 
+@pytest.mark.compile
+def test_of_plain_arrays_what_one_device_holds_counts_too():
+    """Outside, their residuals are those of all devices: the step as it is was thought to need eight times as much."""
+    source = (
+        SPREAD
+        + """
+over = jax.shard_map(lambda ws, x: jax.lax.pmean(loss(ws, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+args = np.asarray(ws), np.asarray(x)
+peak = jaxckpt.measure(jax.value_and_grad(over), *args).peak_bytes
+plans = [jaxckpt.plan(over, *args, budget=round(peak * share)) for share in (0.6, 1.01, 4)]
+points = jaxckpt.frontier(over, *args, budgets=[round(peak * share) for share in (0.55, 0.85)]).points
+print(json.dumps([
+    [[plan.measured_bytes / peak, plan.overhead, len(plan.regions)] for plan in plans],
+    jaxckpt.plan(over, *args, budget=4 * peak, verify=False).regions == (),
+    [[point.report.measured_bytes / point.budget_bytes, point.report.overhead] for point in points],
+]))
+"""
+    )
+    plans, unverified, points = run_on_eight_devices(source)
+    assert plans[0][0] <= 0.6 and plans[0][1] > 0 < plans[0][2]
+    assert [plan[1:] for plan in plans[1:]] == [[0.0, 0]] * 2 and unverified, "they fit as they are"
+    assert 0.9 < points[1][0] <= 1 and points[1][1] < points[0][1] / 2, "more memory was searched anew"
+
+
+@pytest.mark.compile
+def test_a_mapped_function_that_is_not_most_is_planned_where_nothing_else_fits():
+    """The compiler fuses what is around it, so that it is most of what is held."""
+    source = (
+        SPREAD
+        + """
+def thin(ws, x):
+    for i in range(6):
+        x = jnp.tanh(x @ ws[i, :, :32]) * jax.nn.sigmoid(x)
+    return jax.lax.pmean(jnp.mean(x**2), "d")
+
+
+over = jax.shard_map(thin, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+
+
+def around(ws, x):
+    for i in range(10):
+        x = jnp.sin(x) * jnp.cos(x) * (1 + 0.01 * i)
+    return over(ws, x)
+
+
+from jaxckpt.planner.search import problem_of
+problem = problem_of(around, ws, x)
+plan = problem.plan("60%")
+for a, b in zip(*(jax.tree.leaves(jax.jit(jax.grad(f))(ws, x)) for f in (plan.apply(around), around))):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+inside = all(region.body for region in plan.regions)
+print(json.dumps([problem.model.address == (), inside, plan.measured_bytes / plan.budget, plan.overhead]))
+"""
+    )
+    outside, inside, share, overhead = run_on_eight_devices(source)
+    assert outside and inside and share <= 1 and 0 < overhead < 0.5
+
+
+SPREAD = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+import jaxckpt
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def loss(ws, x):
+    for i in range(6):
+        x = x + jnp.tanh(jax.nn.gelu(x @ ws[i])) @ ws[i].T
+    return jnp.mean(x**2)
+
+
+put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+ws = put(jax.random.normal(jax.random.key(0), (6, 32, 64)) / 8, P())
+x = put(jax.random.normal(jax.random.key(1), (2048, 32)), P("d"))
+"""
+
+
+def run_on_eight_devices(source, *arguments):
+    """Returns what a program prints as JSON that runs on eight CPU devices."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", source, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
 SHARDED = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -239,11 +326,7 @@ print(json.dumps(rows))
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_blocks_that_gather_their_weights_from_eight_devices_are_planned(kind):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SHARDED, kind]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    unrolled_row, scanned_row = json.loads(done.stdout)
+    unrolled_row, scanned_row = run_on_eight_devices(SHARDED, kind)
     for peak, added in (unrolled_row, scanned_row):
         assert peak <= 0.6 and 0 < added < 0.1
     assert abs(unrolled_row[1] - scanned_row[1]) < 0.03

@@ -39,7 +39,8 @@ class Tpu(Platform):
         dimensions = found[2] or CHIPS[found[1]].slice
         if not dimensions:  # a chip of another platform
             return None
-        return Place(f"{found[1]}:{dimensions}", found[1], math.prod(map(int, dimensions.split("x"))))
+        count = math.prod(map(int, dimensions.split("x")))
+        return Place(f"{found[1]}:{dimensions}", found[1], count) if count else None  # libtpu divides by it
 
     def smallest(self, chip: str) -> str:
         """Returns the slice that is one host."""

@@ -8,7 +8,8 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxckpt.planner.chain import Carried, Chain, Segment, cost, covers, items
+from jaxckpt import ArgumentError
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Segment, cost, covers, items
 from jaxckpt.planner.solvers import Infeasible, solver
 from jaxckpt.planner.solvers.exhaustive import Exhaustive, solutions
 from jaxckpt.planner.solvers.milp import Milp
@@ -148,3 +149,10 @@ def test_stretches_that_differ_in_one_value_alone_are_told_apart():
             assert seconds == pytest.approx(cheapest(costs, budget))
         least = min(each.peak for each in costs)
         assert Optimal().solve(chain, least - 1).least_bytes == least
+
+
+def test_exhaustive_refuses_what_would_take_forever():
+    one = Segment(1.0, 8, 0, tuple(Candidate(i, 1.0 - i / 9, 8) for i in range(9)))
+    chain = Chain(12, {(s, t): one for s in range(12) for t in range(s + 1, 13)})
+    with pytest.raises(ArgumentError, match="solver must be another one.*12 stages have"):
+        Exhaustive().solve(chain, 100)
