@@ -387,10 +387,8 @@ class _Search:
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self._is_steep()):
             last = self.compiles == self.most - 1 and best is None
             solution = None if last else self._next(standing, seen)
-            if (
-                solution is None and best is not None and not self.tries
-            ):  # what was compiled for another budget corrects
-                self.tries.append(best)
+            if solution is None and best is not None and not self.tries:
+                self.tries.append(best)  # made for another budget, it corrects what the chain says
                 solution = self._next(standing, {*seen, best.solution})
             solution = solution or (least if best is None else None)
             if solution is None or solution in seen:
