@@ -114,8 +114,8 @@ loop inside, for example. Judged by a scan inside a scan."""
 
 WITHIN = 0.5
 """A `jax.shard_map`, or a call that says how arrays lie, is planned in place of a function if it computes more than
-this share of its bytes. What is around it keeps what it keeps. Where that leaves no plan that fits, the function is
-planned from outside."""
+this share of its bytes. What is around it keeps what it keeps. Where that leaves no plan that fits, the other one is
+planned. No measurement is on record."""
 
 COMPILES = 4
 """Maximum number of compilations of the whole training step. Two mostly do: the first prediction of GPT-2 on an H100 is

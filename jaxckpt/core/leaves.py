@@ -67,8 +67,7 @@ def defines_call(base: type) -> bool:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf, or an abstract value, has a float or complex dtype, so that it has
-    gradients."""
+    """Returns whether a leaf, or an abstract value, has a float or complex dtype, and so gradients."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, (float, complex))

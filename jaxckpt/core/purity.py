@@ -20,7 +20,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
 from jaxckpt.core import lift
-from jaxckpt.core.graph import Graph
+from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.inline import called
 
 NODES = 2000
@@ -85,17 +85,23 @@ def refuse_ref_arguments(fun: Callable[..., Any], paths: list[tuple[str, Any]]) 
 
 def refuse_refs(fun: Callable[..., Any], graph: Graph) -> None:
     """Raises EffectsError where the operations of a function read or write a `jax.Ref`."""
+    if (op := ref_in(graph)) is not None:
+        raise EffectsError(
+            f"{_name(fun)} must not work on jax.Refs, whose order of reads and writes a recomputation would change; "
+            f"it does so in {op.primitive} at {op.source}. Carry the value from one operation to the next instead."
+        )
+
+
+def ref_in(graph: Graph) -> Op | None:
+    """Returns the first operation of a function that reads or writes a `jax.Ref`; None where there is none."""
     ops = list(graph.ops)
     for op in ops:  # grows while it is gone through
         equation = op.equation
         if called(equation) is not None:
             ops.extend(inner for body in op.bodies for inner in body.ops)
         if any(_compat.is_ref_type(var.aval) for var in (*equation.invars, *equation.outvars)):
-            raise EffectsError(
-                f"{_name(fun)} must not work on jax.Refs, whose order of reads and writes a recomputation would "
-                f"change; it does so in "
-                f"{op.primitive} at {op.source}. Carry the value from one operation to the next instead."
-            )
+            return op
+    return None
 
 
 def _name(fun: Callable[..., Any]) -> str:

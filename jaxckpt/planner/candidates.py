@@ -33,11 +33,11 @@ from jaxckpt.planner.timing import run_seconds
 
 @dataclass(frozen=True)
 class Candidates:
-    """A stretch: the candidates of what it keeps, the least bytes first, and what it takes to run it.
+    """A stretch: the candidates of what it keeps, and what it takes to run it.
 
     Attributes:
-      candidates: `how` is the actions of the values that are kept, by their indices. What later stretches use is among
-        these where the backward pass needs it, but its bytes do not count.
+      candidates: those that no other beats, then those of policies; `how` is the actions of the values that are kept.
+        What later stretches use is among these where the backward pass needs it, but its bytes do not count.
       forward, backward: time of one run, recomputation not counted.
       forward_work: bytes that a forward run needs at once, results counted, what goes in not.
       residual_bytes: what plain differentiation keeps of it, besides what goes in.

@@ -130,7 +130,7 @@ class Measured:
         unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
         return self.argument_bytes - sum(value.bytes for value in unused)
 
-    @property
+    @functools.cached_property
     def divided(self) -> bool:
         """Whether several devices share the work: a trace says what all of them hold, and the chain what one does."""
         return self.model.mapped or is_sharded(self.args)

@@ -30,7 +30,7 @@ from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.sqrt import fastest, leanest, tightest
 from jaxckpt.policies import PRESETS
 
-PLANNED = ("dots", "dots_no_batch", "hybrid")
+BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
 """The presets that plans are held against; the others keep nothing, or everything."""
 
 
@@ -90,17 +90,17 @@ class Model:
             if not all(self.chain.segment(a, b).candidates for a, b in itertools.pairwise(ends)):
                 continue  # too many operations to look at
             for inside, outside in itertools.product((leanest, tightest), (fastest, leanest)):
-                blocks = tuple(self._kept(a, b, inside) for a, b in itertools.pairwise(ends))
-                before = tuple(self._kept(s, s + 1, outside) for s in range(ends[0]))
-                after = tuple(self._kept(s, s + 1, outside) for s in range(ends[-1], self.chain.length))
-                yield (*before, *blocks, *after)
+                yield self._around([self._kept(a, b, inside) for a, b in itertools.pairwise(ends)], outside)
         pairs = list(itertools.pairwise(self.units))
-        for name in PLANNED:
+        for name in BLOCK_PRESETS:
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
-                before = tuple(self._kept(s, s + 1, fastest) for s in range(self.units[0]))
-                blocks = tuple(Keep(a, b, self.presets[a, b][name]) for a, b in pairs)
-                after = tuple(self._kept(s, s + 1, fastest) for s in range(self.units[-1], self.chain.length))
-                yield (*before, *blocks, *after)
+                yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
+
+    def _around(self, blocks: Sequence[Keep], preference: Callable[[Candidate], tuple[float, float]]) -> Solution:
+        """Returns blocks with what is before and after them, each stage with the candidate that is preferred."""
+        first, last = blocks[0].start, blocks[-1].stop
+        outside = [self._kept(s, s + 1, preference) for s in range(self.chain.length) if not first <= s < last]
+        return tuple(sorted([*outside, *blocks], key=lambda item: item.start))
 
     def plan_by_hand(self, solution: Solution) -> Plan:
         """Returns one of `by_hand` as people write it: what is before and after the blocks is left to JAX where nothing
@@ -397,7 +397,7 @@ class _Builder:
     @functools.cached_property
     def presets(self) -> dict[str, frozenset[int]]:
         """Name of a preset -> the values that it keeps."""
-        return {name: frozenset(PRESETS[name].decide(self.graph)) for name in PLANNED}
+        return {name: frozenset(PRESETS[name].decide(self.graph)) for name in BLOCK_PRESETS}
 
     @functools.cached_property
     def named_lean(self) -> Named:

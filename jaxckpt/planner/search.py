@@ -231,10 +231,12 @@ def problem_of(
 
     whole = Inside(graph, tuple(differentiated))
     inner, smaller = (innermost(graph, differentiated, within) for within in (WITHIN, 0.0))
-    other = whole if inner.address else smaller if smaller.address and costs != "measured" else None
-    for inside in (inner, *([other] if other is not None else ())):
-        if inside.address:
-            purity.refuse_refs(fun, inside.graph)
+    other: Inside | None = whole
+    if inner.address:
+        purity.refuse_refs(fun, inner.graph)
+    else:
+        enters = smaller.address and costs != "measured" and purity.ref_in(smaller.graph) is None
+        other = smaller if enters else None
     found = problem(inner)
     found.other = None if other is None else functools.cache(lambda: problem(other))
     found.saving = None if keeping == (SAVE,) else functools.cache(lambda: problem(inner, (SAVE,)))

@@ -204,22 +204,21 @@ def test_what_is_no_action_is_refused():
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(RECOMPUTE, SAVE, OFFLOAD))
 
 
-@pytest.mark.parametrize("share", [0.5, 0.65])
-def test_one_more_action_makes_no_plan_dearer(share):
+def test_one_more_action_makes_no_plan_dearer():
     """The CPU's compiler of jax 0.10 widens bfloat16 in loops, which the model does not know."""
 
     def scanned(ws, x):
-        block = lambda x, w: (x + jnp.tanh(jax.nn.gelu(x @ w)) @ w.T, None)
+        block = lambda x, w: (jnp.tanh(x @ w) @ w.T, None)
         return jnp.mean(jax.lax.scan(block, x, ws)[0] ** 2)
 
     args = jnp.ones((6, 16, 64)) / 8, jnp.ones((512, 16))
-    peak = jaxckpt.measure(jax.value_and_grad(scanned), *args, target="cpu").peak_bytes
+    half = jaxckpt.measure(jax.value_and_grad(scanned), *args, target="cpu").peak_bytes // 2
     plans = [
-        jaxckpt.plan(scanned, *args, budget=round(share * peak), target="cpu", actions=actions)
+        jaxckpt.plan(scanned, *args, budget=half, target="cpu", actions=actions)
         for actions in ((RECOMPUTE, SAVE), (RECOMPUTE, SAVE, HALF))
     ]
-    assert all(plan.measured_bytes <= share * peak for plan in plans)
-    assert plans[1].overhead <= plans[0].overhead + 0.01 and plans[0].overhead > 0
+    assert all(plan.measured_bytes <= half for plan in plans)
+    assert 0 < plans[1].overhead <= plans[0].overhead * 1.0001
 
 
 def test_an_action_has_a_kind_of_its_own():

@@ -227,18 +227,20 @@ def test_state_that_a_filtered_step_makes_constant_serves_the_next_step():
 class Dropped(eqx.Module):
     dropout: eqx.nn.Dropout
     linear: eqx.nn.Linear
+    branches: bool
     scale: float = 0.5
 
     def __call__(self, x, key):
         x = x + self.dropout(jnp.tanh(self.linear(x)), key=key)
-        return self.scale * x if self.scale > 0 else x
+        return self.scale * x if not self.branches or self.scale > 0 else x
 
 
+@pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize("train", [True, False])
-def test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan(train):
-    """Of several kinds, here: a bool that is asked for, a float that is, and one that is not."""
+def test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan(train, branches):
+    """Of several kinds, here: a bool that is asked for, a float that is or is not, and one that is not."""
     linears = [eqx.nn.Linear(16, 16, key=jax.random.key(i)) for i in range(4)]
-    blocks = [Dropped(eqx.nn.Dropout(0.1), linear) for linear in linears]
+    blocks = [Dropped(eqx.nn.Dropout(0.1), linear, branches) for linear in linears]
     blocks = blocks if train else eqx.nn.inference_mode(blocks)
 
     def loss(blocks, x, key):

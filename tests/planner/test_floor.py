@@ -18,7 +18,7 @@ from jaxckpt import InfeasibleBudgetError
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import stages
 from jaxckpt.planner.frontier import cost_of
-from jaxckpt.planner.model import PLANNED, LeanLoops
+from jaxckpt.planner.model import BLOCK_PRESETS, LeanLoops
 from jaxckpt.planner.search import Problem, problem_of
 from tests.helpers import chain_in_segments
 
@@ -111,7 +111,7 @@ def test_a_plan_fits_where_a_person_gets_at_no_more_work(problem, every):
     assert found.measured_bytes <= peak and planned <= flops
 
 
-@pytest.mark.parametrize("preset", PLANNED)
+@pytest.mark.parametrize("preset", BLOCK_PRESETS)
 def test_what_a_preset_keeps_of_each_block_is_one_of_the_ways_that_plans_are_held_against(preset):
     analysed = problem_of(loss_of(residual), *arguments(), target="cpu", step=step)
     made = [analysed.model.plan_by_hand(solution) for solution in analysed.by_hand]
