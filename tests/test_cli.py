@@ -183,6 +183,7 @@ def test_plan_without_compiling_has_a_prediction_alone(factory, tmp_path, capsys
         raise AssertionError("nothing is to be compiled")
 
     monkeypatch.setattr("jaxckpt.planner.measured.measure", compiles)
+    monkeypatch.setattr("jaxckpt.planner.measured.measure_traced", compiles)
     code, out, _ = run(
         capsys, "plan", f"{factory}:model", "--target", "cuda:h100", "--budget", "500KiB", "--no-verify", "--set", "layers=8"
     )  # fmt: skip

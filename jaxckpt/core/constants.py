@@ -126,8 +126,8 @@ QUICK, QUICK_COMPILES = 500, 6
 transformer of four blocks in bfloat16 on the CPU: after four its plan computes 34% more, at 1% more memory 5%."""
 
 BETWEEN = (0.5, 0.75, 0.9)
-"""Where the next plan is looked for, between one that fits with much to spare and one that does not: shares of the way
-in modelled bytes. Judged by the same transformer."""
+"""Where the next plan is looked for, between one that fits and one that does not: shares of the way in modelled bytes.
+Judged by the same transformer, and by ResNet-50, whose compiled peaks rise in steps."""
 
 MORE = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35)
 """How much more than the best plan others need by the chain that are tried, in these programs, if their estimate says
@@ -136,6 +136,17 @@ thirds, 1.574."""
 
 CLOSE = 0.02
 """Stop once the compiled peak is within this fraction below the budget. Judged by the models of benchmarks/."""
+
+WORTH = 0.003
+"""Compile one more plan after one within `CLOSE` if by the chain it takes less time by this fraction of the step."""
+
+TINY = 0.001
+"""Checkpoints as people write them are compiled if the traced step says that they take less by this fraction."""
+
+AIMS = 3
+"""How many solutions are traced, to predict their peaks, for one that is compiled. Judged by the models of benchmarks/:
+a trace takes a tenth of the time of a compilation, and what it predicts is off by nearly the same bytes in all plans.
+"""
 
 STEEP = 0.03
 """Look between a plan that fits and one that does not if the second one's recomputation takes less by this fraction of
@@ -149,11 +160,15 @@ ABOVE = (1.02, 1.05)
 """And the cheapest plans that need this many times as much. The model errs by a few percent of the peak, so one of them
 may be the leanest. Judged by a language model whose least plan compiled to 863 MiB and the next one to 840."""
 
-OVERSTATED = 1.35
+OVERSTATED, OVERSTATED_BY_CUDA = 1.35, 1.04
 """By how much the estimate of the peak of checkpoints as people write them may be above the compiled peak.
 
-Judged by twelve models: on the H100 at most 1.098, on the CPU 1.334, where XLA fuses what is left to it. Most estimates
-are below."""
+Judged by twelve models: on the CPU at most 1.334, where XLA fuses what is left to it. On the H100 most are below 1, and
+one is at 1.098; to compile all up to that costs most programs a compilation, and gains nothing."""
+
+OVERTIMED = 1.2
+"""Checkpoints as people write them are traced if by the chain they take up to so many times the time of the best plan.
+Judged by GPT-2, of which the chain says up to 1.12 times what the traced step adds."""
 
 MARGIN = 0.005
 """After a plan that did not fit, aim the next one this fraction of the budget lower, and the one after it six times as

@@ -307,7 +307,8 @@ class PlanReport:
       measured: what the compiler said of the step, a `MemoryReport`; it is not saved.
       measured_bytes: the step's compiled peak.
       unplanned_bytes: the step's compiled peak without the plan.
-      overhead: seconds of recomputation, as the planner's model has them, over those of a step without any.
+      overhead: `slowdown`; of a plan that was not compiled, the seconds of recomputation as the planner's model has
+        them, over those of the step.
       flops: FLOPs of the planned step as traced, recomputation counted; with sharded arguments, of all devices.
       seconds: of the planned step as traced, by the target's rates; of one device.
       unplanned_flops, unplanned_seconds: the same of the step without the plan.

@@ -214,9 +214,32 @@ def measure(
             "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options
         )
     resolved = target_of(target)
-    folder = results.folder_of(cache)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
-    lowered = _lower(fun, args, resolved)
+    traced = traced_for(fun, args, resolved)
+    return measure_traced(traced, fun, args, resolved, options, generate_code=generate_code, cache=cache)
+
+
+def measure_traced(
+    traced: Any,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    resolved: Target,
+    options: dict[str, Any] | None = None,
+    *,
+    generate_code: bool,
+    cache: str | os.PathLike[str] | bool | None = None,
+) -> MemoryReport:
+    """Returns what `measure` does, of a function that is traced already.
+
+    Args:
+      traced: what `traced_for` returned for the function, its arguments and the target.
+      fun, args, generate_code, cache: as in `measure`.
+      resolved: the target.
+      options: the compiler's; None for those that checkpointing needs.
+    """
+    options = options_for(resolved) if options is None else options
+    folder = results.folder_of(cache)
+    lowered = _lower(traced, resolved)
     entry = None
     if folder is not None:
         entry = results.entry(folder, lowered, resolved.name, devices_of(lift.leaves(fun, args), resolved), options)
@@ -252,11 +275,16 @@ def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> lis
       fun, *args: as in `measure`.
       target: a target of several devices.
     """
-    compiled, _ = _compile(_lower(fun, args, target), options_for(target), target)
+    compiled, _ = _compile(_lower(traced_for(fun, args, target), target), options_for(target), target)
     return list(jax.tree.leaves(compiled.output_shardings))
 
 
-def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Any:
+def traced_for(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Any:
+    """Returns a function as JAX traces it to be compiled for a target: a `jax.stages.Traced`.
+
+    Args:
+      fun, args: as in `measure`.
+    """
     start_backend()
     is_jitted = hasattr(fun, "trace") and hasattr(fun, "lower")
 
@@ -269,9 +297,12 @@ def _lower(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> An
 
     # Traced under the local backend, so that values computed while tracing (jax.ensure_compile_time_eval) have a
     # device.
-    found = lift.attempt(fun, args, {}, traced)
+    return lift.attempt(fun, args, {}, traced)
+
+
+def _lower(traced: Any, target: Target) -> Any:
     with jax.default_device(target.devices[0]):
-        lowered = found.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
+        lowered = traced.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
     while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
         lowered = lowered.lowered
     if not target.local and (elsewhere := set(_compat.lowered_devices(lowered)) - set(target.devices)):

@@ -27,7 +27,7 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner import mincut
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, keeping, scaled, timer, total
+from jaxckpt.planner.costs import Time, keeping, scaled, timer, total, written
 from jaxckpt.planner.timing import run_seconds
 
 
@@ -40,9 +40,10 @@ class Candidates:
         What later stretches use is among these where the backward pass needs it, but its bytes do not count.
       forward, backward: time of one run, recomputation not counted.
       forward_work: bytes that a forward run needs at once, results counted, what goes in not.
-      residual_bytes: what plain differentiation keeps of it, besides what goes in.
-      left_bytes: what is left of that where the compiler may fuse the forward with the backward pass, outputs not
-        counted.
+      residual_bytes, residual_time: what plain differentiation keeps of it, besides what goes in, and what it takes to
+        write that.
+      left_bytes, left_time: what is left of that where the compiler may fuse the forward with the backward pass,
+        outputs not counted.
       plain_work: as `Candidate.work`, where nothing runs again.
       presets: name of a policy -> number of the candidate that keeps what it keeps.
     """
@@ -52,7 +53,9 @@ class Candidates:
     backward: Time
     forward_work: int
     residual_bytes: int
+    residual_time: Time
     left_bytes: int
+    left_time: Time
     plain_work: int
     presets: Mapping[str, int] = field(default_factory=dict)
 
@@ -84,7 +87,8 @@ def candidates_of(
     if context.timed and (expected := total(map(time, joint.forward)).seconds):
         time = scaled(time, run_seconds(named.stretch(start, stop, outputs)[0]) / expected)
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
-    ways = {index: list(_ways(graph.values[index], context.actions, target)) for index in joint.origin}
+    write = written(graph, target)
+    ways = {index: list(_ways(graph.values[index], context.actions, target, write(index))) for index in joint.origin}
     anyway = {index for index, original in joint.origin.items() if original in carried}
 
     def candidate(cut: mincut.Cut) -> Candidate:
@@ -94,7 +98,7 @@ def candidates_of(
         peak = stretch_peak(graph, [*again, *joint.backward], joint.results, [*joint.arriving, *own], target.platform)
         # What goes out is kept in any case, but the region has to be told if it needs it.
         kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
-        stored = total(_keeping(graph.values[index], cut.kept[index], target) for index in own)
+        stored = total(_keeping(graph.values[index], cut.kept[index], target) + write(index) for index in own)
         spent = total(map(time, again)) + stored
         return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
 
@@ -106,7 +110,8 @@ def candidates_of(
         if cut not in cuts:
             cuts.append(cut)
         numbers[name] = cuts.index(cut)
-    residual_bytes = sum(graph.values[index].bytes for index in joint.needed if index in joint.made)
+    residuals = [index for index in joint.needed if index in joint.made]
+    residual_bytes, residual_time = sum(graph.values[index].bytes for index in residuals), total(map(write, residuals))
     left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
     plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
     return Candidates(
@@ -115,16 +120,20 @@ def candidates_of(
         total(map(time, joint.backward)),
         stretch_peak(graph, joint.forward, joint.outcome, (), target.platform),
         residual_bytes,
+        residual_time,
         left_bytes,
+        min(left_bytes / max(residual_bytes, 1), 1.0) * residual_time,
         max(plain - left_bytes, 0),
         numbers,
     )
 
 
-def _ways(value: Value, actions: Sequence[Action], target: Target) -> Iterator[mincut.Storage]:
-    """Yields the ways to keep a value; one that no action admits is saved as it is."""
+def _ways(value: Value, actions: Sequence[Action], target: Target, write: Time) -> Iterator[mincut.Storage]:
+    """Yields the ways to keep a value, which takes `write` to have in memory; one that no action admits is saved as it
+    is.
+    """
     for action in dict.fromkeys(given(action, value) for action in actions):
-        yield mincut.Storage(action, action.device_bytes(value), _keeping(value, action, target).effort)
+        yield mincut.Storage(action, action.device_bytes(value), (_keeping(value, action, target) + write).effort)
 
 
 def _keeping(value: Value, action: Action, target: Target) -> Time:

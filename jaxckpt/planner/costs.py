@@ -22,9 +22,9 @@ import numpy as np
 from jaxckpt.actions import Cost
 from jaxckpt.core import primitives
 from jaxckpt.core.constants import MATRIX, VECTOR, WEIGHT
-from jaxckpt.core.graph import Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.liveness import BARRIER
-from jaxckpt.core.primitives import Kernel
+from jaxckpt.core.primitives import Holds, Kernel
 from jaxckpt.memory.targets import Target
 
 
@@ -65,7 +65,7 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
     """
     rates, bandwidth = target.flops, target.bandwidth
     ops = list(graph.walk())
-    wanted = _wanted_whole(graph, ops)
+    wanted = _wanted_whole(graph)
     read = _read_bytes(graph, ops, wanted)
 
     def seconds(op: Op) -> float:
@@ -93,11 +93,33 @@ def timer(graph: Graph, target: Target, devices: int = 1) -> Callable[[Op], Time
     """Returns the function that says what an operation takes; arguments as of `roofline`."""
     seconds = roofline(graph, target, devices)
 
+    def weight(op: Op) -> float:
+        if op.bodies:
+            each = [float(sum(map(weight, body.ops))) for body in op.bodies]
+            return primitives.altogether(op.primitive, op.params, each)
+        rate = devices * _rate(graph, op, target.flops)
+        return WEIGHT * op.flops / rate if primitives.of(op.primitive).dear else 0.0
+
     @functools.cache
     def time(op: Op) -> Time:
         each = seconds(op)
-        rate = devices * _rate(graph, op, target.flops)
-        return Time(each, each + (WEIGHT * op.flops / rate if is_dear(op) else 0.0))
+        return Time(each, each + weight(op))
+
+    return time
+
+
+def written(graph: Graph, target: Target) -> Callable[[int], Time]:
+    """Returns the function that says what it takes to write a value to memory so that it can be kept: what is computed
+    where it is used is not there otherwise; the rest is.
+    """
+    wanted = _wanted_whole(graph)
+    elsewhere = {
+        index for op in graph.walk() if primitives.of(op.primitive).fused for index in op.outputs if index not in wanted
+    }
+
+    def time(index: int) -> Time:
+        seconds = graph.values[index].bytes / target.bandwidth if index in elsewhere else 0.0
+        return Time(seconds, seconds)
 
     return time
 
@@ -136,16 +158,34 @@ def _passes(graph: Graph, op: Op) -> bool:
     return primitives.is_same(op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None)
 
 
-def _wanted_whole(graph: Graph, ops: Sequence[Op]) -> Collection[int]:
+_ONCE = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE, Holds.MAPPED)
+"""Operations whose results are those of their program."""
+
+
+def _wanted_whole(graph: Graph) -> Collection[int]:
     """Returns the values that some operation wants in memory. What passes a value on wants it if the result is wanted;
-    no fusion reaches over a barrier."""
+    no fusion reaches over a barrier. What a call's program results in is wanted where the call's results are, that of
+    loops and branches always.
+    """
     wanted: set[int] = set()
-    for op in reversed(ops):
-        whole = primitives.of(op.primitive).kernel is Kernel.OWN
-        if op.primitive != BARRIER and _passes(graph, op):
-            whole = op.outputs[0] in wanted
-        if whole:
-            wanted.update(op.inputs)
+
+    def mark(body: Body) -> None:
+        for op in reversed(body.ops):
+            facts = primitives.of(op.primitive)
+            for inner in op.bodies:
+                ends = zip(inner.outputs, op.outputs)
+                if facts.holds in _ONCE:
+                    wanted.update(index for index, outer in ends if index is not None and outer in wanted)
+                elif facts.holds is not Holds.SCALARS:
+                    wanted.update(index for index, _ in ends if index is not None)
+                mark(inner)
+            whole = facts.kernel is Kernel.OWN
+            if op.primitive != BARRIER and _passes(graph, op):
+                whole = op.outputs[0] in wanted
+            if whole:
+                wanted.update(op.inputs)
+
+    mark(graph.body)
     return wanted
 
 

@@ -288,9 +288,12 @@ def point(
 
 
 def _point_of(problem: search.Problem, budget: int | str, bytes_: int, plan: Plan) -> Point:
-    flops, seconds = cost_of(problem.planned(plan), problem.args, problem.target, problem.model.shards)
-    assert plan.report is not None, "the planner's plans have reports"
-    return Point(budget, bytes_, replace(plan.report, asked=budget, flops=flops, seconds=seconds))
+    report = plan.report
+    assert report is not None, "the planner's plans have reports"
+    if report.flops is None:
+        flops, seconds = cost_of(problem.planned(plan), problem.args, problem.target, problem.model.shards)
+        report = replace(report, flops=flops, seconds=seconds)
+    return Point(budget, bytes_, replace(report, asked=budget))
 
 
 def _or_recalled(problem: search.Problem, found: Point, solver: str | Solver) -> Point:

@@ -13,16 +13,17 @@ from typing import Any
 from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
-from jaxckpt.core.graph import Graph
+from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import Plan
 from jaxckpt.memory.gradient import StepMaker
-from jaxckpt.memory.report import MemoryReport, measure
+from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, resident_bytes
 from jaxckpt.planner.chain import Solution, cost
+from jaxckpt.planner.costs import Time, timer, total
 from jaxckpt.planner.model import Model
 from jaxckpt.planner.shards import device_bytes, is_sharded
 from jaxckpt.planner.solvers import Solver
@@ -50,6 +51,21 @@ class Asked:
     cache: str | os.PathLike[str] | bool | None = None
 
 
+@dataclass(frozen=True)
+class Traced:
+    """A step as traced.
+
+    Attributes:
+      peak_bytes: as estimated; where several devices share the work, that of all of them together.
+      flops: with sharded arguments, of all devices.
+      time: by the target's rates, on one device.
+    """
+
+    peak_bytes: int
+    flops: int
+    time: Time
+
+
 @dataclass
 class Try:
     """A compiled plan.
@@ -60,7 +76,8 @@ class Try:
       compiled: its compiled peak; where the compiler refused it, what that says that it needs.
       plan: the plan.
       report: what the compiler said; None where it refused the plan.
-      effort: its recomputation by the chain.
+      traced: its step as traced.
+      effort: what that adds to the step without a plan.
     """
 
     solution: Solution
@@ -68,6 +85,7 @@ class Try:
     compiled: int
     plan: Plan
     report: MemoryReport | None
+    traced: Traced
     effort: float
 
     def fits(self, budget: int) -> bool:
@@ -97,7 +115,8 @@ class Measured:
         self.lock = threading.Lock()
         self.known_unplanned: MemoryReport | None = None
         self.tries: dict[tuple[Solution, bool], Try] = {}
-        self._estimates: dict[tuple[Solution, bool], int] = {}
+        self._traced: dict[tuple[Solution, bool], Traced] = {}
+        self._stages: dict[Plan, tuple[Callable[..., Any], Any]] = {}  # traced and not compiled yet
         self._solvers: dict[str, Solver] = {}
 
     @property
@@ -136,9 +155,14 @@ class Measured:
         return self.model.mapped or is_sharded(self.args)
 
     @functools.cached_property
-    def traced_peak(self) -> int:
-        """The peak that the traced step without a plan is estimated to have, for arguments on one device."""
-        return graph_peak(trace(self.step(self.fun), *self.args), self.target.platform)
+    def plain(self) -> Traced:
+        """The step without a plan, as traced."""
+        return self._trace(self.step(self.fun))
+
+    def _trace(self, step: Callable[..., Any], stage: Any = None) -> Traced:
+        graph, shards = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr), self.model.shards
+        time = timer(shards.applied(graph), self.target, shards.devices)
+        return Traced(graph_peak(graph, self.target.platform), graph.flops, total(map(time, graph.ops)))
 
     @functools.cached_property
     def merged_bytes(self) -> int:
@@ -169,16 +193,34 @@ class Measured:
 
         It knows nothing of what the compiler adds, so it is seldom far above the compiled peak.
         """
-        known = self._estimates.get((solution, by_hand))
-        if known is None:
-            if self.divided:
-                known = cost(self.model.chain, solution).peak + self.model.outside_bytes + self.argument_bytes
-            else:
-                made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
-                with self._one_signature():
-                    known = graph_peak(trace(self.planned(made), *self.args), self.target.platform)
-            self._estimates[solution, by_hand] = known
-        return known
+        if self.divided:
+            return cost(self.model.chain, solution).peak + self.model.outside_bytes + self.argument_bytes
+        return self.traced(solution, by_hand).peak_bytes
+
+    def traced(self, solution: Solution, by_hand: bool = False) -> Traced:
+        """Returns the step under a solution, as traced; `by_hand`: as people write it."""
+        if (solution, by_hand) not in self._traced:
+            made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
+            step = self.planned(made)
+            stage = self._stage(step)
+            with self._one_signature():
+                self._traced[solution, by_hand] = self._trace(step, stage)
+            self._stages[made] = step, stage
+        return self._traced[solution, by_hand]
+
+    def _stage(self, step: Callable[..., Any]) -> Any:
+        """Returns a step as `jax.jit` traces it, which the compilation goes on from; None where that is another program
+        than the one that was planned, as within a mapped function, where types say how arrays vary over its mesh.
+        """
+        try:
+            stage = traced_for(step, self.args, self.target)
+        except PlanMismatchError:
+            return None
+        return stage if hasattr(stage, "jaxpr") else None
+
+    def effort(self, solution: Solution, by_hand: bool = False) -> float:
+        """Returns what a solution adds to the traced step: what plans are chosen by."""
+        return self.traced(solution, by_hand).time.effort - self.plain.time.effort
 
     def measure_planned(self, made: Plan) -> MemoryReport:
         """Returns what the step needs under a plan.
@@ -186,6 +228,10 @@ class Measured:
         Raises:
           DoesNotFitError: the target's compiler refuses it.
         """
+        step, stage = self._stages.pop(made, (None, None))
+        self._stages.clear()  # the others were only looked at
+        if step is not None and stage is not None:
+            return measure_traced(stage, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
         with self._one_signature():
             return self._measured(self.planned(made))
 

@@ -258,7 +258,8 @@ class _Builder:
                     # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes
                     # out.
                     if isinstance(one, Candidates) and (s, t) == (length - 1, length):
-                        candidates.append(Candidate(one.left_bytes, 0.0, one.plain_work))
+                        left = one.left_time
+                        candidates.append(Candidate(one.left_bytes, left.effort, one.plain_work, left.seconds))
                     more = int(passing[s, t]) - self._written_before(places[s], places[t])
                     candidates = [replace(each, work=max(each.work + more, 0)) for each in candidates]
                 forward = sum(singles[j][0].effort for j in range(s, t))

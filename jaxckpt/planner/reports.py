@@ -13,7 +13,7 @@ from jaxckpt.core.plan import PlanReport
 from jaxckpt.core.shown import Progress
 from jaxckpt.memory.compare import time_steps
 from jaxckpt.memory.verify import fill
-from jaxckpt.planner.frontier import Frontier, Way, cost_of, point, unplanned_bytes
+from jaxckpt.planner.frontier import Frontier, Way, point, unplanned_bytes
 from jaxckpt.planner.search import Problem
 from jaxckpt.planner.solvers import Solver
 
@@ -39,8 +39,13 @@ def report_of(
     if verify and progress is not None:
         progress(0, 1, "compiling the step as it is")
     peak = unplanned_bytes(problem) if verify else found.report.unplanned_bytes
-    flops, seconds = cost_of(problem.step(problem.fun), problem.args, problem.target, problem.model.shards)
-    return replace(found.report, unplanned_bytes=peak, unplanned_flops=flops, unplanned_seconds=seconds)
+    plain = problem.plain
+    return replace(
+        found.report,
+        unplanned_bytes=peak,
+        unplanned_flops=plain.flops,
+        unplanned_seconds=plain.time.seconds,
+    )
 
 
 def timed(report: PlanReport, problem: Problem, progress: Progress) -> PlanReport:

@@ -160,13 +160,14 @@ def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, c
 
 def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> LoopCandidate:
     kept = length * (found.residual_bytes + sizes.carry)
-    return LoopCandidate(None, kept, Time(), found.plain_work + sizes.gradients + sizes.arriving)
+    return LoopCandidate(None, kept, length * found.residual_time, found.plain_work + sizes.gradients + sizes.arriving)
 
 
 def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandidate]:
     choices = [*found.candidates]
     if choices[-1].seconds > DEAR_LOOP * found.forward.seconds and found.residual_bytes > choices[-1].kept:
-        choices.append(Candidate(found.residual_bytes, 0.0, found.plain_work))
+        time = found.residual_time
+        choices.append(Candidate(found.residual_bytes, time.effort, found.plain_work, time.seconds))
     loop = sizes.gradients + sizes.arriving
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
     for choice in choices:

@@ -9,6 +9,7 @@ than all that fit. Where none of these fits, the leanest plans are compiled as w
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,6 +29,7 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import (
     ABOVE,
+    AIMS,
     BETWEEN,
     CLOSE,
     COMPILES,
@@ -35,11 +37,13 @@ from jaxckpt.core.constants import (
     MARGIN,
     MORE,
     NESTED,
-    OVERSTATED,
+    OVERTIMED,
     QUICK,
     QUICK_COMPILES,
     STEEP,
+    TINY,
     WITHIN,
+    WORTH,
 )
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call as trace
@@ -47,6 +51,7 @@ from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
+from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.report import MemoryReport
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import refusal
@@ -54,7 +59,7 @@ from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.inside import Inside, innermost
-from jaxckpt.planner.measured import Asked, Measured, Try
+from jaxckpt.planner.measured import Asked, Measured, Traced, Try
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.observe import observe
 from jaxckpt.planner.shards import WHOLE, is_sharded, read
@@ -335,6 +340,11 @@ class Problem(Measured):
         return min(found, key=lambda plan: plan.overhead or 0.0, default=None)
 
 
+def _spread(errors: Sequence[int]) -> int:
+    """Returns by how much errors differ, each from the next."""
+    return sum(abs(second - first) for first, second in itertools.pairwise(errors))
+
+
 def _is_near(plan: Plan, budget: int) -> bool:
     """Whether a plan needs nearly all of a budget; without a compiled peak it is taken to."""
     return plan.measured_bytes is None or plan.measured_bytes >= budget * (1 - CLOSE)
@@ -357,12 +367,10 @@ class _Search:
         if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
             return found
         least = self.solver.least(self.chain)
-        # JAX traces what a region holds once for each region around it: of a large program a plan without nested ones
-        # is looked at.
-        small = least is not None and self._nested(least) <= NESTED
-        standing = self._standing(least if least is not None and small else single(self.chain, leanest))
+        traced = least if least is not None and self._is_traced(least) else single(self.chain, leanest)
+        standing = self._standing(traced)
         if not self.verify:
-            solution = self._solve(self.budget - self._offset(standing)) or least
+            solution = self._solve(self.budget - standing) or least
             if solution is None:
                 raise self._infeasible(self._peak_as_it_is())
             return self._unverified(solution, standing)
@@ -386,6 +394,7 @@ class _Search:
         """
         best = self._known(standing) if self.free else None
         seen: set[Solution] = set()
+        closed = False  # whether a plan was near the budget, and another one is compiled all the same
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self._is_steep()):
             last = self.compiles == self.most - 1 and best is None
             solution = None if last else self._next(standing, seen)
@@ -398,8 +407,12 @@ class _Search:
             seen.add(solution)
             tried = self._try(solution, standing)
             best = self._better(best, tried)
-            if best is tried and tried.compiled >= self.budget * (1 - CLOSE) and not self._is_steep():
+            if closed:
                 break
+            if best is tried and tried.compiled >= self.budget * (1 - CLOSE) and not self._is_steep():
+                if not self._is_worth_another(tried):
+                    break
+                closed = True
         if best is None or not self.free:
             return best
         return self._or_by_hand(self._or_estimated(best, standing, seen), standing)
@@ -410,16 +423,92 @@ class _Search:
         """
         above = [t.effort for t in self.tries if not t.fits(self.budget)]
         below = [t.effort for t in self.tries if t.fits(self.budget)]
-        forward = sum(self.chain.segment(s, s + 1).forward_time for s in range(self.chain.length))
-        return bool(above and below) and min(below) - max(above) > STEEP * forward
+        return bool(above and below) and min(below) - max(above) > STEEP * self._forward_time()
+
+    def _is_worth_another(self, close: Try) -> bool:
+        """Whether a plan that needs all of the budget would take less time than one that is close to it."""
+        fullest = self._solve(self.budget - close.compiled + close.modelled)
+        saved = 0.0 if fullest is None else self._chain_time(close) - cost(self.chain, fullest).time
+        return saved > WORTH * self.problem.model.step_seconds
 
     def _next(self, standing: int, seen: Collection[Solution]) -> Solution | None:
-        """Returns the solution to be compiled next, one that was not; None where there is none."""
-        for offset in self._offsets(standing):
+        """Returns the solution to be compiled next, one that was not; None where there is none. Between a plan that
+        fits and one that does not, compiled peaks may come in steps, so several solutions are traced.
+        """
+        aimed = self._aimed(standing, seen)
+        low, high = self._nearest()
+        if low is None or high is None or high.modelled <= low.modelled:
+            return aimed
+        limits = [low.modelled + round(share * (high.modelled - low.modelled)) for share in BETWEEN]
+        found = dict.fromkeys(s for s in (aimed, *map(self._solve, limits)) if s is not None and s not in seen)
+        between = [solution for solution in found if self._is_traced(solution)]
+        if not between:
+            return aimed
+        over = {solution: self._predicted(solution, standing) - self.budget for solution in between}
+        fitting = [solution for solution in between if over[solution] <= 0]
+        if fitting:
+            return min(fitting, key=self.problem.effort)
+        far = low.compiled < self.budget * (1 - 2 * CLOSE)
+        return min(between, key=lambda solution: over[solution]) if far or self._is_steep() else None
+
+    def _aimed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
+        """Returns the solution that is predicted to need most of the budget and fits, of those that come next when the
+        prediction of one corrects the offset for the next; the last one where none is predicted to fit.
+        """
+        found, cheapest = None, None
+        offset = self._offset(standing)
+        aim = self.budget - self._spare()
+        for _ in range(AIMS):
             solution = self._solve(self.budget - offset)
-            if solution is not None and solution not in seen:
-                return solution
-        return None
+            if solution is None or solution in seen:
+                break
+            over = self._predicted(solution, standing) - aim
+            found = solution
+            if over <= 0 and (cheapest is None or self._effort(solution) < self._effort(cheapest)):
+                cheapest = solution
+            if -CLOSE / 4 * self.budget <= over <= 0:
+                break
+            offset += over
+        return cheapest or found
+
+    def _spare(self) -> int:
+        """Returns the bytes of the budget that the next plan leaves free, as what was compiled so far says that
+        predictions are worth.
+        """
+        if self.quick and not self.tries:  # a compilation costs little, and a plan may need all of the budget
+            return 0
+        misses = sum(not each.fits(self.budget) for each in self.tries)
+        fewer = 6 ** (misses - 1) if misses and misses == len(self.tries) else 0.5
+        return int(MARGIN * self.budget * fewer)
+
+    def _predicted(self, solution: Solution, standing: int) -> int:
+        """Predicts the compiled peak: by the chain or by a trace of the step, whichever the compiled plans are more
+        alike by, and by how far that was off in the nearest of these.
+        """
+        problem, modelled = self.problem, cost(self.chain, solution).peak
+        compiled = [t for t in self._compiled() if self._is_traced(t.solution)]
+        chain = [t.compiled - t.modelled for t in compiled]
+        if not self._is_traced(solution):
+            return modelled + standing
+        traced = [t.compiled - problem.estimate(t.solution) for t in compiled]
+        if not compiled:
+            return problem.estimate(solution)
+        nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
+        if _spread(chain) < _spread(traced):
+            return modelled + chain[nearest]
+        return problem.estimate(solution) + traced[nearest]
+
+    def _compiled(self) -> list[Try]:
+        """Returns the solver's plans that were compiled, for whatever budgets, by their modelled bytes."""
+        with self.problem.lock:
+            made = [t for (_, by_hand), t in self.problem.tries.items() if t.report is not None and not by_hand]
+        return sorted(made, key=lambda t: t.modelled)
+
+    def _is_traced(self, solution: Solution) -> bool:
+        """Whether the step of a solution is to be traced: JAX traces what a region holds once for each region around
+        it.
+        """
+        return self._nested(solution) <= NESTED
 
     def _or_estimated(self, best: Try, standing: int, seen: Collection[Solution]) -> Try:
         """Returns the best plan, or one that the chain says needs more, and the estimate of its step that it fits: the
@@ -434,11 +523,20 @@ class _Search:
         more = (self._solve(round(best.modelled * factor)) for factor in MORE)
         left = {solution: cost(self.chain, solution).time for solution in more if solution is not None}
         for solution in sorted(left, key=lambda each: left[each]):
-            if self.compiles >= self.most or left[solution] >= best.effort:
+            if self.compiles >= self.most or left[solution] >= self._chain_time(best):
                 break
             if solution not in seen and problem.estimate(solution) * max(ratio, 1.0) <= self.budget:
                 best = self._better(best, self._try(solution, standing)) or best
         return best
+
+    def _forward_time(self) -> float:
+        return sum(self.chain.segment(stage, stage + 1).forward_time for stage in range(self.chain.length))
+
+    def _effort(self, solution: Solution) -> float:
+        return self.problem.effort(solution) if self._is_traced(solution) else cost(self.chain, solution).time
+
+    def _chain_time(self, tried: Try) -> float:
+        return cost(self.chain, tried.solution).time
 
     def _better(self, best: Try | None, tried: Try) -> Try | None:
         return tried if tried.fits(self.budget) and (best is None or tried.effort < best.effort) else best
@@ -459,15 +557,24 @@ class _Search:
         problem, tried = self.problem, 0
         times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
         while tried == 0 or self.compiles < self.most:
-            left = sorted(
-                (s for s in times if times[s] < best.effort and (s, True) not in problem.tries),
-                key=lambda solution: times[solution],
+            most = OVERTIMED * self._chain_time(best)
+            fits = lambda solution: (
+                cost(self.chain, solution).peak + standing
+                <= PLATFORMS[problem.target.platform].overstated * self.budget
             )
+            near = [s for s in times if times[s] < most and (s, True) not in problem.tries and fits(s)]
+            efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
+            most = best.effort - TINY * problem.plain.time.effort
+            left = sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
             learned = self._overstated()
             estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
-            chosen = next((s for s in left if estimate(s) <= (learned or 1.0) * self.budget), None)
+            chosen = next((s for s in left if estimate(s) <= max(learned or 1.0, 1.0) * self.budget), None)
             if chosen is None and learned is None:
-                near = [solution for solution in left if estimate(solution) <= OVERSTATED * self.budget]
+                near = [
+                    solution
+                    for solution in left
+                    if estimate(solution) <= PLATFORMS[problem.target.platform].overstated * self.budget
+                ]
                 chosen = min(near, key=estimate, default=None)
             if chosen is None:
                 break
@@ -476,32 +583,38 @@ class _Search:
         return best
 
     def _overstated(self) -> float | None:
-        """Returns by how much the estimate of a plan as people write it is above its compiled peak, at most, in those
-        that were compiled; 1 at least. None where there is none.
+        """Returns the estimate of a plan as people write it over its compiled peak: the most of those that were
+        compiled. None where there is none.
         """
         problem = self.problem
         with problem.lock:
             compiled = {key: made.compiled for key, made in problem.tries.items() if key[1] and made.report is not None}
-        return max((max(problem.estimate(*key) / peak, 1.0) for key, peak in compiled.items()), default=None)
+        return max((problem.estimate(*key) / peak for key, peak in compiled.items()), default=None)
 
     def _floor(self, least: Solution | None, standing: int) -> Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
         of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier. Not so those
         that are estimated to need more than what is compiled already.
         """
-        lean = [] if least is None else [(least, False)]
+        problem, lean = self.problem, [] if least is None else [(least, False)]
         if self.free:
-            by_hand = sorted(self.problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
+            by_hand = sorted(problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
             lean += [(solution, True) for solution in by_hand[:FLOORS]]
         if self.free and least is not None:
             peak = cost(self.chain, least).peak
             above = (self._solve(round(peak * more)) for more in (sorted({*ABOVE, *MORE}) if self.quick else ABOVE))
             lean += [(solution, False) for solution in above if solution is not None]
         compiled = [tried.compiled for tried in self.tries]
-        estimates = {each: self.problem.estimate(*each) for each in lean}
+        estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
-            over = (self._overstated() or OVERSTATED) if written else 1 + CLOSE
-            if compiled and estimates[solution, written] > over * min(compiled):
+            if written:
+                needed = estimates[solution, written] / (
+                    self._overstated() or PLATFORMS[problem.target.platform].overstated
+                )
+            else:
+                needed = estimates[solution, written] if self.quick else self._predicted(solution, standing)
+                needed /= 1 + CLOSE
+            if compiled and needed > min(compiled):
                 continue
             made = self._try(solution, standing, by_hand=written)
             compiled.append(made.compiled)
@@ -544,7 +657,7 @@ class _Search:
         estimate = MemoryEstimate(report.peak_bytes, problem.argument_bytes, 0, 0)
         empty = Plan((), problem.graph.fingerprint, notes=("fits as it is",))
         self.report(self.most, self.most, "")
-        return self._record(empty, estimate, report, 0.0)
+        return self._record(empty, estimate, report, problem.plain)
 
     def _may_fit(self) -> bool:
         return self._peak_as_it_is() - self.problem.merged_bytes <= 1.5 * self.budget
@@ -553,7 +666,7 @@ class _Search:
         """Estimates the peak of the step without a plan."""
         problem = self.problem
         if not problem.divided:
-            return problem.traced_peak
+            return problem.plain.peak_bytes
         cheapest = self.solver.solve(self.chain, EVERYTHING)
         kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
         return problem.argument_bytes + problem.model.outside_bytes + kept
@@ -564,7 +677,7 @@ class _Search:
         if peak > self.budget:
             return None
         empty = Plan((), self.problem.graph.fingerprint, notes=("fits as it is",))
-        return self._record(empty, MemoryEstimate(peak, self.problem.argument_bytes, 0, 0), None, 0.0)
+        return self._record(empty, MemoryEstimate(peak, self.problem.argument_bytes, 0, 0), None, self.problem.plain)
 
     def _standing(self, solution: Solution) -> int:
         """Estimates the bytes that the chain does not count: arguments, the optimiser's work, results."""
@@ -579,28 +692,16 @@ class _Search:
 
     def _offset(self, standing: int) -> int:
         """Returns the bytes to subtract from the budget before the chain is solved: compiled minus modelled bytes of
-        the nearest plans. No nearer to one that does not fit than the last of `BETWEEN`.
+        the nearest plan that fits; of all plans at most, where none does. Before the first plan, those of the plan for
+        another budget that is nearest.
         """
         if not self.tries:
-            return standing
-        low, high = self._nearest()
-        if low is None:
-            above = [t for t in self.tries if not t.fits(self.budget)]
-            off = max(t.compiled - t.modelled for t in above)
-            return off + int(MARGIN * self.budget * 6 ** (len(above) - 1))
-        off = low.compiled - low.modelled + int(MARGIN * self.budget) // 2
-        return max([off, *self._between(low, high)[-1:]])
-
-    def _offsets(self, standing: int) -> list[int]:
-        """Returns the offsets to be tried, in order. Where a plan fits with much to spare and the next one was over the
-        budget, what the chain says is far off, and where the latter is much cheaper, others between them are of use.
-        """
-        off = self._offset(standing)
-        low, high = self._nearest() if self.tries else (None, None)
-        if low is None or len(self.tries) < COMPILES:
-            return [off]
-        far = low.compiled < self.budget * (1 - 2 * CLOSE)
-        return [*self._between(low, high), off] if far or self._is_steep() else [off]
+            made = self._compiled()
+            near = min(made, key=lambda t: abs(t.compiled - self.budget), default=None)
+            return standing if near is None else near.compiled - near.modelled
+        low, _ = self._nearest()
+        nearest = self.tries if low is None else [low]
+        return max(t.compiled - t.modelled for t in nearest) + self._spare()
 
     def _nearest(self) -> tuple[Try | None, Try | None]:
         """Returns the plan that fits and is modelled with the most bytes, and that which does not, with the fewest."""
@@ -610,12 +711,6 @@ class _Search:
             max(below, key=lambda t: t.modelled, default=None),
             min(above, key=lambda t: t.modelled, default=None),
         )
-
-    def _between(self, low: Try, high: Try | None) -> list[int]:
-        """Returns the offsets of plans between one that fits and one that does not, by their modelled bytes."""
-        if high is None or high.modelled <= low.modelled:
-            return []
-        return [self.budget - low.modelled - round(share * (high.modelled - low.modelled)) for share in BETWEEN]
 
     def _try(self, solution: Solution, standing: int, *, by_hand: bool = False, corrects: bool = True) -> Try:
         """Compiles a solution, unless it is compiled already. `corrects`: whether its bytes correct what the chain says
@@ -636,7 +731,8 @@ class _Search:
                 compiled = report.peak_bytes
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            known = Try(solution, modelled.peak, compiled, made, report, modelled.time)
+            traced, effort = problem.traced(solution, by_hand), problem.effort(solution, by_hand)
+            known = Try(solution, modelled.peak, compiled, made, report, traced, effort)
             with problem.lock:
                 problem.tries[solution, by_hand] = known
         peak = modelled.peak + self._offset(standing)
@@ -644,9 +740,7 @@ class _Search:
             peak = problem.estimate(solution, by_hand)
         estimate = self._estimate(solution, peak)
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
-        finished = replace(
-            known, plan=self._record(known.plan, estimate, known.report, problem.model.seconds(solution))
-        )
+        finished = replace(known, plan=self._record(known.plan, estimate, known.report, known.traced))
         if corrects and not by_hand:
             self.tries.append(finished)
         return finished
@@ -657,14 +751,24 @@ class _Search:
         estimate = self._estimate(solution, modelled.peak + standing)
         if estimate.peak_bytes > self.budget:
             raise self._infeasible(min(estimate.peak_bytes, self._peak_as_it_is()))
-        return self._record(self.problem.model.plan(solution), estimate, None, self.problem.model.seconds(solution))
+        return self._record(
+            self.problem.model.plan(solution), estimate, None, None, self.problem.model.seconds(solution)
+        )
 
     def _estimate(self, solution: Solution, peak: int) -> MemoryEstimate:
         kept = self.problem.model.kept_bytes(solution)
         arguments = self.problem.argument_bytes
         return MemoryEstimate(peak, arguments, kept, max(peak - arguments - kept, 0))
 
-    def _record(self, made: Plan, estimate: MemoryEstimate, report: MemoryReport | None, seconds: float) -> Plan:
+    def _record(
+        self,
+        made: Plan,
+        estimate: MemoryEstimate,
+        report: MemoryReport | None,
+        traced: Traced | None,
+        seconds: float = 0.0,
+    ) -> Plan:
+        """Returns the plan with its report. `seconds`: of recomputation by the chain, where the step is not traced."""
         problem = self.problem
         found = PlanReport(
             replace(made, respect_checkpoints=problem.asked.respect_checkpoints),
@@ -674,9 +778,19 @@ class _Search:
             measured=report,
             measured_bytes=None if report is None else report.peak_bytes,
             unplanned_bytes=None if problem.known_unplanned is None else problem.known_unplanned.peak_bytes,
-            overhead=seconds / problem.model.step_seconds if problem.model.step_seconds else 0.0,
         )
-        return found.plan
+        if traced is None:
+            step = problem.model.step_seconds
+            return replace(found, overhead=seconds / step if step else 0.0).plan
+        plain = problem.plain
+        found = replace(
+            found,
+            flops=traced.flops,
+            seconds=traced.time.seconds,
+            unplanned_flops=plain.flops,
+            unplanned_seconds=plain.time.seconds,
+        )
+        return replace(found, overhead=found.slowdown).plan
 
     def _infeasible(self, needed: int | None = None) -> InfeasibleBudgetError:
         problem = self.problem

@@ -53,16 +53,36 @@ def programs():
         yield name, lambda *a, fun=fun: jax.tree.leaves(fun(*a))[0], args
 
 
-def whole(fun, args):
+def whole(fun, args, target=CPU):
     graph = trace(fun, *args)
     count = len(jax.tree.leaves(args[0]))
     active = active_values(graph, range(count) if graph.values[0].kind == "argument" else _first(graph, count))
     outputs = [index for index in graph.body.outputs if index is not None]
-    return graph, candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(CPU))
+    return graph, candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(target))
 
 
 def _first(graph, count):
     return [value.index for value in graph.values if value.kind == "argument"][:count]
+
+
+def attention(w, x):
+    scores = jax.nn.softmax((x @ w) @ x.T / 8)
+    return jnp.sum((scores @ x) ** 2)
+
+
+def test_the_fastest_candidate_keeps_scores_and_not_what_a_softmax_makes_of_them():
+    """To write the exponentials takes longer than to compute them again where they are used. JAX's own step keeps
+    them.
+    """
+    args = jnp.ones((64, 64)), jnp.ones((512, 64))
+    graph, found = whole(attention, args, Target("cuda:h100"))
+    fastest = min(found.candidates, key=lambda candidate: candidate.seconds)
+    kept = {graph.values[index].primitive for index in fastest.how}
+    assert "dot_general" in kept and not kept & {"exp", "div", "sub"}
+    assert fastest.kept <= found.residual_bytes
+    again = Plan((Region(0, len(graph.ops), fastest.how),), graph.fingerprint).apply(attention)
+    matmuls = [str(jax.make_jaxpr(jax.grad(fun))(*args)).count("dot_general[") for fun in (attention, again)]
+    assert matmuls[0] == matmuls[1]  # and no matmul runs again
 
 
 @pytest.mark.parametrize(("name", "fun", "args"), [pytest.param(*each, id=each[0]) for each in programs()])

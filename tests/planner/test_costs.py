@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt.core.graph import trace
 from jaxckpt.core.liveness import estimate_peak
 from jaxckpt.memory.targets import target_of
-from jaxckpt.planner.costs import roofline
+from jaxckpt.planner.costs import Time, roofline, timer, written
 
 H100 = target_of("cuda:h100")
 X = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
@@ -53,6 +53,40 @@ def test_keeping_the_matmuls_costs_no_more_than_the_matmuls_kept():
     plain = seconds(jax.grad(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w) @ w @ w) @ w)), W, X)
     saved, nothing = step(jax.checkpoint_policies.dots_saveable), step(jax.checkpoint_policies.nothing_saveable)
     assert saved < 1.1 * plain < nothing
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, jax.jit, lambda fun: lambda x: lax.cond(x[0, 0] > 0, fun, fun, x)])
+def test_what_a_matmul_reads_is_written_wherever_it_is_computed(around):
+    """A region's results, as a call's and a branch's, are in memory where the rest of the step wants them there."""
+    plain = seconds(lambda x, w: jnp.tanh(x) @ w, X, W)
+    written = 2 * 2048 * 2048 * 4 / H100.bandwidth
+    assert plain - seconds(lambda x, w: x @ w, X, W) == pytest.approx(written, rel=0.01)
+    assert seconds(lambda x, w: around(jnp.tanh)(x) @ w, X, W) == pytest.approx(plain, rel=0.01)
+
+
+def test_a_functions_own_derivative_hides_no_traffic():
+    plain = seconds(lambda x, w: jnp.maximum(x, 0) @ w, X, W)
+    assert seconds(lambda x, w: jax.nn.relu(x) @ w, X, W) == pytest.approx(plain, rel=0.01)
+
+
+def test_to_keep_what_is_computed_where_it_is_used_takes_a_write():
+    graph = trace(lambda x, w: jnp.sum(jnp.exp(jnp.tanh(x @ w)) @ w), X, W)
+    write = written(graph, H100)
+    made = {op.primitive: write(op.outputs[0]) for op in graph.ops}
+    assert made["tanh"] == Time(X.size * 4 / H100.bandwidth, X.size * 4 / H100.bandwidth)
+    assert made["exp"] == made["dot_general"] == Time()  # a matmul reads the one and writes the other anyway
+
+
+def test_a_checkpoints_program_weighs_what_its_operations_weigh():
+    """Plans are chosen by the weight of traced steps: elementwise FLOPs weigh nothing, in a checkpoint neither."""
+
+    def weight(fun):
+        graph = trace(fun, X, W)
+        time = timer(graph, H100)
+        return sum(time(op).effort - time(op).seconds for op in graph.ops)
+
+    plain = weight(lambda x, w: jnp.sum(jnp.exp(x @ w)))
+    assert weight(lambda x, w: jnp.sum(jax.checkpoint(lambda y: jnp.exp(y @ w))(x))) == pytest.approx(plain)
 
 
 def test_a_barrier_holds_no_second_copy():

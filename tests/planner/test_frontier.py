@@ -63,6 +63,7 @@ def test_without_verifying_nothing_is_compiled_but_the_step_as_it_is(monkeypatch
         raise AssertionError("nothing is to be compiled")
 
     monkeypatch.setattr("jaxckpt.planner.measured.measure", compiles)
+    monkeypatch.setattr("jaxckpt.planner.measured.measure_traced", compiles)
     monkeypatch.setattr(module, "measure", compiles)
     found = module.sweep(problem, ("60%",), verify=False)
     assert found.points[0].peak_bytes is None and found.points[0].predicted_bytes <= found.points[0].budget_bytes

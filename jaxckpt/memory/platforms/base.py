@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxckpt.core.constants import OVERSTATED
 from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory.chips import CHIPS, Chip
 
@@ -44,6 +45,8 @@ class Platform(abc.ABC):
       fusing: how its compiler fuses.
       needs_assignment: whether figures of memory depend on the buffer assignment that the compiler dumps.
       code_in_memory: whether the code of a program is in the device's memory, too.
+      overstated: by how much the estimate of a step with checkpoints as people write them may be above its compiled
+        peak.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Platform(abc.ABC):
     fusing: Fusing = Fusing()
     needs_assignment: bool = False
     code_in_memory: bool = False
+    overstated: float = OVERSTATED
 
     @property
     def lowering(self) -> str:  # noqa: D102 (an attribute, see the class)

@@ -9,6 +9,7 @@ import shutil
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt.core.constants import OVERSTATED_BY_CUDA
 from jaxckpt.memory.chips import CHIPS, Chip
 from jaxckpt.memory.platforms.base import Place, Platform, summed
 from jaxckpt.memory.platforms.installed import installed
@@ -23,6 +24,7 @@ class Cuda(Platform):
     backend = "gpu"
     extra = "aot-cuda"
     local_extra = "cuda12"
+    overstated = OVERSTATED_BY_CUDA
 
     def parse(self, text: str) -> Place | None:
         """Returns the GPUs of one host: "h100", "h100x8"."""
