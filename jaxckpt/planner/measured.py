@@ -73,6 +73,7 @@ class Try:
     Attributes:
       solution: the chain's.
       modelled: its bytes by the chain, arguments excluded.
+      predicted: the peak that was predicted before it was compiled.
       compiled: its compiled peak; where the compiler refused it, what that says that it needs.
       plan: the plan.
       report: what the compiler said; None where it refused the plan.
@@ -82,6 +83,7 @@ class Try:
 
     solution: Solution
     modelled: int
+    predicted: int
     compiled: int
     plan: Plan
     report: MemoryReport | None
@@ -116,7 +118,7 @@ class Measured:
         self.known_unplanned: MemoryReport | None = None
         self.tries: dict[tuple[Solution, bool], Try] = {}
         self._traced: dict[tuple[Solution, bool], Traced] = {}
-        self._stages: dict[Plan, tuple[Callable[..., Any], Any]] = {}  # traced and not compiled yet
+        self._stages: dict[Plan | None, tuple[Callable[..., Any], Any]] = {}  # traced and not compiled yet
         self._solvers: dict[str, Solver] = {}
 
     @property
@@ -157,12 +159,36 @@ class Measured:
     @functools.cached_property
     def plain(self) -> Traced:
         """The step without a plan, as traced."""
-        return self._trace(self.step(self.fun))
+        return self._look(None)
 
-    def _trace(self, step: Callable[..., Any], stage: Any = None) -> Traced:
-        graph, shards = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr), self.model.shards
+    def _look(self, made: Plan | None) -> Traced:
+        """Returns the step under a plan, or without one, as traced. `_compile` goes on from that trace."""
+        step = self.step(self.fun) if made is None else self.planned(made)
+        stage, shards = self._stage(step), self.model.shards
+        with self._one_signature():
+            graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
+        self._stages[made] = step, stage
         time = timer(shards.applied(graph), self.target, shards.devices)
         return Traced(graph_peak(graph, self.target.platform), graph.flops, total(map(time, graph.ops)))
+
+    def _stage(self, step: Callable[..., Any]) -> Any:
+        """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as
+        within a mapped function, where types say how arrays vary over its mesh.
+        """
+        try:
+            stage = traced_for(step, self.args, self.target)
+        except PlanMismatchError:
+            return None
+        return stage if hasattr(stage, "jaxpr") else None
+
+    def _compile(self, made: Plan | None) -> MemoryReport:
+        step, stage = self._stages.pop(made, (None, None))
+        self._stages.clear()  # the others were only looked at
+        if step is not None and stage is not None:
+            return measure_traced(stage, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
+        with self._one_signature():
+            step = self.step(self.fun) if made is None else self.planned(made)
+            return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
 
     @functools.cached_property
     def merged_bytes(self) -> int:
@@ -178,15 +204,9 @@ class Measured:
         """
         with self.lock:
             if self.known_unplanned is None:
-                self.known_unplanned = self.measure(self.fun)
+                _ = self.plain  # the compilation goes on from its trace
+                self.known_unplanned = self._compile(None)
             return self.known_unplanned
-
-    def measure(self, fun: Callable[..., Any]) -> MemoryReport:
-        """Returns what the step of a function needs, compiled as far as its peak needs it."""
-        return self._measured(self.step(fun))
-
-    def _measured(self, step: Callable[..., Any]) -> MemoryReport:
-        return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
 
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:
         """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
@@ -201,22 +221,8 @@ class Measured:
         """Returns the step under a solution, as traced; `by_hand`: as people write it."""
         if (solution, by_hand) not in self._traced:
             made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
-            step = self.planned(made)
-            stage = self._stage(step)
-            with self._one_signature():
-                self._traced[solution, by_hand] = self._trace(step, stage)
-            self._stages[made] = step, stage
+            self._traced[solution, by_hand] = self._look(made)
         return self._traced[solution, by_hand]
-
-    def _stage(self, step: Callable[..., Any]) -> Any:
-        """Returns a step as `jax.jit` traces it, which the compilation goes on from; None where that is another program
-        than the one that was planned, as within a mapped function, where types say how arrays vary over its mesh.
-        """
-        try:
-            stage = traced_for(step, self.args, self.target)
-        except PlanMismatchError:
-            return None
-        return stage if hasattr(stage, "jaxpr") else None
 
     def effort(self, solution: Solution, by_hand: bool = False) -> float:
         """Returns what a solution adds to the traced step: what plans are chosen by."""
@@ -228,12 +234,7 @@ class Measured:
         Raises:
           DoesNotFitError: the target's compiler refuses it.
         """
-        step, stage = self._stages.pop(made, (None, None))
-        self._stages.clear()  # the others were only looked at
-        if step is not None and stage is not None:
-            return measure_traced(stage, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
-        with self._one_signature():
-            return self._measured(self.planned(made))
+        return self._compile(made)
 
     def planned(self, made: Plan) -> Callable[..., Any]:
         """Returns the step under a plan."""

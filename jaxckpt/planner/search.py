@@ -362,6 +362,7 @@ class _Search:
         self.effort = 0.0  # of the plan that was found
         self.quick = not is_sharded(problem.args) and sum(1 for _ in problem.graph.walk()) <= QUICK
         self.most = QUICK_COMPILES if self.quick else COMPILES
+        self._most_overstated = PLATFORMS[problem.target.platform].overstated
 
     def run(self) -> Plan:
         if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
@@ -485,16 +486,14 @@ class _Search:
         """Predicts the compiled peak: by the chain or by a trace of the step, whichever the compiled plans are more
         alike by, and by how far that was off in the nearest of these.
         """
-        problem, modelled = self.problem, cost(self.chain, solution).peak
-        compiled = [t for t in self._compiled() if self._is_traced(t.solution)]
-        chain = [t.compiled - t.modelled for t in compiled]
-        if not self._is_traced(solution):
-            return modelled + standing
-        traced = [t.compiled - problem.estimate(t.solution) for t in compiled]
+        problem, modelled, compiled = self.problem, cost(self.chain, solution).peak, self._compiled()
+        is_traced = all(self._is_traced(each) for each in (solution, *(t.solution for t in compiled)))
         if not compiled:
-            return problem.estimate(solution)
+            return problem.estimate(solution) if is_traced else modelled + standing
         nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
-        if _spread(chain) < _spread(traced):
+        chain = [t.compiled - t.modelled for t in compiled]
+        traced = [t.compiled - problem.estimate(t.solution) for t in compiled] if is_traced else []
+        if not is_traced or _spread(chain) < _spread(traced):
             return modelled + chain[nearest]
         return problem.estimate(solution) + traced[nearest]
 
@@ -558,11 +557,7 @@ class _Search:
         times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
         while tried == 0 or self.compiles < self.most:
             most = OVERTIMED * self._chain_time(best)
-            fits = lambda solution: (
-                cost(self.chain, solution).peak + standing
-                <= PLATFORMS[problem.target.platform].overstated * self.budget
-            )
-            near = [s for s in times if times[s] < most and (s, True) not in problem.tries and fits(s)]
+            near = [s for s in times if times[s] < most and (s, True) not in problem.tries]
             efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
             most = best.effort - TINY * problem.plain.time.effort
             left = sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
@@ -570,11 +565,7 @@ class _Search:
             estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
             chosen = next((s for s in left if estimate(s) <= max(learned or 1.0, 1.0) * self.budget), None)
             if chosen is None and learned is None:
-                near = [
-                    solution
-                    for solution in left
-                    if estimate(solution) <= PLATFORMS[problem.target.platform].overstated * self.budget
-                ]
+                near = [solution for solution in left if estimate(solution) <= self._most_overstated * self.budget]
                 chosen = min(near, key=estimate, default=None)
             if chosen is None:
                 break
@@ -607,14 +598,8 @@ class _Search:
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
-            if written:
-                needed = estimates[solution, written] / (
-                    self._overstated() or PLATFORMS[problem.target.platform].overstated
-                )
-            else:
-                needed = estimates[solution, written] if self.quick else self._predicted(solution, standing)
-                needed /= 1 + CLOSE
-            if compiled and needed > min(compiled):
+            over = max(self._overstated() or self._most_overstated, 1.0) if written else 1 + CLOSE
+            if compiled and estimates[solution, written] > over * min(compiled):
                 continue
             made = self._try(solution, standing, by_hand=written)
             compiled.append(made.compiled)
@@ -717,28 +702,26 @@ class _Search:
         of the next ones; those of a plan for another budget are too far from this one's.
         """
         problem = self.problem
-        modelled = cost(self.chain, solution)
         with problem.lock:
             known = problem.tries.get((solution, by_hand))
         if known is None:
             self.report(self.compiles, self.most, "compiling a plan")
             self.compiles += 1
-            model = problem.model
+            model, modelled = problem.model, cost(self.chain, solution).peak
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
+            # The chain does not know what is left to JAX.
+            predicted = problem.estimate(solution, by_hand) if by_hand else self._predicted(solution, standing)
+            traced, effort = problem.traced(solution, by_hand), problem.effort(solution, by_hand)
             try:
                 report: MemoryReport | None = problem.measure_planned(made)
                 assert report is not None
                 compiled = report.peak_bytes
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            traced, effort = problem.traced(solution, by_hand), problem.effort(solution, by_hand)
-            known = Try(solution, modelled.peak, compiled, made, report, traced, effort)
+            known = Try(solution, modelled, predicted, compiled, made, report, traced, effort)
             with problem.lock:
                 problem.tries[solution, by_hand] = known
-        peak = modelled.peak + self._offset(standing)
-        if by_hand:  # the chain does not know what is left to JAX
-            peak = problem.estimate(solution, by_hand)
-        estimate = self._estimate(solution, peak)
+        estimate = self._estimate(solution, known.predicted)
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
         finished = replace(known, plan=self._record(known.plan, estimate, known.report, known.traced))
         if corrects and not by_hand:

@@ -185,6 +185,39 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
     assert flat.overhead >= plan.overhead
 
 
+def test_a_plan_is_predicted_before_it_is_compiled_and_the_next_one_by_what_that_was_off(problem, monkeypatch):
+    fresh, extra = problem_of(loss, *ARGS, target="cpu"), 8 * 2**20
+    fresh.known_unplanned, measured = problem.unplanned, fresh.measure_planned
+
+    def more(plan):
+        report = measured(plan)
+        return replace(report, peak_bytes=report.peak_bytes + extra)
+
+    monkeypatch.setattr(fresh, "measure_planned", more)
+    fresh.plan("70%")
+    first, second, *_ = [tried for (_, by_hand), tried in fresh.tries.items() if not by_hand]
+    assert first.predicted < first.compiled - extra / 2
+    assert second.predicted == pytest.approx(second.compiled, rel=0.05)
+
+
+def test_a_plan_s_step_is_traced_once_for_its_estimate_and_its_compilation(monkeypatch):
+    calls = []
+
+    def counted(*args):
+        calls.append(1)
+        return loss(*args)
+
+    fresh = problem_of(counted, *ARGS, target="cpu")
+    before = len(calls)
+    assert fresh.unplanned.peak_bytes and fresh.plain.flops
+    assert len(calls) == before + 1
+    solution = fresh.solver("chain").least(fresh.model.chain)
+    assert fresh.estimate(solution) and fresh.effort(solution) > 0
+    once = len(calls)
+    assert fresh.measure_planned(fresh.model.plan(solution)).peak_bytes
+    assert len(calls) == once
+
+
 def test_without_verification_nothing_is_compiled(problem):
     fresh = problem_of(loss, *ARGS, target="cpu")
     plan = fresh.plan(problem.unplanned.peak_bytes // 2, verify=False)
