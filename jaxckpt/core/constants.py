@@ -117,6 +117,14 @@ WITHIN = 0.5
 this share of its bytes. What is around it keeps what it keeps. Where that leaves no plan that fits, the other one is
 planned. No measurement is on record."""
 
+LEVELS = 4
+"""How many ways to keep values inside of branches and short loops are looked at, for each stretch that has any. Each
+takes a trace of the stretch. Judged by blocks with a cond."""
+
+PLANS = 12
+"""How many plans of a loop's body are candidates for the loop, where the body has loops or several blocks in it. Judged
+by a scan of scans."""
+
 COMPILES = 4
 """Maximum number of compilations of the whole training step. Two mostly do: the first prediction of GPT-2 on an H100 is
 off by 1 to 5%, the second by under 0.5%."""
@@ -140,13 +148,17 @@ CLOSE = 0.02
 WORTH = 0.003
 """Compile one more plan after one within `CLOSE` if by the chain it takes less time by this fraction of the step."""
 
+SLIGHT = 0.02
+"""What is before and after the blocks is left to JAX, as people leave it, if at most this fraction of its forward run
+is computed again: an embedding's rows are looked up in no time. Judged by language models of few blocks."""
+
 TINY = 0.001
 """Checkpoints as people write them are compiled if the traced step says that they take less by this fraction."""
 
-AIMS = 3
+AIMS, QUICK_AIMS = 3, 8
 """How many solutions are traced, to predict their peaks, for one that is compiled. Judged by the models of benchmarks/:
 a trace takes a tenth of the time of a compilation, and what it predicts is off by nearly the same bytes in all plans.
-"""
+For the programs of `QUICK`, as many as take the time of one compilation."""
 
 STEEP = 0.03
 """Look between a plan that fits and one that does not if the second one's recomputation takes less by this fraction of
@@ -182,6 +194,10 @@ region around it."""
 STALE = 0.9
 """A stored plan for what was free on the device serves again if its budget was at least this fraction of what is free
 now. No measurement is on record."""
+
+MUCH = 0.25
+"""Views that show at least this fraction of an input lie in the region that reads them. Judged by blocks that read four
+matrices of one array each, and by eight blocks that read their parts of stacked weights."""
 
 # ------------------------------------------------------------------------------------------------ the liveness model
 

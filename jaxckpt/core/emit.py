@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action
 from jaxckpt.core import primitives, reads, stored, surgery
-from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.constants import MUCH
+from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
@@ -76,20 +77,37 @@ class Named:
       graph: the function.
       body: its own, or one inside.
       loops: how scans of the function are run, as of `Plan`.
+      within: values of the programs that its operations hold, whose names `checkpointed` can keep too, each by an
+        action. Then what has a name can be kept, and only that.
     """
 
-    def __init__(self, graph: Graph, body: Body, loops: Sequence[Loop] = ()) -> None:
-        self.graph, self.body = graph, body
-        values = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
-        self.names = _Names(graph, whole=True)
+    def __init__(
+        self, graph: Graph, body: Body, loops: Sequence[Loop] = (), within: Mapping[int, Action] | None = None
+    ) -> None:
+        self.graph, self.body, self.loops = graph, body, loops
+        own = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
+        self.names = _Names(graph, whole=within is None)
         self.names.place(graph, (), loops, True)
-        self.groups = _rewrite(body, self.names, values, cuts=range(len(body.ops)))
+        self.groups = _rewrite(body, self.names, own if within is None else within, cuts=range(len(body.ops)))
+        self.views = body.views
+
+    def checkpointed(
+        self, start: int, stop: int, outputs: Sequence[int], actions: Mapping[int, Action]
+    ) -> tuple[Flat, Any, list[int]]:
+        """Returns the operations start..stop as a function that keeps what `actions` say, values inside of operations
+        too, and recomputes the rest; beside it what `stretch` returns.
+        """
+        kept = Named(self.graph, self.body, self.loops, actions)
+        jaxpr, inputs = kept.stretch(start, stop, outputs)
+        run = functools.partial(surgery.evaluate, jaxpr)
+        return _checkpointed(run, Region(start, stop, actions), kept.names, True), jaxpr, inputs
 
     def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:
-        """Returns the operations start..stop as a jaxpr with the values `outputs` for results, and the values that its
-        inputs are.
+        """Returns the operations start..stop, but for views, as a jaxpr with the values `outputs` for results, and the
+        values that its inputs are.
         """
-        eqns = [eqn for group in self.groups[start:stop] for eqn in group]
+        shown = self.views
+        eqns = [eqn for place in range(start, stop) if place not in shown for eqn in self.groups[place]]
         if stop == len(self.body.ops):
             eqns += [eqn for group in self.groups[stop:] for eqn in group]
         made = {var for eqn in eqns for var in eqn.outvars}
@@ -427,9 +445,51 @@ class _Program:
     prevent_cse: bool | tuple[bool, ...]
     folded: Callable[[list[Any]], list[Any]]
 
+    @functools.cached_property
+    def parts(self) -> Mapping[Any, Any]:
+        """The variables that these views make, each with its equation."""
+        return {var: eqn for place in self.shown for eqn in self.groups[place] for var in eqn.outvars}
+
+    def with_views(self, eqns: list[Any]) -> list[Any]:
+        """Returns the equations of a region, behind those of the views that it reads where these show much of an input:
+        to have the rest of its gradient too costs little then, and a view outside is kept for the region.
+        """
+        read: dict[Any, list[Any]] = {}
+        for var in surgery.used(eqns):
+            for base in self._bases(var) if var in self.parts else ():
+                read.setdefault(base, []).append(var)
+        size = lambda variables: sum(aval_bytes(var.aval) for var in variables)
+        most = [var for base, shown in read.items() if size(shown) >= MUCH * size([base]) for var in shown]
+        inside: set[int] = set()
+        while most:
+            eqn = self.parts[most.pop()]
+            inside.add(id(eqn))
+            most += [var for var in surgery.used([eqn]) if var in self.parts]
+        showing = (eqn for place in sorted(self.shown) for eqn in self.groups[place])
+        return [*(eqn for eqn in showing if id(eqn) in inside), *eqns]
+
+    def _bases(self, var: Any) -> set[Any]:
+        """Returns the inputs that a view shows a part of."""
+        if var not in self.parts:
+            return {var}
+        return {base for source in surgery.used([self.parts[var]]) for base in self._bases(source)}
+
+    @functools.cached_property
+    def shown(self) -> frozenset[int]:
+        """Places of the views that are given no names, nor show what is given one."""
+        given = {*self.body.jaxpr.constvars, *self.body.jaxpr.invars}
+        found = set()
+        for place in sorted(self.body.views):
+            group = self.groups[place]
+            if len(group) == 1 and given.issuperset(surgery.used(group)):
+                given.update(group[0].outvars)
+                found.add(place)
+        return frozenset(found)
+
     def equations(self, start: int, stop: int) -> list[Any]:
-        """Returns those of the operations start..stop; with the last one names that follow it."""
-        return [eqn for group in self.groups[start : None if stop == len(self.body.ops) else stop] for eqn in group]
+        """Returns those of the operations start..stop, but for views; with the last one names that follow it."""
+        end = len(self.groups) if stop == len(self.body.ops) else stop
+        return [eqn for place in range(start, end) if place not in self.shown for eqn in self.groups[place]]
 
 
 def _region(region: Region, program: _Program) -> Flat:
@@ -442,17 +502,24 @@ def _region(region: Region, program: _Program) -> Flat:
     return _checkpointed(inner, region, program.names, program.prevent_cse)
 
 
-def _checkpointed(fun: Flat, region: Region, names: _Names, prevent_cse: bool | tuple[bool, ...]) -> Flat:
+def _checkpointed(
+    fun: Flat,
+    region: Region,
+    names: _Names,
+    prevent_cse: bool | tuple[bool, ...],
+    parts: Collection[int] = (),
+) -> Flat:
+    """Returns a stretch as its region says; `parts`: the places of inputs that are views."""
     if region.checkpoint:
         if not names.read.isdisjoint(region.actions):
             fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
-    return _tied(fun) if region.tied else fun
+    return _tied(fun, parts) if region.tied else fun
 
 
-def _tied(fun: Flat) -> Flat:
+def _tied(fun: Flat, parts: Collection[int]) -> Flat:
     """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on
-    before all are there.
+    before all are there. Of `parts` the cotangents alone are held: behind a barrier a view is a copy.
     """
 
     def call(*inputs: Any) -> list[Any]:
@@ -463,25 +530,30 @@ def _tied(fun: Flat) -> Flat:
             aval = jax.typeof(x)
             if jax.dtypes.issubdtype(aval.dtype, np.inexact):
                 alike.setdefault(_compat.varying_axes(aval), []).append(place)
-        held = {place: x for places in alike.values() for place, x in zip(places, _hold([inputs[i] for i in places]))}
+        held: dict[int, Any] = {}
+        for places in alike.values():
+            shown = [place for place in places if place in parts]
+            whole = [place for place in places if place not in parts]
+            held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
         return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
 
     return call
 
 
 @jax.custom_jvp
-def _hold(values: list[Any]) -> list[Any]:
-    """Returns the values behind one barrier."""
-    return jax.lax.optimization_barrier(values)  # type: ignore[no-any-return]
+def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
+    """Returns values behind one barrier, and those that are shown as they are. Their tangents are behind one."""
+    return [*(jax.lax.optimization_barrier(values) if values else ()), *shown]
 
 
 def _hold_tangents(primals: Any, tangents: Any) -> Any:
     # The barrier's own rule makes a tangent of zeros of a missing one, so that what is not differentiated would get a
     # cotangent: that of frozen parameters, of a mask, of the images under the first convolution.
     zero = jax.custom_derivatives.SymbolicZero
-    moving = [tangent for tangent in tangents[0] if not isinstance(tangent, zero)]
+    given = [*tangents[0], *tangents[1]]
+    moving = [tangent for tangent in given if not isinstance(tangent, zero)]
     held = iter(tie(*moving) if moving else ())
-    return _hold(primals[0]), [tangent if isinstance(tangent, zero) else next(held) for tangent in tangents[0]]
+    return _hold(*primals), [tangent if isinstance(tangent, zero) else next(held) for tangent in given]
 
 
 _hold.defjvp(_hold_tangents, symbolic_zeros=True)
@@ -510,23 +582,34 @@ def _stretch(
     needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
     for begin, end, region in reversed(_cuts(start, stop, regions)):
         eqns = program.equations(begin, end)
-        ins = surgery.used(eqns)
         outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
+        eqns = eqns if region is None else program.with_views(eqns)
+        ins = surgery.used(eqns)
         if region is not None and region.regions:
             fun = _stretch(begin, end, region.regions, program, ins, outs)
         else:
             jaxpr = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
             fun = functools.partial(surgery.evaluate, jaxpr)
         if region is not None:
-            fun = _checkpointed(fun, region, program.names, program.prevent_cse)
+            parts = [place for place, var in enumerate(ins) if var in program.parts]
+            fun = _checkpointed(fun, region, program.names, program.prevent_cse, parts)
         stretches.append((fun, ins, outs))
         needed |= set(ins)
 
     def call(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args))
+
+        def read(var: Any) -> Any:
+            if var not in env:  # a view, made where it is first read
+                eqn = program.parts[var]
+                ins = surgery.used([eqn])
+                shown = surgery.evaluate(surgery.stretch([eqn], ins, eqn.outvars, program.body.jaxpr), *map(read, ins))
+                env.update(zip(eqn.outvars, shown))
+            return env[var]
+
         for fun, ins, outs in reversed(stretches):
-            env.update(zip(outs, fun(*(env[var] for var in ins))))
-        return [var.val if isinstance(var, _compat.Literal) else env[var] for var in outputs]
+            env.update(zip(outs, fun(*map(read, ins))))
+        return [var.val if isinstance(var, _compat.Literal) else read(var) for var in outputs]
 
     return call
 

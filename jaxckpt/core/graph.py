@@ -26,6 +26,7 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.core import primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
+from jaxckpt.core.primitives import Result
 from jaxckpt.core.reads import INTERNAL
 from jaxckpt.core.rules import PRIMITIVE, Rule, opened, tags_of
 from jaxckpt.core.surgery import inner_jaxprs
@@ -139,6 +140,24 @@ class Body:
     jaxpr: Any = field(repr=False)
     values: Mapping[Any, int] = field(repr=False)
     param: tuple[str, int | None] = ("", None)
+
+    @functools.cached_property
+    def views(self) -> frozenset[int]:
+        """The places of the operations that show a part of what goes in, such as one block's weights of stacked ones.
+
+        They compute nothing, and a region reads what they show rather than the whole: its gradients are those of the
+        part. So they lie outside of regions, wherever they are written.
+        """
+        given = {self.values[var] for var in (*self.jaxpr.constvars, *self.jaxpr.invars)}
+        shown: set[int] = set()
+        found = set()
+        for place, op in enumerate(self.ops):
+            facts = primitives.of(op.primitive)
+            sources = {*given, *shown} if facts.shows else shown if facts.result is Result.RESHAPED else ()
+            if op.inputs and len(op.equation.invars) == 1 and op.inputs[0] in sources:
+                shown.update(op.outputs)
+                found.add(place)
+        return frozenset(found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -371,15 +371,20 @@ def stretch_peak(
     return _peak(events, [slot for slot in owners.values() if _takes_memory(slot)])
 
 
-def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: Iterable[int], platform: str) -> int:
-    """Estimates the bytes that some operations leave in memory for others that come later, nothing between them holding
-    the compiler back.
+def passed_on(
+    graph: Graph, first: Sequence[Op], second: Sequence[Op], results: Iterable[int], platform: str
+) -> list[tuple[int, list[int]]]:
+    """Estimates what some operations leave in memory for others that come later, nothing between them holding the
+    compiler back.
 
     Args:
       graph: a traced program.
       first, second: its operations, in an order in which they can run.
       results: values (indices) that have to be there at the end.
       platform: as of `estimate_peak`.
+
+    Returns:
+      For each buffer its bytes, and the values (indices) that are in it: the same one, in several forms.
     """
     slots: dict[int, _Slot] = {}
     events = list(_flatten(graph, Body(tuple(first), (), (), None, {}), slots, platform))
@@ -394,4 +399,9 @@ def passed_on(graph: Graph, first: Sequence[Op], second: Sequence[Op], results: 
     _decide(events, outcome)
     border = next((time for time, event in enumerate(events) if id(event) in later), len(events))
     owners = {id(slot.owner()): slot.owner() for slot in made.values() if slot.stored}
-    return sum(slot.bytes for slot in owners.values() if _takes_memory(slot) and slot.last >= border)
+    left = {key: slot.bytes for key, slot in owners.items() if _takes_memory(slot) and slot.last >= border}
+    held: dict[int, list[int]] = {key: [] for key in left}
+    for index, slot in slots.items():
+        if id(slot) in made and id(slot.owner()) in held:
+            held[id(slot.owner())].append(index)
+    return [(left[key], values) for key, values in held.items()]

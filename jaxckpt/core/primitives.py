@@ -84,6 +84,7 @@ class Primitive:
       writes_over: whether it can write over an operand of the same size. What is fused can in any case.
       asks_result: whether its derivative may read its result: it is differentiated to find out. False where it is known
         not to.
+      shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
     """
@@ -96,6 +97,7 @@ class Primitive:
     sends: float = 0.0
     writes_over: bool = False
     asks_result: bool = True
+    shows: bool = False
     holds: Holds = Holds.PROGRAMS
     opaque: bool = False
 
@@ -153,8 +155,10 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("copy name stop_gradient", replace(_MOVED, result=Result.SAME, linear=True)),
     ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True)),
     ("transpose", replace(_MOVED, result=Result.REORDERED, linear=True)),
-    ("broadcast_in_dim convert_element_type slice", replace(_MOVED, linear=True)),
-    ("bitcast_convert_type empty empty2 from_edtype iota split stack tie tile to_edtype unstack", _MOVED),
+    ("broadcast_in_dim convert_element_type", replace(_MOVED, linear=True)),
+    ("slice", replace(_MOVED, linear=True, shows=True)),
+    ("split unstack", replace(_MOVED, shows=True)),
+    ("bitcast_convert_type empty empty2 from_edtype iota stack tie tile to_edtype", _MOVED),
     ("rev", replace(_FREE, linear=True)),
     ("concatenate pad dynamic_slice real imag reduce_precision sharding_constraint", _FREE),
     ("pvary preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),

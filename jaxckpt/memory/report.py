@@ -365,10 +365,24 @@ def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any
             compiled = lowered.compile(compiler_options=options)
             return compiled, time.perf_counter() - start
     except jax.errors.JaxRuntimeError as error:
-        refusal = _refusal(str(error), target) or _compat.unknown_option(error) or _option_error(str(error), options)
+        refusal = (
+            _refusal(str(error), target)
+            or _unplaced(str(error), target)
+            or _compat.unknown_option(error)
+            or _option_error(str(error), options)
+        )
         if refusal is None:
             raise
         raise refusal from error
+
+
+def _unplaced(message: str, target: Target) -> ArgumentError | None:
+    """Returns what is wrong where a function maps over a mesh, and JAX compiled it for one device."""
+    if "GlobalToLocalShape" not in message:
+        return None
+    hint = "JAX takes the devices of a program from its arguments; a jax.sharding.AbstractMesh names none."
+    rule = f"with the sharding of the function's mesh (jax.sharding.NamedSharding) on at least one, for {target.name}"
+    return ArgumentError("args", rule, "arguments that lie nowhere in particular", hint)
 
 
 def _option_error(text: str, options: Mapping[str, Any]) -> ArgumentError | None:

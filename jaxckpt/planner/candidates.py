@@ -9,25 +9,27 @@ its own (its residuals too), every branch and inner loop is what it will be. Val
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jaxckpt import _compat
-from jaxckpt.actions import Action, given
+from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import surgery
 from jaxckpt.core.emit import Named
-from jaxckpt.core.graph import Op, Value, graph_of
+from jaxckpt.core.graph import Body, Graph, Op, Value, graph_of
 from jaxckpt.core.inline import inline
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import passed_on, stretch_peak
+from jaxckpt.core.reads import Flat
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner import mincut
+from jaxckpt.planner import mincut, within
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, keeping, scaled, timer, total, written
+from jaxckpt.planner.costs import Time, keeping, passes, scaled, timer, total, written
 from jaxckpt.planner.timing import run_seconds
 
 
@@ -81,11 +83,12 @@ def candidates_of(
       presets: name of a policy -> the values that it keeps, for a candidate of each.
     """
     target, shards = context.target, context.shards
-    joint = _Joint(named, start, stop, outputs, active)
+    joint = _Joint(named, None, *named.stretch(start, stop, outputs), outputs, active)
     graph = shards.applied(joint.graph)
-    time = timer(graph, target, shards.devices)
+    time, factor = timer(graph, target, shards.devices), 1.0
     if context.timed and (expected := total(map(time, joint.forward)).seconds):
-        time = scaled(time, run_seconds(named.stretch(start, stop, outputs)[0]) / expected)
+        factor = run_seconds(named.stretch(start, stop, outputs)[0]) / expected
+        time = scaled(time, factor)
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
     ways = {index: list(_ways(graph.values[index], context.actions, target, write(index))) for index in joint.origin}
@@ -103,8 +106,9 @@ def candidates_of(
         return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
 
     cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
-    numbers = {}
-    for name, values in presets.items():
+    inner = within.programs(named.graph, named.body, start, stop, active)
+    numbers: dict[str, int] = {}
+    for name, values in presets.items() if not inner else ():
         keys = {index for index, original in joint.origin.items() if original in values}
         cut = mincut.of_values(operations, joint.needed, ways, keys, anyway)
         if cut not in cuts:
@@ -112,20 +116,119 @@ def candidates_of(
         numbers[name] = cuts.index(cut)
     residuals = [index for index in joint.needed if index in joint.made]
     residual_bytes, residual_time = sum(graph.values[index].bytes for index in residuals), total(map(write, residuals))
-    left_bytes = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
+    left = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
+    left_bytes = sum(size for size, _ in left)
+    # Of the forms of a value one is written: that which is there anyway, if one is.
+    left_time = total(min(map(write, forms), key=lambda time: time.effort) for _, forms in left if forms)
     plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
+    forward, backward = total(map(time, joint.forward)), total(map(time, joint.backward))
+    candidates = [*map(candidate, cuts)]
+    if inner:
+        # What holds programs runs again for nothing here: what that takes is seen where the programs keep something.
+        holds = {op.primitive for op, _, _ in inner}
+        free = [replace(o, seconds=0.0) if op.primitive in holds else o for o, op in zip(operations, joint.forward)]
+        around = mincut.cheapest_first(mincut.hull(free, joint.needed, ways, anyway))
+        kept = [{joint.origin[index]: action for index, action in cut.kept.items()} for cut in around]
+        stretch = _Stretch(named, start, stop, outputs, active, carried)
+        look = functools.partial(_checkpointed, stretch, forward + backward, factor, context)
+        candidates = _cheapest_first([*candidates, *map(look, _levels(named.graph, inner, kept, context))])
+        own = {*joint.origin.values(), *within.values(inner)}
+        numbers = {name: len(candidates) + i for i, name in enumerate(presets)}
+        candidates += [look({index: SAVE for index in values if index in own}) for values in presets.values()]
     return Candidates(
-        tuple(map(candidate, cuts)),
-        total(map(time, joint.forward)),
-        total(map(time, joint.backward)),
+        tuple(candidates),
+        forward,
+        backward,
         stretch_peak(graph, joint.forward, joint.outcome, (), target.platform),
         residual_bytes,
         residual_time,
         left_bytes,
-        min(left_bytes / max(residual_bytes, 1), 1.0) * residual_time,
+        left_time,
         max(plain - left_bytes, 0),
         numbers,
     )
+
+
+def _levels(
+    graph: Graph, inner: Sequence[within.Program], kept: Sequence[Mapping[int, Action]], context: Context
+) -> Iterator[Mapping[int, Action]]:
+    """Yields what a stretch keeps of the programs in it, and around them: from the fewest bytes to the least time.
+
+    Args:
+      graph: the function.
+      inner: the programs.
+      kept: what can be kept around them, the fewest bytes first.
+      context: what the stretch is planned for.
+    """
+    alone = replace(context, timed=False)
+
+    def look(body: Body, active: Collection[int]) -> Sequence[Candidate]:
+        made = {index for op in body.ops for index in op.outputs}
+        outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
+        return candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
+
+    levels = within.levels(inner, look)
+    for number, actions in enumerate(levels):
+        yield {**kept[round(number / max(len(levels) - 1, 1) * (len(kept) - 1))], **actions}
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """What `candidates_of` is asked about; its arguments."""
+
+    named: Named
+    start: int
+    stop: int
+    outputs: Sequence[int]
+    active: Collection[int]
+    carried: Collection[int]
+
+
+def _checkpointed(
+    stretch: _Stretch, plain: Time, factor: float, context: Context, actions: Mapping[int, Action]
+) -> Candidate:
+    """Returns the candidate that keeps what `actions` say, values inside of operations too: the stretch is
+    differentiated under a checkpoint.
+
+    Args:
+      stretch: it.
+      plain: of its forward and its backward pass, nothing recomputed.
+      factor: what the target's rates are multiplied with.
+      context: what it is planned for.
+      actions: what is kept.
+    """
+    named, outputs = stretch.named, stretch.outputs
+    checkpointed = named.checkpointed(stretch.start, stretch.stop, outputs, actions)
+    joint = _Joint(named, *checkpointed, outputs, stretch.active)
+    graph = context.shards.applied(joint.graph)
+    time = scaled(timer(graph, context.target, context.shards.devices), factor)
+    write = written(graph, context.target)
+    same = {op.outputs[0]: op.inputs[0] for op in joint.forward if op.inputs and passes(graph, op)}
+
+    def source(index: int) -> int:
+        while index in same:
+            index = same[index]
+        return index
+
+    goes_out = {source(index) for index, original in zip(joint.outcome, outputs) if original in stretch.carried}
+    own = {source(index) for index in joint.needed if index in joint.made} - goes_out
+    own = {index for index in own if index in joint.made}
+    kept = sum(graph.values[index].bytes for index in own)
+    peak = stretch_peak(graph, joint.backward, joint.results, [*joint.arriving, *own], context.target.platform)
+    run = total(map(time, [*joint.forward, *joint.backward])) + total(map(write, own))
+    more = [
+        max(with_it - without, 0.0) for with_it, without in ((run.effort, plain.effort), (run.seconds, plain.seconds))
+    ]
+    return Candidate(kept, more[0], max(peak - kept, 0), more[1], dict(sorted(actions.items())))
+
+
+def _cheapest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates that no other beats in both bytes and time, the fewest bytes first."""
+    best: list[Candidate] = []
+    for each in sorted(candidates, key=lambda each: (each.kept, each.time, each.work)):
+        if not best or each.time < best[-1].time:
+            best.append(each)
+    return best
 
 
 def _ways(value: Value, actions: Sequence[Action], target: Target, write: Time) -> Iterator[mincut.Storage]:
@@ -150,10 +253,24 @@ class _Joint:
       made: values that forward operations make.
       origin: forward value -> the value of the function that it is.
       results: the cotangents that come out; `arriving`: those that go in. `outcome`: the stretch's outputs.
+
+    Args:
+      named: the body.
+      run: the stretch as a function; None for its jaxpr as it is.
+      jaxpr, inputs: the stretch, as of `Named.stretch`.
+      outputs, active: as of `candidates_of`.
     """
 
-    def __init__(self, named: Named, start: int, stop: int, outputs: Sequence[int], active: Collection[int]) -> None:
-        jaxpr, inputs = named.stretch(start, stop, outputs)
+    def __init__(
+        self,
+        named: Named,
+        run: Flat | None,
+        jaxpr: Any,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        active: Collection[int],
+    ) -> None:
+        stretch = run or functools.partial(_compat.eval_jaxpr, jaxpr, [])
         values = named.graph.values
         moving = [index in active and is_inexact(values[index]) for index in inputs]
         through = [i for i, index in enumerate(outputs) if index in active and is_inexact(values[index])]
@@ -161,7 +278,7 @@ class _Joint:
 
         def both(ins: list[Any], cotangents: list[Any]) -> Any:
             def run(*operands: Any) -> tuple[list[Any], list[Any]]:
-                out = _compat.eval_jaxpr(jaxpr, [], *operands)
+                out = stretch(*operands)
                 return [out[i] for i in through], out
 
             of_moving, given = surgery.with_holes(run, ins, moving)

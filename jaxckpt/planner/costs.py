@@ -12,6 +12,7 @@ its links, as rings of many devices send them; those that the compiler puts in o
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,12 +68,13 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
     ops = list(graph.walk())
     wanted = _wanted_whole(graph)
     read = _read_bytes(graph, ops, wanted)
+    turned = _turned(graph, ops)
 
     def seconds(op: Op) -> float:
         if op.bodies:
             each = [float(sum(map(seconds, body.ops))) for body in op.bodies]
             return primitives.altogether(op.primitive, op.params, each)
-        if _passes(graph, op):
+        if passes(graph, op) or op in turned:
             return 0.0
         rate = devices * _rate(graph, op, rates)
         moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
@@ -154,7 +156,8 @@ def is_dear(op: Op) -> bool:
     return primitives.of(op.primitive).dear
 
 
-def _passes(graph: Graph, op: Op) -> bool:
+def passes(graph: Graph, op: Op) -> bool:
+    """Whether an operation's results are its operands: see `primitives.is_same`."""
     return primitives.is_same(op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None)
 
 
@@ -180,13 +183,25 @@ def _wanted_whole(graph: Graph) -> Collection[int]:
                     wanted.update(index for index, _ in ends if index is not None)
                 mark(inner)
             whole = facts.kernel is Kernel.OWN
-            if op.primitive != BARRIER and _passes(graph, op):
+            if op.primitive != BARRIER and passes(graph, op):
                 whole = op.outputs[0] in wanted
             if whole:
                 wanted.update(op.inputs)
 
     mark(graph.body)
     return wanted
+
+
+def _turned(graph: Graph, ops: Sequence[Op]) -> Collection[Op]:
+    """Returns the transpositions that move nothing: a matmul writes its result in the order in which it is read, if all
+    that reads it reads it so.
+    """
+    made = {index for op in ops if op.primitive == "dot_general" for index in op.outputs}
+    readers = collections.Counter(index for op in ops for index in {*op.inputs})
+    readers.update(
+        i for body in [graph.body, *(b for op in ops for b in op.bodies)] for i in body.outputs if i is not None
+    )
+    return {op for op in ops if op.primitive == "transpose" and op.inputs[0] in made and readers[op.inputs[0]] == 1}
 
 
 def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Callable[[int], int]:

@@ -71,7 +71,7 @@ def innermost(graph: Graph, differentiated: Collection[int], within: float = WIT
             break
         active = stages.active_values(found.graph, found.differentiated)
         found = Inside(
-            _view(found.graph, op),
+            view(found.graph, op),
             _fed(found.graph, op, active),
             (*found.address, (op.index, 0)),
             (*found.around, op),
@@ -111,7 +111,8 @@ def _computed(graph: Graph, op: Op) -> int:
     return sum(graph.values[index].bytes * graph.values[index].repeats for index in op.outputs)
 
 
-def _view(graph: Graph, op: Op) -> Graph:
+def view(graph: Graph, op: Op) -> Graph:
+    """Returns the function as a view of the program that an operation holds."""
     body = op.bodies[0]
     parameter, place = body.param
     program = op.params[parameter] if place is None else op.params[parameter][place]

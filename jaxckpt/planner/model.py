@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxckpt.actions import Action
-from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, WIDEST
+from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, SLIGHT, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
@@ -22,11 +22,12 @@ from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
-from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.scans import LoopCandidates, lean_loops, loop_candidates_of
+from jaxckpt.planner.scans import LoopCandidates, Plans, Within, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
+from jaxckpt.planner.solvers.optimal import Table
 from jaxckpt.planner.solvers.sqrt import fastest, leanest, tightest
 from jaxckpt.policies import PRESETS
 
@@ -103,14 +104,16 @@ class Model:
         return tuple(sorted([*outside, *blocks], key=lambda item: item.start))
 
     def plan_by_hand(self, solution: Solution) -> Plan:
-        """Returns one of `by_hand` as people write it: what is before and after the blocks is left to JAX where nothing
-        of it is computed again, and no region waits for the gradients of the one before.
+        """Returns one of `by_hand` as people write it: what is before and after the blocks is left to JAX where hardly
+        anything of it is computed again, and no region waits for the gradients of the one before.
         """
         made = self.plan(tuple(item for item in solution if self._is_made(item)))
         return replace(made, regions=tuple(replace(region, tied=False) for region in made.regions))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        return not isinstance(item, Keep) or item.start in self.units[:-1] or self.chain.candidate(item).time > 0
+        if not isinstance(item, Keep) or item.start in self.units[:-1]:
+            return True
+        return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
         candidates = self.chain.segment(start, stop).candidates
@@ -119,7 +122,8 @@ class Model:
     def plan(self, solution: Solution) -> Plan:
         """Returns a solver's solution as a plan."""
         loops: list[Loop] = []
-        regions = self._regions(solution, loops)
+        within: list[Region] = []
+        regions = (*self._regions(solution, loops, within), *within)
         notes = tuple(self._note(region) for region in regions)
         placed = tuple(self._placed(region) for region in regions)
         moved = tuple(replace(loop, body=(*self.address, *loop.body)) for loop in loops)
@@ -163,18 +167,22 @@ class Model:
             at += kept + self.chain.output(item.start, item.stop, self.chain.length)
         return at
 
-    def _regions(self, solution: Solution, loops: list[Loop]) -> tuple[Region, ...]:
+    def _regions(self, solution: Solution, loops: list[Loop], within: list[Region]) -> tuple[Region, ...]:
+        """Returns the regions of a solution; fills in the loops, and the regions that lie in loops."""
         regions = []
         for item in solution:
             start, stop = self.places[item.start], self.places[item.stop]
             if not isinstance(item, Keep):
-                regions.append(Region(start, stop, {}, self._regions(item.again, loops), tied=True))
+                regions.append(Region(start, stop, {}, self._regions(item.again, loops, within), tied=True))
                 continue
             how = self.chain.candidate(item).how
             if isinstance(how, LeanLoops):
                 loops += [loop for place in range(start, stop) for loop in self.lean.get(place, ())]
                 how = how.actions
-            if start not in self.loops or stop > start + 1:
+            if isinstance(how, Within):
+                loops += how.loops
+                within += how.regions
+            elif start not in self.loops or stop > start + 1:
                 regions.append(Region(start, stop, how or {}, checkpoint=how is not None, tied=True))
             elif how is not None:
                 loops.append(Loop(start, how))
@@ -195,6 +203,8 @@ def build(
     differentiated: Collection[int],
     context: Context,
     progress: Progress | None = None,
+    *,
+    looped: bool = False,
 ) -> Model:
     """Returns the chain of a function, every stretch of it analysed.
 
@@ -203,14 +213,38 @@ def build(
       differentiated: the indices of arguments that are differentiated in.
       context: what it is planned for.
       progress: called as `progress(done, total, what)`.
+      looped: whether it is a loop's body. All iterations run forward before the last one's backward pass begins, so
+        the compiler moves nothing between the two.
     """
     report = progress or (lambda done, total, what: None)
-    return _Builder(graph, differentiated, context, report).build()
+    return _Builder(graph, differentiated, context, report, looped).build()
+
+
+def _planned(context: Context, body: Graph, differentiated: Collection[int], address: Address) -> Plans | None:
+    """Returns the plans of a loop's body in which there is more to plan than what one region keeps: a loop, or several
+    blocks. See `loop_candidates_of`.
+    """
+    if not stages.loops(body) and len(stages.repeats(body)) < 3:
+        return None
+    inner = replace(build(body, differentiated, replace(context, timed=False), looped=True), address=address)
+    table = Table(inner.chain)
+    limits = [limit for limit, _ in table.frontier()]
+    chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
+    found = [(solution, inner.plan(solution)) for solution in map(table.solution, sorted(chosen)) if solution]
+    found += [(solution, inner.plan_by_hand(solution)) for solution in dict.fromkeys(inner.by_hand())]
+    plans = []
+    for solution, made in found:
+        spent, kept = cost(inner.chain, solution), inner.kept_bytes(solution)
+        each = Candidate(kept, spent.time, max(spent.peak - kept, 0), inner.seconds(solution))
+        plans.append((Within(made.regions, made.loops), each))
+    return Plans(tuple(plans), inner.chain.segment(0, inner.chain.length).forward_work)
 
 
 class _Builder:
-    def __init__(self, graph: Graph, differentiated: Collection[int], context: Context, progress: Progress) -> None:
-        self.graph, self.context, self.progress = graph, context, progress
+    def __init__(
+        self, graph: Graph, differentiated: Collection[int], context: Context, progress: Progress, looped: bool
+    ) -> None:
+        self.graph, self.context, self.progress, self.looped = graph, context, progress, looped
         self.differentiated = frozenset(differentiated)
         self.active = stages.active_values(graph, differentiated)
         self.last = stages.last_uses(graph)
@@ -229,7 +263,7 @@ class _Builder:
         graph = self.graph
         blocks = stages.repeats(graph)
         cuts = stages.cuts(graph, blocks)
-        places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]))
+        places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
         self.units = _units(places, blocks)
         length = len(places) - 1
         carried = self._carried(places)
@@ -257,7 +291,7 @@ class _Builder:
                     candidates = self._candidates(one, places[s], places[t])
                     # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes
                     # out.
-                    if isinstance(one, Candidates) and (s, t) == (length - 1, length):
+                    if isinstance(one, Candidates) and (s, t) == (length - 1, length) and not self.looped:
                         left = one.left_time
                         candidates.append(Candidate(one.left_bytes, left.effort, one.plain_work, left.seconds))
                     more = int(passing[s, t]) - self._written_before(places[s], places[t])
@@ -283,7 +317,7 @@ class _Builder:
             lean=self.lean,
         )
 
-    def _finer(self, places: list[int]) -> list[int]:
+    def _finer(self, places: list[int], blocks: Collection[int]) -> list[int]:
         """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what
         the step can do with.
 
@@ -292,7 +326,7 @@ class _Builder:
         """
         operations = 0
         live = stages.crossing(self.graph)
-        gaps = stages.gaps(self.graph, live)
+        gaps = stages.gaps(self.graph, live, blocks)
         while 1 < len(places) <= MOST_STAGES:
             needs = [self._least_work(*ends) for ends in itertools.pairwise(places)]
             widest = needs.index(max(needs))
@@ -373,7 +407,8 @@ class _Builder:
         if start in self.loops and stop == start + 1:
             loop = f"{text}:{start}"  # its schedules name values of its own body
             if loop not in self.scans:
-                self.scans[loop] = loop_candidates_of(self.graph, self.graph.ops[start], self.active, self.context)
+                op, planned = self.graph.ops[start], functools.partial(_planned, self.context)
+                self.scans[loop] = loop_candidates_of(self.graph, op, self.active, self.context, planned)
             return self.scans[loop]
         key = self._key(start, stop)
         if key not in self.analyses:
@@ -416,8 +451,9 @@ class _Builder:
             for index in op.inputs:
                 uses.setdefault(index, set()).add(stage_of[place])
         found = []
+        shown = self.graph.body.views
         for place, op in enumerate(self.graph.ops):
-            for index in op.outputs:
+            for index in op.outputs if place not in shown else ():
                 later = tuple(sorted(stage for stage in uses.get(index, ()) if stage > stage_of[place]))
                 if later:
                     value = self.graph.values[index]

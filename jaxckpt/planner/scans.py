@@ -9,7 +9,7 @@ et al. 2016 (arXiv:1604.06174).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,14 +28,15 @@ from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.loops import can_be_rewritten
-from jaxckpt.core.regions import Address, Loop
+from jaxckpt.core.regions import Address, Loop, Region
 from jaxckpt.core.scans import ScanBody
 from jaxckpt.core.schedule import LoopSchedule
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.stages import spread
+from jaxckpt.planner.inside import view
+from jaxckpt.planner.within import active_in
 from jaxckpt.schedules import Binomial, Nested, Slots, checkpointed, in_turn
 from jaxckpt.schedules.body import perturbed, written_out
 from jaxckpt.schedules.budget import SlotBudget
@@ -43,15 +44,36 @@ from jaxckpt.schedules.pullback import Wanted
 
 
 @dataclass(frozen=True)
+class Within:
+    """What a scan's iterations keep that runs as it stands: `regions` and `loops` of its body, as of a plan."""
+
+    regions: tuple[Region, ...]
+    loops: tuple[Loop, ...]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """A loop's body as planned.
+
+    Attributes:
+      plans: each with what it takes of one iteration.
+      forward_work: bytes that a forward run of an iteration needs at once.
+    """
+
+    plans: tuple[tuple[Within, Candidate], ...]
+    forward_work: int
+
+
+@dataclass(frozen=True)
 class LoopCandidate:
     """One way to run a scan.
 
     Attributes:
-      schedule: of the loop; None for the scan as it stands.
+      schedule: of the loop, or what lies in its body; None for the scan as it stands.
       bytes, time, work: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
     """
 
-    schedule: LoopSchedule | None
+    schedule: LoopSchedule | Within | None
     bytes: int
     time: Time
     work: int
@@ -98,16 +120,19 @@ def loop_candidates_of(
     op: Op,
     active: Collection[int],
     context: Context,
+    planned: Callable[[Graph, Collection[int], Address], Plans | None] | None = None,
 ) -> LoopCandidates:
     """Returns the candidates for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
       context: what the scan is planned for.
+      planned: returns the plans of a body, given a view of the function, the values that are differentiated in, and
+        the body's address. None for none.
     """
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
-    inside = _active_inside(graph, op, active, consts, carries)
+    inside = active_in(graph, graph.body, op, body, active)
     made = {index for inner in body.ops for index in inner.outputs}
     outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
     named = Named(graph, body)
@@ -131,31 +156,19 @@ def loop_candidates_of(
         ways += _ways(found, sizes, length)
         if context.once:
             ways += _slots(op, inside, found, sizes, context)
+    forward_work = found.forward_work
+    fed = [index for index in body.inputs if index in inside and is_inexact(graph.values[index])]
+    if planned is not None and (inner := planned(view(graph, op), fed, ((op.index, 0),))) is not None:
+        forward_work, loop = min(forward_work, inner.forward_work), sizes.gradients + sizes.arriving
+        for how, each in inner.plans:
+            kept = length * (each.kept + sizes.carry)
+            ways.append(LoopCandidate(how, kept, length * _time(each), each.work + loop))
     return LoopCandidates(
         tuple(_best(ways)),
         length * found.forward,
         length * found.backward,
-        found.forward_work + sizes.carry + sizes.results,
+        forward_work + sizes.carry + sizes.results,
     )
-
-
-def _active_inside(graph: Graph, op: Op, active: Collection[int], consts: int, carries: int) -> frozenset[int]:
-    """Returns the values of a scan's body that the derivative passes through; what one iteration makes so, the next one
-    starts with.
-    """
-    body = op.bodies[0]
-    operands = [None if isinstance(v, _compat.Literal) else graph.body.values.get(v) for v in op.equation.invars]
-    inside = {inner for inner, outer in zip(body.inputs, operands) if outer in active}
-    while True:
-        spread(graph, body, inside)
-        more = {
-            body.inputs[consts + place]
-            for place, index in enumerate(body.outputs[:carries])
-            if index in inside and body.inputs[consts + place] not in inside
-        }
-        if not more:
-            return frozenset(inside)
-        inside |= more
 
 
 def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> LoopCandidate:

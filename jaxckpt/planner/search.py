@@ -39,6 +39,7 @@ from jaxckpt.core.constants import (
     NESTED,
     OVERTIMED,
     QUICK,
+    QUICK_AIMS,
     QUICK_COMPILES,
     STEEP,
     TINY,
@@ -403,7 +404,7 @@ class _Search:
                 self.tries.append(best)  # made for another budget, it corrects what the chain says
                 solution = self._next(standing, {*seen, best.solution})
             solution = solution or (least if best is None else None)
-            if solution is None or solution in seen:
+            if solution is None or solution in seen or (best is not None and not self._is_cheaper(solution, best)):
                 break
             seen.add(solution)
             tried = self._try(solution, standing)
@@ -413,7 +414,7 @@ class _Search:
             if best is tried and tried.compiled >= self.budget * (1 - CLOSE) and not self._is_steep():
                 if not self._is_worth_another(tried):
                     break
-                closed = True
+                closed = not self.quick
         if best is None or not self.free:
             return best
         return self._or_by_hand(self._or_estimated(best, standing, seen), standing)
@@ -426,11 +427,16 @@ class _Search:
         below = [t.effort for t in self.tries if t.fits(self.budget)]
         return bool(above and below) and min(below) - max(above) > STEEP * self._forward_time()
 
+    def _is_cheaper(self, solution: Solution, best: Try) -> bool:
+        """Whether a solution takes less than a plan that was compiled, as its step is traced."""
+        tiny = TINY * self.problem.plain.time.effort
+        return not self._is_traced(solution) or self._effort(solution) < best.effort - tiny
+
     def _is_worth_another(self, close: Try) -> bool:
         """Whether a plan that needs all of the budget would take less time than one that is close to it."""
         fullest = self._solve(self.budget - close.compiled + close.modelled)
         saved = 0.0 if fullest is None else self._chain_time(close) - cost(self.chain, fullest).time
-        return saved > WORTH * self.problem.model.step_seconds
+        return saved > (TINY if self.quick else WORTH) * self.problem.model.step_seconds
 
     def _next(self, standing: int, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution to be compiled next, one that was not; None where there is none. Between a plan that
@@ -453,23 +459,32 @@ class _Search:
         return min(between, key=lambda solution: over[solution]) if far or self._is_steep() else None
 
     def _aimed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
-        """Returns the solution that is predicted to need most of the budget and fits, of those that come next when the
-        prediction of one corrects the offset for the next; the last one where none is predicted to fit.
+        """Returns the solution that takes least of those that are predicted to fit, or the last one where none is.
+
+        By the chain's bytes and the offset there is a first one. What is predicted of one says where the next is looked
+        for: by as many bytes up or down as it is off; by twice as many as the time before where that changed little;
+        and half way between one that is predicted to fit and one that is not, where it is not between them.
         """
         found, cheapest = None, None
-        offset = self._offset(standing)
-        aim = self.budget - self._spare()
-        for _ in range(AIMS):
-            solution = self._solve(self.budget - offset)
-            if solution is None or solution in seen:
+        limit, aim = self.budget - self._offset(standing), self.budget - self._spare()
+        low, high, step, off = None, None, 0, 0
+        for _ in range(QUICK_AIMS if self.quick else AIMS):
+            solution = self._solve(limit)
+            if solution is None or (solution in seen and not self.quick):
                 break
             over = self._predicted(solution, standing) - aim
-            found = solution
-            if over <= 0 and (cheapest is None or self._effort(solution) < self._effort(cheapest)):
-                cheapest = solution
-            if -CLOSE / 4 * self.budget <= over <= 0:
+            if solution not in seen:
+                found = solution
+                if over <= 0 and (cheapest is None or self._effort(solution) < self._effort(cheapest)):
+                    cheapest = solution
+            if -CLOSE / 4 * self.budget <= over <= 0 and not self.quick:
                 break
-            offset += over
+            low, high = (limit, high) if over <= 0 else (low, limit)
+            step = max(abs(over), 2 * step if 2 * abs(over) > abs(off) else 0, 1)
+            off = over
+            limit -= step if over > 0 else -step
+            if low is not None and high is not None and not low < limit < high:
+                limit = (low + high) // 2
         return cheapest or found
 
     def _spare(self) -> int:
@@ -573,14 +588,14 @@ class _Search:
             tried += 1
         return best
 
-    def _overstated(self) -> float | None:
-        """Returns the estimate of a plan as people write it over its compiled peak: the most of those that were
-        compiled. None where there is none.
+    def _overstated(self, by_hand: bool = True) -> float | None:
+        """Returns the estimate of a plan over its compiled peak: the most of those that were compiled as people write
+        them, or of the others. None where there is none.
         """
         problem = self.problem
         with problem.lock:
-            compiled = {key: made.compiled for key, made in problem.tries.items() if key[1] and made.report is not None}
-        return max((problem.estimate(*key) / peak for key, peak in compiled.items()), default=None)
+            made = {key: t.compiled for key, t in problem.tries.items() if key[1] is by_hand and t.report is not None}
+        return max((problem.estimate(*key) / peak for key, peak in made.items()), default=None)
 
     def _floor(self, least: Solution | None, standing: int) -> Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
@@ -598,7 +613,8 @@ class _Search:
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
-            over = max(self._overstated() or self._most_overstated, 1.0) if written else 1 + CLOSE
+            over = max(1 + CLOSE, self._overstated(by_hand=False) or 1.0)
+            over = max(over, self._overstated() or self._most_overstated) if written else over
             if compiled and estimates[solution, written] > over * min(compiled):
                 continue
             made = self._try(solution, standing, by_hand=written)

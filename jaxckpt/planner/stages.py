@@ -22,9 +22,9 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED
-from jaxckpt.core.graph import Body, Graph, Op, parameters_text
-from jaxckpt.memory.residuals import is_inexact
+from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
+from jaxckpt.planner.within import spread
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,23 @@ def active_values(graph: Graph, differentiated: Collection[int]) -> frozenset[in
     return frozenset(active)
 
 
-def spread(graph: Graph, body: Body, active: set[int]) -> None:
-    """Adds to `active` what the operations of a body compute from it, and can be differentiated."""
-    for op in body.ops:
-        if op.primitive == "stop_gradient" or not active.intersection(op.inputs):
-            continue
-        active.update(index for index in op.outputs if is_inexact(graph.values[index]))
-
-
 def last_uses(graph: Graph) -> dict[int, int]:
-    """Returns for each value that is used the place of the last operation that uses it; len(graph.ops) for results."""
+    """Returns for each value that is used the place of the last operation that uses it, or a view of it; len(graph.ops)
+    for results.
+    """
     last = {index: place for place, op in enumerate(graph.ops) for index in op.inputs}
-    return last | {index: len(graph.ops) for index in graph.body.outputs if index is not None}
+    last |= {index: len(graph.ops) for index in graph.body.outputs if index is not None}
+    for place in sorted(graph.body.views, reverse=True):
+        op = graph.ops[place]
+        for index in op.inputs:
+            last[index] = max([last[index], *(last[shown] for shown in op.outputs if shown in last)])
+    return last
 
 
 def stretch(graph: Graph, start: int, stop: int, last: Mapping[int, int]) -> Stretch:
-    """Returns the operations start..stop with their inputs and outputs; `last` as of `last_uses`."""
-    ops = graph.ops[start:stop]
+    """Returns the operations start..stop, but for views, with their inputs and outputs; `last` as of `last_uses`."""
+    shown = graph.body.views
+    ops = tuple(op for place, op in enumerate(graph.ops[start:stop], start) if place not in shown)
     made = {index for op in ops for index in op.outputs}
     inputs = dict.fromkeys(index for op in ops for index in op.inputs if index not in made)
     return Stretch(ops, tuple(inputs), tuple(i for op in ops for i in op.outputs if last.get(i, -1) >= stop))
@@ -72,10 +72,10 @@ def stretch(graph: Graph, start: int, stop: int, last: Mapping[int, int]) -> Str
 
 def crossing(graph: Graph) -> list[int]:
     """Returns for each cut 0..len(ops) the bytes of intermediate values that are live there."""
-    last = last_uses(graph)
+    last, shown = last_uses(graph), graph.body.views
     change = [0] * (len(graph.ops) + 2)
     for place, op in enumerate(graph.ops):
-        for index in op.outputs:
+        for index in op.outputs if place not in shown else ():
             if index in last:
                 change[place + 1] += graph.values[index].bytes
                 change[min(last[index], len(graph.ops)) + 1] -= graph.values[index].bytes
@@ -89,15 +89,14 @@ def crossing(graph: Graph) -> list[int]:
 def cuts(graph: Graph, blocks: Sequence[int] = ()) -> list[int]:
     """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them."""
     live = crossing(graph)
-    narrow = _narrow(graph, live)
+    narrow = _narrow(live, gaps(graph, live, blocks))
     ends = [end for place in loops(graph) for end in (place, place + 1)]
     places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
     return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
 
 
-def _narrow(graph: Graph, live: Sequence[int]) -> list[int]:
-    """Returns the gaps where no more bytes cross than in the gaps beside them; `live` as of `crossing`."""
-    between = gaps(graph, live)
+def _narrow(live: Sequence[int], between: Sequence[int]) -> list[int]:
+    """Returns the gaps where no more bytes cross than in those beside them; arguments as of `crossing` and `gaps`."""
     narrow = []
     for i, place in enumerate(between):
         around = [live[between[j]] for j in (i - 1, i + 1) if 0 <= j < len(between)]
@@ -113,12 +112,13 @@ def _equal_cuts(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
         yield start
 
 
-def gaps(graph: Graph, live: Sequence[int]) -> list[int]:
-    """Returns for each two dear operations in a row the place between them where least crosses; `live` as of
-    `crossing`.
+def gaps(graph: Graph, live: Sequence[int], preferred: Collection[int] = ()) -> list[int]:
+    """Returns for each two dear operations in a row the place between them where least crosses, of several such places
+    one that is preferred; `live` as of `crossing`.
     """
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
-    return [min(range(a + 1, b + 1), key=lambda place: (live[place], place)) for a, b in itertools.pairwise(dear)]
+    order = lambda place: (live[place], place not in preferred, place)
+    return [min(range(a + 1, b + 1), key=order) for a, b in itertools.pairwise(dear)]
 
 
 def middle(graph: Graph, live: Sequence[int], start: int, stop: int) -> list[int]:
@@ -168,10 +168,14 @@ def repeats(graph: Graph) -> list[int]:
         return []
     period, start, run = min(each for each in found if each[2] + each[0] >= NEARLY * covered)
     live = crossing(graph)
+    middle = (run // period + 2) // 2 * period  # to a copy that does not read the function's arguments
     narrow = set(gaps(graph, live))
-    middle = (run // period + 1) // 2 * period  # to a copy that does not read the function's arguments
-    firsts = [place for place in range(start, start + period) if place + middle in narrow]
-    first = min(firsts, key=lambda place: (live[place + middle], place), default=start)
+    begun = next(place for place, op in enumerate(graph.ops) if is_dear(op))
+    # In front of the first dear operation is no gap, but the first block may begin there.
+    firsts = [p for p in range(start, start + period) if p + middle in narrow or 0 < p <= begun]
+    lost = lambda place: place - start > run % period  # whether one block fewer is left
+    order = lambda place: (live[place + middle], lost(place), place + middle not in narrow, place)
+    first = min(firsts, key=order, default=start)
     return list(range(first, start + run + period + 1, period))
 
 

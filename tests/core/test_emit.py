@@ -296,3 +296,26 @@ def test_under_a_random_nested_plan_a_program_of_the_fuzzer_keeps_what_crosses_a
 
 def _read(op: Any) -> set[int]:
     return {*op.inputs, *(index for body in op.bodies for inner in body.ops for index in _read(inner))}
+
+
+def test_a_region_reads_its_block_s_part_of_stacked_weights():
+    """And waits for the gradients of that part, not for as many of all blocks' weights as there are blocks."""
+
+    def loss(ws, x):
+        for number in range(6):
+            x = jnp.tanh(x @ ws[number])
+        return jnp.sum(x**2)
+
+    ws, x = jax.random.normal(jax.random.key(0), (6, 8, 8)), jnp.ones((16, 8))
+    graph = trace(loss, ws, x)
+    assert len(graph.body.views) == 12  # a slice and a squeeze each
+    ends = [place for place, op in enumerate(graph.ops) if op.primitive == "tanh"]
+    regions = tuple(Region(a + 1, b + 1, {}, tied=True) for a, b in zip([-1, *ends], ends))
+    planned = Plan(regions, graph.fingerprint).apply(loss)
+    text = str(jax.make_jaxpr(jax.grad(planned))(ws, x))
+    held = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert held and not any("6,8,8" in line for line in held)
+    for got, want in zip(jax.grad(planned)(ws, x), jax.grad(loss)(ws, x)):
+        assert jnp.allclose(got, want, rtol=1e-5)
+    kept = jaxckpt.residuals(planned, ws, x).residuals
+    assert sum(each.bytes for each in kept if not each.argument) <= (7 * 16 * 8 + 6 * 8 * 8) * 4

@@ -458,3 +458,14 @@ def test_a_mesh_of_other_devices_is_refused_and_one_of_the_targets_is_measured()
         for mesh in (target.mesh((1,), ("d",), auto), AbstractMesh((1,), ("d",), axis_types=auto))
     ]
     assert peaks[0] == peaks[1] > 2 * 4096 * 256 * 4
+
+
+@pytest.mark.cuda
+def test_a_mesh_that_no_argument_lies_on_is_said():
+    mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    fun = jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P())
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    with pytest.raises(ArgumentError, match=r"args must be with the sharding of the function's mesh"):
+        measure(fun, x, target="cuda:h100x8")
+    placed = x.update(sharding=NamedSharding(mesh, P("d")))
+    assert measure(fun, placed, target="cuda:h100x8").argument_bytes == 32 * 256 * 4

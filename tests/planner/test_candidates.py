@@ -177,3 +177,56 @@ def test_the_fastest_way_runs_no_matmul_again_and_the_leanest_runs_them_all():
     ordered = sorted(found.candidates, key=lambda c: c.time.effort)
     assert again(ordered[0]) < matmul
     assert again(min(found.candidates, key=lambda c: c.bytes)) >= 24 * matmul
+
+
+def test_to_leave_a_head_to_jax_writes_nothing_that_is_not_there():
+    """The compiler keeps the logits, which a matmul has written, and computes the exponentials again where they are
+    used.
+    """
+
+    def head(w, x):
+        return jnp.sum(jax.nn.logsumexp(x @ w, axis=-1))
+
+    args = jnp.ones((64, 4096)), jnp.ones((512, 64))
+    _, found = whole(head, args, Target("cuda:h100"))
+    logits = 512 * 4096 * 4
+    assert logits <= found.left_bytes <= 1.01 * logits
+    assert found.left_time.seconds < 0.05 * logits / Target("cuda:h100").bandwidth
+    assert found.residual_time.seconds > 0.5 * logits / Target("cuda:h100").bandwidth
+
+
+def in_a_cond(w, x):
+    one, other = lambda x: jnp.tanh(jnp.tanh(x @ w) @ w), lambda x: jnp.sin(x @ w)
+    return jnp.sum(jnp.sin(jax.lax.cond(x[0, 0] > 0, one, other, x)))
+
+
+def in_a_switch_in_a_cond(w, x):
+    inner = lambda x: jax.lax.switch(1, [lambda x: jnp.tanh(x @ w), lambda x: jnp.tanh(jnp.sin(x @ w) @ w)], x)
+    return jnp.sum(jax.lax.cond(x[0, 0] > 0, inner, jnp.cos, x) ** 2)
+
+
+def in_a_short_loop(w, x):
+    return jnp.sum(jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(jnp.sin(x @ w) @ w), x) ** 2)
+
+
+INSIDE = {"cond": in_a_cond, "switch in a cond": in_a_switch_in_a_cond, "loop": in_a_short_loop}
+
+
+@pytest.mark.parametrize("fun", INSIDE.values(), ids=INSIDE)
+def test_what_branches_and_short_loops_hold_can_be_kept(fun):
+    """Each candidate says what JAX does: bytes kept, matmuls run again. The fastest one runs none again."""
+    args = jnp.ones((64, 64)) / 64, jnp.ones((512, 64))
+    graph, found = whole(fun, args)
+    plain = count_flops(jax.grad(fun), *args)
+    matmul = 2 * 512 * 64 * 64
+    assert len(found.candidates) >= 3
+    again = []
+    for candidate in found.candidates:
+        planned = Plan((Region(0, len(graph.ops), candidate.how),), graph.fingerprint).apply(fun)
+        kept = jaxckpt.residuals(planned, *args).residuals
+        assert sum(each.bytes for each in kept if not each.argument) == pytest.approx(candidate.kept, rel=0.02, abs=64)
+        again.append(count_flops(jax.grad(planned), *args) - plain)
+        for got, want in zip(jax.grad(planned)(*args), jax.grad(fun)(*args)):
+            assert jnp.allclose(got, want, rtol=1e-5)
+    assert again[0] >= matmul > again[-1]
+    assert [c.kept for c in found.candidates] == sorted(c.kept for c in found.candidates)

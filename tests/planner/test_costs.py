@@ -112,3 +112,17 @@ def test_collectives_take_what_they_send_over_the_links():
     moved = time(lambda x: lax.ppermute(x, "x", [(0, 1), (1, 0)]), P("x"))
     assert moved == pytest.approx(block / target.link_bandwidth + memory)
     assert gathered > moved > plain
+
+
+def test_a_matmul_writes_its_result_in_the_order_in_which_it_is_read():
+    """A weight's gradient is a matmul's result transposed, and a barrier behind it moves nothing. What is read in both
+    orders is transposed for one of them.
+    """
+    plain = seconds(lambda x, w: lax.optimization_barrier(x @ w), X, W)
+    assert seconds(lambda x, w: lax.optimization_barrier((x @ w).T), X, W) == pytest.approx(plain)
+    moved = 2 * 2048 * 2048 * 4 / H100.bandwidth
+    both = seconds(lambda x, w: lax.optimization_barrier((x @ w, (x @ w).T)), X, W)
+    shared = seconds(lambda x, w: (lambda y: lax.optimization_barrier((y, y.T)))(x @ w), X, W)
+    assert shared == pytest.approx(plain + moved, rel=0.01) and both == pytest.approx(2 * plain)
+    result = seconds(lambda x, w: (lambda y: (y, lax.optimization_barrier(y.T)))(x @ w), X, W)
+    assert result == pytest.approx(plain + moved, rel=0.01)

@@ -121,13 +121,25 @@ def test_what_a_preset_keeps_of_each_block_is_one_of_the_ways_that_plans_are_hel
     assert wanted in ways and len(ways) >= 4
 
 
-@pytest.mark.parametrize("preset", ["dots", "hybrid"])
-def test_a_plan_fits_where_a_preset_gets_at_no_more_work(preset):
-    wrapped = loss_of(residual, functools.partial(jaxckpt.checkpoint, policy=preset))
-    peak = jaxckpt.measure(step(wrapped), *arguments(), target="cpu", generate_code=False).peak_bytes
-    found = jaxckpt.plan(loss_of(residual), *arguments(), budget=peak, target="cpu", step=step)
-    flops, planned = (cost_of(step(fun), arguments(), "cpu")[0] for fun in (wrapped, found.apply(loss_of(residual))))
-    assert found.measured_bytes <= peak and planned <= flops
+@pytest.mark.parametrize(
+    ("run", "preset", "target"),
+    [
+        (residual, "dots", "cpu"),
+        (residual, "hybrid", "cpu"),
+        (residual, "nothing", "cuda:h100"),
+        (branches, "dots", "cuda:h100"),
+        (branches, "everything", "cuda:h100"),
+    ],
+)
+def test_a_plan_fits_where_a_preset_gets_at_no_more_work(run, preset, target):
+    """What a preset keeps inside of branches, a plan can keep too."""
+    wrapped, loss = loss_of(run, functools.partial(jaxckpt.checkpoint, policy=preset)), loss_of(run)
+    peak = jaxckpt.measure(step(wrapped), *arguments(), target=target, generate_code=False).peak_bytes
+    found = jaxckpt.plan(loss, *arguments(), budget=peak, target=target, step=step)
+    flops, planned = (cost_of(step(fun), arguments(), target) for fun in (wrapped, found.apply(loss)))
+    plain = cost_of(step(loss), arguments(), target)
+    assert found.measured_bytes <= peak
+    assert all(ours <= theirs + 1e-4 * whole for ours, theirs, whole in zip(planned, flops, plain))
 
 
 @pytest.mark.parametrize("every", [2, 3, 4])

@@ -72,3 +72,19 @@ def test_more_stages_than_can_be_planned_for_are_joined_in_equal_pairs():
 def test_a_function_of_no_dear_operation_is_one_stage():
     graph, places = cut(lambda x: jnp.sum(jnp.sin(x)), (jnp.ones(8),))
     assert places == [0, len(graph.ops)]
+
+
+def test_blocks_begin_where_the_first_one_does():
+    """Of the places in a block where only the residual stream is live, its first: behind the embedding."""
+
+    def fun(ws, table, ids):
+        x = table[ids]
+        for w in ws:
+            x = jax.lax.cond(w[0, 0] > 0, lambda x, w=w: jnp.tanh(x @ w), jnp.sin, x)
+            x = x + 0.1 * jnp.tanh(x) * x
+        return jnp.sum(x)
+
+    graph = trace(fun, [jnp.ones((8, 8))] * 5, jnp.ones((16, 8)), jnp.zeros(4, int))
+    blocks = stages.repeats(graph)
+    first = next(place for place, op in enumerate(graph.ops) if op.primitive == "gather") + 1
+    assert blocks[0] == first and len(blocks) == 6
