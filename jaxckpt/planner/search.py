@@ -600,7 +600,7 @@ class _Search:
     def _floor(self, least: Solution | None, standing: int) -> Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
         of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier. Not so those
-        that are estimated to need more than what is compiled already.
+        that are estimated to need more than what is compiled already, unless a compilation takes no time.
         """
         problem, lean = self.problem, [] if least is None else [(least, False)]
         if self.free:
@@ -615,7 +615,7 @@ class _Search:
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
             over = max(1 + CLOSE, self._overstated(by_hand=False) or 1.0)
             over = max(over, self._overstated() or self._most_overstated) if written else over
-            if compiled and estimates[solution, written] > over * min(compiled):
+            if compiled and estimates[solution, written] > over * min(compiled) and not (self.quick and written):
                 continue
             made = self._try(solution, standing, by_hand=written)
             compiled.append(made.compiled)
