@@ -145,8 +145,6 @@ class Plan:
             with _compat.working_checkpoints():
                 graph = trace(source, *args, **kwargs)
                 self.check(graph)
-                if not self.regions and not self.loops:
-                    return source(*args, **kwargs)
                 return run_emitted(graph, emit(graph, self.regions, self.prevent_cse, self.loops), args, kwargs)
 
         return planned

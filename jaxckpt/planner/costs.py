@@ -201,7 +201,8 @@ def _turned(graph: Graph, ops: Sequence[Op]) -> Collection[Op]:
     readers.update(
         i for body in [graph.body, *(b for op in ops for b in op.bodies)] for i in body.outputs if i is not None
     )
-    return {op for op in ops if op.primitive == "transpose" and op.inputs[0] in made and readers[op.inputs[0]] == 1}
+    turned = (op for op in ops if op.primitive == "transpose" and op.inputs)
+    return {op for op in turned if op.inputs[0] in made and readers[op.inputs[0]] == 1}
 
 
 def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Callable[[int], int]:

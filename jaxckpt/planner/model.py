@@ -220,6 +220,10 @@ def build(
     return _Builder(graph, differentiated, context, report, looped).build()
 
 
+def _untied(region: Region) -> Region:
+    return replace(region, tied=False, regions=tuple(map(_untied, region.regions)))
+
+
 def _planned(context: Context, body: Graph, differentiated: Collection[int], address: Address) -> Plans | None:
     """Returns the plans of a loop's body in which there is more to plan than what one region keeps: a loop, or several
     blocks. See `loop_candidates_of`.
@@ -230,13 +234,14 @@ def _planned(context: Context, body: Graph, differentiated: Collection[int], add
     table = Table(inner.chain)
     limits = [limit for limit, _ in table.frontier()]
     chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
-    found = [(solution, inner.plan(solution)) for solution in map(table.solution, sorted(chosen)) if solution]
-    found += [(solution, inner.plan_by_hand(solution)) for solution in dict.fromkeys(inner.by_hand())]
+    solutions = [solution for solution in map(table.solution, sorted(chosen)) if solution]
     plans = []
-    for solution, made in found:
+    for solution in dict.fromkeys((*solutions, *inner.by_hand())):
+        made = inner.plan(solution)
         spent, kept = cost(inner.chain, solution), inner.kept_bytes(solution)
         each = Candidate(kept, spent.time, max(spent.peak - kept, 0), inner.seconds(solution))
-        plans.append((Within(made.regions, made.loops), each))
+        # Behind a barrier, what all iterations read is a value of each: JAX would keep a copy for every one.
+        plans.append((Within(tuple(map(_untied, made.regions)), made.loops), each))
     return Plans(tuple(plans), inner.chain.segment(0, inner.chain.length).forward_work)
 
 

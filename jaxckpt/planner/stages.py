@@ -286,7 +286,10 @@ def digest(
             wires = [number(index) for index in (*op.inputs, *op.outputs)]
             hashed.update(f"{known[op.index]}{wires};".encode())
             for body in op.bodies:
+                hashed.update(f"{[number(index) for index in body.inputs]}:".encode())
                 write(body.ops)
+                ends = [None if index is None else number(index) for index in body.outputs]
+                hashed.update(f"{ends};".encode())
 
     write(part.ops)
     hashed.update(repr([number(index) for index in part.outputs]).encode())

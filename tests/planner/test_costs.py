@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -126,3 +127,8 @@ def test_a_matmul_writes_its_result_in_the_order_in_which_it_is_read():
     assert shared == pytest.approx(plain + moved, rel=0.01) and both == pytest.approx(2 * plain)
     result = seconds(lambda x, w: (lambda y: (y, lax.optimization_barrier(y.T)))(x @ w), X, W)
     assert result == pytest.approx(plain + moved, rel=0.01)
+
+
+def test_a_transposed_number_takes_no_time():
+    plain = seconds(lambda x: np.float32(2.0) * jnp.tanh(x), X)
+    assert seconds(lambda x: lax.transpose(np.float32(2.0), ()) * jnp.tanh(x), X) == pytest.approx(plain)

@@ -139,7 +139,7 @@ def test_a_plan_fits_where_a_preset_gets_at_no_more_work(run, preset, target):
     flops, planned = (cost_of(step(fun), arguments(), target) for fun in (wrapped, found.apply(loss)))
     plain = cost_of(step(loss), arguments(), target)
     assert found.measured_bytes <= peak
-    assert all(ours <= theirs + 1e-4 * whole for ours, theirs, whole in zip(planned, flops, plain))
+    assert all(ours <= theirs + 1e-3 * whole for ours, theirs, whole in zip(planned, flops, plain))
 
 
 @pytest.mark.parametrize("every", [2, 3, 4])

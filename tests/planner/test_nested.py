@@ -9,7 +9,10 @@ import pytest
 import jaxckpt
 from jaxckpt import Plan
 from jaxckpt.core.graph import trace
+from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.frontier import cost_of
+from jaxckpt.planner.scans import Within
+from jaxckpt.planner.search import problem_of
 from tests.helpers import assert_trees_close
 
 OUTER, INNER, WIDTH, ROWS = 4, 3, 32, 2048
@@ -58,7 +61,7 @@ def test_a_plan_fits_where_a_checkpoint_around_each_inner_block_does_at_no_more_
 @pytest.mark.compile
 def test_what_an_inner_loop_keeps_is_chosen_by_the_budget():
     loss = scan_of_scans(lambda block: block)
-    problem = jaxckpt.planner.search.problem_of(loss, WS, X, target="cpu")
+    problem = problem_of(loss, WS, X, target="cpu")
     plain = jaxckpt.count_flops(jax.value_and_grad(loss), WS, X)
     more, inside = [], []
     for budget in ("85%", "60%", "30%"):
@@ -68,3 +71,28 @@ def test_what_an_inner_loop_keeps_is_chosen_by_the_budget():
         inside += [loop.body for loop in plan.loops if loop.body]
     assert 0 <= more[0] < 0.02 and more[0] <= more[1] <= more[2] < 0.4
     assert inside and all(len(address) == 1 for address in inside)
+
+
+def shared(w, x):
+    """A scan over four blocks that all iterations run with the same weights, which are larger than the carry."""
+
+    def body(x, _):
+        for _ in range(4):
+            x = jnp.tanh(jnp.sin(x @ w) @ w)
+        return x, None
+
+    return jnp.sum(jax.lax.scan(body, x, None, length=16)[0] ** 2)
+
+
+def test_what_all_iterations_read_is_not_kept_for_each():
+    """JAX keeps what the chain says that it keeps, of every plan of the body, and the weights once."""
+    w, x = jnp.eye(128) / 2, jnp.ones((4, 128))
+    problem = problem_of(shared, w, x, target="cpu")
+    chain = problem.model.chain
+    candidates = [chain.segment(s, s + 1).candidates for s in range(chain.length)]
+    (stage,) = (s for s, each in enumerate(candidates) if any(isinstance(one.how, Within) for one in each))
+    for number in (n for n, each in enumerate(candidates[stage]) if isinstance(each.how, Within)):
+        others = [Keep(s, s + 1, 0) for s in range(chain.length) if s != stage]
+        solution = tuple(sorted([*others, Keep(stage, stage + 1, number)], key=lambda item: item.start))
+        kept = jaxckpt.residuals(problem.model.plan(solution).apply(shared), w, x).residuals
+        assert sum(each.bytes for each in kept if not each.argument) <= 1.3 * candidates[stage][number].kept + w.nbytes

@@ -88,3 +88,20 @@ def test_blocks_begin_where_the_first_one_does():
     blocks = stages.repeats(graph)
     first = next(place for place, op in enumerate(graph.ops) if op.primitive == "gather") + 1
     assert blocks[0] == first and len(blocks) == 6
+
+
+def test_operations_whose_programs_are_wired_otherwise_are_not_equal():
+    def fun(x, y, first):
+        one = lambda u, v: jnp.sin(u @ u.T) @ u + v
+        other = lambda u, v: jnp.sin(v @ v.T) @ v + u
+        for chosen in (one, one if first else other):
+            x = jax.lax.cond(x[0, 0] > 0, chosen, lambda u, v: u * v, x, y)
+        return x
+
+    texts = []
+    for first in (True, False):
+        graph = trace(lambda x, y, first=first: fun(x, y, first), jnp.ones((4, 8)), jnp.ones((4, 8)))
+        conds = [place for place, op in enumerate(graph.ops) if op.primitive == "cond"]
+        last = stages.last_uses(graph)
+        texts.append({stages.digest(graph, stages.stretch(graph, p, p + 1, last), (), {}) for p in conds})
+    assert [len(each) for each in texts] == [1, 2]
