@@ -12,7 +12,7 @@ import pytest
 from jaxckpt.schedules import Slots
 
 ROOT = pathlib.Path(__file__).parents[2]
-SIZES = ["--updates=2", "--steps=1500", "--sequences=16", "--width=64"]
+SIZES = ["--updates=2", "--steps=6000", "--sequences=16", "--width=64"]
 
 
 def test_the_guides_code_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,9 @@ def _run(schedule: str) -> tuple[str, int]:
 def test_the_example_trains_alike_in_less_resident_memory() -> None:
     (plain, most), (segments, less) = _run("none"), _run("sqrt")
     assert plain == segments
-    assert less < most - 40, (most, less)  # lax.scan keeps some 12 arrays of 16 x 64 floats at each of 1,500 steps
+    # lax.scan keeps some 12 arrays of 16 x 64 floats at each of 6,000 steps: 290 MiB and more. Compiling takes 150 to 240 of
+    # either figure, and no two processes take the same.
+    assert less < most / 2 and less < most - 200, (most, less)
 
 
 def test_the_example_learns() -> None:
