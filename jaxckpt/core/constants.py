@@ -112,7 +112,7 @@ loop inside, for example. Judged by a scan inside a scan."""
 
 # ------------------------------------------------------------------------------------------------ the search for a plan
 
-WITHIN = 0.5
+INNERMOST_SHARE = 0.5
 """A `jax.shard_map`, or a call that says how arrays lie, is planned in place of a function if it computes more than
 this share of its bytes. What is around it keeps what it keeps. Where that leaves no plan that fits, the other one is
 planned. No measurement is on record."""

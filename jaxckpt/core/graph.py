@@ -224,6 +224,8 @@ class Graph:
             digest.update(f"{value.shape}{value.dtype}{value.kind}{value.primitive};".encode())
         for op in self.walk():
             digest.update(f"{op.primitive}{op.inputs}{op.outputs}{op.repeats}{parameters_text(op)};".encode())
+            for body in op.bodies:
+                digest.update(f"{body.inputs}{body.outputs};".encode())
         digest.update(f"{self.body.outputs}".encode())
         return digest.hexdigest()[:16]
 

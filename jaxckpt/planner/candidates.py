@@ -10,7 +10,7 @@ its own (its residuals too), every branch and inner loop is what it will be. Val
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import passed_on, stretch_peak
 from jaxckpt.core.reads import Flat
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner import mincut, within
+from jaxckpt.planner import held, mincut
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time, keeping, passes, scaled, timer, total, written
@@ -106,7 +106,7 @@ def candidates_of(
         return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
 
     cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
-    inner = within.programs(named.graph, named.body, start, stop, active)
+    inner = held.programs(named.graph, named.body, start, stop, active)
     numbers: dict[str, int] = {}
     for name, values in presets.items() if not inner else ():
         keys = {index for index, original in joint.origin.items() if original in values}
@@ -129,10 +129,10 @@ def candidates_of(
         free = [replace(o, seconds=0.0) if op.primitive in holds else o for o, op in zip(operations, joint.forward)]
         around = mincut.cheapest_first(mincut.hull(free, joint.needed, ways, anyway))
         kept = [{joint.origin[index]: action for index, action in cut.kept.items()} for cut in around]
-        stretch = _Stretch(named, start, stop, outputs, active, carried)
-        look = functools.partial(_checkpointed, stretch, forward + backward, factor, context)
+        asked = _Asked(named, start, stop, outputs, active, carried)
+        look = _remembered(functools.partial(_checkpointed, asked, forward + backward, factor, context))
         candidates = _cheapest_first([*candidates, *map(look, _levels(named.graph, inner, kept, context))])
-        own = {*joint.origin.values(), *within.values(inner)}
+        own = {*joint.origin.values(), *held.values(inner)}
         numbers = {name: len(candidates) + i for i, name in enumerate(presets)}
         candidates += [look({index: SAVE for index in values if index in own}) for values in presets.values()]
     return Candidates(
@@ -150,7 +150,7 @@ def candidates_of(
 
 
 def _levels(
-    graph: Graph, inner: Sequence[within.Program], kept: Sequence[Mapping[int, Action]], context: Context
+    graph: Graph, inner: Sequence[held.Program], kept: Sequence[Mapping[int, Action]], context: Context
 ) -> Iterator[Mapping[int, Action]]:
     """Yields what a stretch keeps of the programs in it, and around them: from the fewest bytes to the least time.
 
@@ -162,18 +162,34 @@ def _levels(
     """
     alone = replace(context, timed=False)
 
-    def look(body: Body, active: Collection[int]) -> Sequence[Candidate]:
-        made = {index for op in body.ops for index in op.outputs}
-        outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
-        return candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
+    def look(body: Body, active: frozenset[int]) -> Sequence[Candidate]:
+        known = context.programs.get((id(body), active))
+        if known is None:
+            made = {index for op in body.ops for index in op.outputs}
+            outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
+            known = candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
+            context.programs[id(body), active] = known
+        return known
 
-    levels = within.levels(inner, look)
+    levels = held.levels(inner, look)
     for number, actions in enumerate(levels):
         yield {**kept[round(number / max(len(levels) - 1, 1) * (len(kept) - 1))], **actions}
 
 
+def _remembered(look: Callable[[Mapping[int, Action]], Candidate]) -> Callable[[Mapping[int, Action]], Candidate]:
+    known: dict[frozenset[tuple[int, Action]], Candidate] = {}
+
+    def remembered(actions: Mapping[int, Action]) -> Candidate:
+        key = frozenset(actions.items())
+        if key not in known:
+            known[key] = look(actions)
+        return known[key]
+
+    return remembered
+
+
 @dataclass(frozen=True)
-class _Stretch:
+class _Asked:
     """What `candidates_of` is asked about; its arguments."""
 
     named: Named
@@ -185,21 +201,21 @@ class _Stretch:
 
 
 def _checkpointed(
-    stretch: _Stretch, plain: Time, factor: float, context: Context, actions: Mapping[int, Action]
+    asked: _Asked, plain: Time, factor: float, context: Context, actions: Mapping[int, Action]
 ) -> Candidate:
     """Returns the candidate that keeps what `actions` say, values inside of operations too: the stretch is
     differentiated under a checkpoint.
 
     Args:
-      stretch: it.
+      asked: the stretch.
       plain: of its forward and its backward pass, nothing recomputed.
       factor: what the target's rates are multiplied with.
       context: what it is planned for.
       actions: what is kept.
     """
-    named, outputs = stretch.named, stretch.outputs
-    checkpointed = named.checkpointed(stretch.start, stretch.stop, outputs, actions)
-    joint = _Joint(named, *checkpointed, outputs, stretch.active)
+    named, outputs = asked.named, asked.outputs
+    checkpointed = named.checkpointed(asked.start, asked.stop, outputs, actions)
+    joint = _Joint(named, *checkpointed, outputs, asked.active)
     graph = context.shards.applied(joint.graph)
     time = scaled(timer(graph, context.target, context.shards.devices), factor)
     write = written(graph, context.target)
@@ -210,7 +226,7 @@ def _checkpointed(
             index = same[index]
         return index
 
-    goes_out = {source(index) for index, original in zip(joint.outcome, outputs) if original in stretch.carried}
+    goes_out = {source(index) for index, original in zip(joint.outcome, outputs) if original in asked.carried}
     own = {source(index) for index in joint.needed if index in joint.made} - goes_out
     own = {index for index in own if index in joint.made}
     kept = sum(graph.values[index].bytes for index in own)

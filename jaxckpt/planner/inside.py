@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
-from jaxckpt.core.constants import WITHIN
+from jaxckpt.core.constants import INNERMOST_SHARE
 from jaxckpt.core.graph import Graph, Op
-from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.regions import Address
 from jaxckpt.planner import stages
+from jaxckpt.planner.held import fed, program_of
 
 Returned = TypeVar("Returned")
 
@@ -30,7 +30,7 @@ class Inside:
     """A body that is planned.
 
     Attributes:
-      graph: the function as a view of this body: its operations are the graph's, its values are numbered as before.
+      graph: this body as a function: see `jaxckpt.planner.held.program_of`.
       differentiated: the values that go into it and are differentiated in.
       address: where it lies in the function.
       around: the operations that it lies in, the outermost first.
@@ -56,23 +56,23 @@ class Inside:
         return fun()
 
 
-def innermost(graph: Graph, differentiated: Collection[int], within: float = WITHIN) -> Inside:
+def innermost(graph: Graph, differentiated: Collection[int], share: float = INNERMOST_SHARE) -> Inside:
     """Returns the innermost body that holds most of what a function computes.
 
     Args:
       graph: the function as traced.
       differentiated: the indices of the arguments that are differentiated in.
-      within: a body counts if it computes more than this share of the bytes.
+      share: a body counts if it computes more than this share of the bytes.
     """
     found = Inside(graph, tuple(differentiated))
     while (op := _largest(found.graph)) is not None:
         held, rest = _computed(found.graph, op), _around(found.graph, op)
-        if held <= within * (held + rest):
+        if held <= share * (held + rest):
             break
         active = stages.active_values(found.graph, found.differentiated)
         found = Inside(
-            view(found.graph, op),
-            _fed(found.graph, op, active),
+            program_of(found.graph, op),
+            fed(found.graph, found.graph.body, op, op.bodies[0], active),
             (*found.address, (op.index, 0)),
             (*found.around, op),
             found.outside_bytes + rest,
@@ -109,22 +109,3 @@ def _computed(graph: Graph, op: Op) -> int:
     if op.bodies:
         return sum(_computed(graph, inner) for body in op.bodies for inner in body.ops)
     return sum(graph.values[index].bytes * graph.values[index].repeats for index in op.outputs)
-
-
-def view(graph: Graph, op: Op) -> Graph:
-    """Returns the function as a view of the program that an operation holds."""
-    body = op.bodies[0]
-    parameter, place = body.param
-    program = op.params[parameter] if place is None else op.params[parameter][place]
-    closed = _compat.close_jaxpr(body.jaxpr, _compat.jaxpr_consts(program))
-    return replace(graph, body=body, jaxpr=closed, in_tree=None, out_tree=None)
-
-
-def _fed(graph: Graph, op: Op, active: Collection[int]) -> tuple[int, ...]:
-    """Returns the inputs of an operation's body whose operands the derivative passes through."""
-    operands = [None if isinstance(var, _compat.Literal) else graph.body.values[var] for var in op.equation.invars]
-    return tuple(
-        index
-        for operand, index in zip(operands, op.bodies[0].inputs, strict=True)
-        if operand in active and is_inexact(graph.values[index])
-    )

@@ -25,7 +25,7 @@ from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.scans import LoopCandidates, Plans, Within, lean_loops, loop_candidates_of
+from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.optimal import Table
 from jaxckpt.planner.solvers.sqrt import fastest, leanest, tightest
@@ -122,8 +122,8 @@ class Model:
     def plan(self, solution: Solution) -> Plan:
         """Returns a solver's solution as a plan."""
         loops: list[Loop] = []
-        within: list[Region] = []
-        regions = (*self._regions(solution, loops, within), *within)
+        inner: list[Region] = []
+        regions = (*self._regions(solution, loops, inner), *inner)
         notes = tuple(self._note(region) for region in regions)
         placed = tuple(self._placed(region) for region in regions)
         moved = tuple(replace(loop, body=(*self.address, *loop.body)) for loop in loops)
@@ -167,21 +167,21 @@ class Model:
             at += kept + self.chain.output(item.start, item.stop, self.chain.length)
         return at
 
-    def _regions(self, solution: Solution, loops: list[Loop], within: list[Region]) -> tuple[Region, ...]:
+    def _regions(self, solution: Solution, loops: list[Loop], inner: list[Region]) -> tuple[Region, ...]:
         """Returns the regions of a solution; fills in the loops, and the regions that lie in loops."""
         regions = []
         for item in solution:
             start, stop = self.places[item.start], self.places[item.stop]
             if not isinstance(item, Keep):
-                regions.append(Region(start, stop, {}, self._regions(item.again, loops, within), tied=True))
+                regions.append(Region(start, stop, {}, self._regions(item.again, loops, inner), tied=True))
                 continue
             how = self.chain.candidate(item).how
             if isinstance(how, LeanLoops):
                 loops += [loop for place in range(start, stop) for loop in self.lean.get(place, ())]
                 how = how.actions
-            if isinstance(how, Within):
+            if isinstance(how, InnerRegions):
                 loops += how.loops
-                within += how.regions
+                inner += how.regions
             elif start not in self.loops or stop > start + 1:
                 regions.append(Region(start, stop, how or {}, checkpoint=how is not None, tied=True))
             elif how is not None:
@@ -224,7 +224,9 @@ def _untied(region: Region) -> Region:
     return replace(region, tied=False, regions=tuple(map(_untied, region.regions)))
 
 
-def _planned(context: Context, body: Graph, differentiated: Collection[int], address: Address) -> Plans | None:
+def _planned(
+    context: Context, body: Graph, differentiated: Collection[int], address: Address
+) -> InnerCandidates | None:
     """Returns the plans of a loop's body in which there is more to plan than what one region keeps: a loop, or several
     blocks. See `loop_candidates_of`.
     """
@@ -235,14 +237,14 @@ def _planned(context: Context, body: Graph, differentiated: Collection[int], add
     limits = [limit for limit, _ in table.frontier()]
     chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
     solutions = [solution for solution in map(table.solution, sorted(chosen)) if solution]
-    plans = []
+    candidates = []
     for solution in dict.fromkeys((*solutions, *inner.by_hand())):
         made = inner.plan(solution)
-        spent, kept = cost(inner.chain, solution), inner.kept_bytes(solution)
-        each = Candidate(kept, spent.time, max(spent.peak - kept, 0), inner.seconds(solution))
         # Behind a barrier, what all iterations read is a value of each: JAX would keep a copy for every one.
-        plans.append((Within(tuple(map(_untied, made.regions)), made.loops), each))
-    return Plans(tuple(plans), inner.chain.segment(0, inner.chain.length).forward_work)
+        how = InnerRegions(tuple(map(_untied, made.regions)), made.loops)
+        spent, kept = cost(inner.chain, solution), inner.kept_bytes(solution)
+        candidates.append(Candidate(kept, spent.time, max(spent.peak - kept, 0), inner.seconds(solution), how))
+    return InnerCandidates(tuple(candidates), inner.chain.segment(0, inner.chain.length).forward_work)
 
 
 class _Builder:

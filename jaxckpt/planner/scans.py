@@ -35,8 +35,7 @@ from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
-from jaxckpt.planner.inside import view
-from jaxckpt.planner.within import active_in
+from jaxckpt.planner.held import active_in, fed, program_of
 from jaxckpt.schedules import Binomial, Nested, Slots, checkpointed, in_turn
 from jaxckpt.schedules.body import perturbed, written_out
 from jaxckpt.schedules.budget import SlotBudget
@@ -44,7 +43,7 @@ from jaxckpt.schedules.pullback import Wanted
 
 
 @dataclass(frozen=True)
-class Within:
+class InnerRegions:
     """What a scan's iterations keep that runs as it stands: `regions` and `loops` of its body, as of a plan."""
 
     regions: tuple[Region, ...]
@@ -52,15 +51,15 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Plans:
+class InnerCandidates:
     """A loop's body as planned.
 
     Attributes:
-      plans: each with what it takes of one iteration.
+      candidates: what each takes of one iteration; `how` is `InnerRegions`.
       forward_work: bytes that a forward run of an iteration needs at once.
     """
 
-    plans: tuple[tuple[Within, Candidate], ...]
+    candidates: tuple[Candidate, ...]
     forward_work: int
 
 
@@ -73,7 +72,7 @@ class LoopCandidate:
       bytes, time, work: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
     """
 
-    schedule: LoopSchedule | Within | None
+    schedule: LoopSchedule | InnerRegions | None
     bytes: int
     time: Time
     work: int
@@ -120,14 +119,14 @@ def loop_candidates_of(
     op: Op,
     active: Collection[int],
     context: Context,
-    planned: Callable[[Graph, Collection[int], Address], Plans | None] | None = None,
+    planned: Callable[[Graph, Collection[int], Address], InnerCandidates | None] | None = None,
 ) -> LoopCandidates:
     """Returns the candidates for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
       context: what the scan is planned for.
-      planned: returns the plans of a body, given a view of the function, the values that are differentiated in, and
+      planned: returns the plans of a body, given it as a function, the values that are differentiated in, and
         the body's address. None for none.
     """
     body = op.bodies[0]
@@ -157,12 +156,15 @@ def loop_candidates_of(
         if context.once:
             ways += _slots(op, inside, found, sizes, context)
     forward_work = found.forward_work
-    fed = [index for index in body.inputs if index in inside and is_inexact(graph.values[index])]
-    if planned is not None and (inner := planned(view(graph, op), fed, ((op.index, 0),))) is not None:
+    inner = None
+    if planned is not None:
+        moving = fed(graph, graph.body, op, body, active)
+        inner = planned(program_of(graph, op), moving, ((op.index, 0),))
+    if inner is not None:
         forward_work, loop = min(forward_work, inner.forward_work), sizes.gradients + sizes.arriving
-        for how, each in inner.plans:
+        for each in inner.candidates:
             kept = length * (each.kept + sizes.carry)
-            ways.append(LoopCandidate(how, kept, length * _time(each), each.work + loop))
+            ways.append(LoopCandidate(each.how, kept, length * _time(each), each.work + loop))
     return LoopCandidates(
         tuple(_best(ways)),
         length * found.forward,

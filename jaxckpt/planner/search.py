@@ -34,6 +34,7 @@ from jaxckpt.core.constants import (
     CLOSE,
     COMPILES,
     FLOORS,
+    INNERMOST_SHARE,
     MARGIN,
     MORE,
     NESTED,
@@ -43,7 +44,6 @@ from jaxckpt.core.constants import (
     QUICK_COMPILES,
     STEEP,
     TINY,
-    WITHIN,
     WORTH,
 )
 from jaxckpt.core.graph import Graph
@@ -236,7 +236,7 @@ def problem_of(
         return Problem(asked, traced, placed)
 
     whole = Inside(graph, tuple(differentiated))
-    inner, smaller = (innermost(graph, differentiated, within) for within in (WITHIN, 0.0))
+    inner, smaller = (innermost(graph, differentiated, share) for share in (INNERMOST_SHARE, 0.0))
     other: Inside | None = whole
     if inner.address:
         purity.refuse_refs(fun, inner.graph)

@@ -24,7 +24,7 @@ from jaxckpt import _compat
 from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED
 from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
-from jaxckpt.planner.within import spread
+from jaxckpt.planner.held import spread
 
 
 @dataclass(frozen=True)

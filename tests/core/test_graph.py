@@ -193,6 +193,17 @@ def test_fingerprint_is_equal_for_equal_programs_and_differs_for_others():
     assert trace(lambda x, w: jax.nn.gelu(x @ w.T) + jax.nn.relu(x), X, W).fingerprint != same
 
 
+def test_fingerprint_says_what_a_branch_reads_and_returns():
+    def chosen(*outputs):
+        def branch(a, b):
+            return [(jnp.sin(a), jnp.sin(b))[which] for which in outputs]
+
+        return trace(lambda x, y: jax.lax.cond(x[0, 0] > 0, branch, lambda a, b: [a, b], x, y), X, X + 1).fingerprint
+
+    assert chosen(0, 1) == chosen(0, 1)
+    assert chosen(0, 1) != chosen(1, 0)
+
+
 @pytest.mark.parametrize(
     ("fun", "args", "flops"),
     [

@@ -11,7 +11,7 @@ from jaxckpt import Plan
 from jaxckpt.core.graph import trace
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.frontier import cost_of
-from jaxckpt.planner.scans import Within
+from jaxckpt.planner.scans import InnerRegions
 from jaxckpt.planner.search import problem_of
 from tests.helpers import assert_trees_close
 
@@ -90,8 +90,8 @@ def test_what_all_iterations_read_is_not_kept_for_each():
     problem = problem_of(shared, w, x, target="cpu")
     chain = problem.model.chain
     candidates = [chain.segment(s, s + 1).candidates for s in range(chain.length)]
-    (stage,) = (s for s, each in enumerate(candidates) if any(isinstance(one.how, Within) for one in each))
-    for number in (n for n, each in enumerate(candidates[stage]) if isinstance(each.how, Within)):
+    (stage,) = (s for s, each in enumerate(candidates) if any(isinstance(one.how, InnerRegions) for one in each))
+    for number in (n for n, each in enumerate(candidates[stage]) if isinstance(each.how, InnerRegions)):
         others = [Keep(s, s + 1, 0) for s in range(chain.length) if s != stage]
         solution = tuple(sorted([*others, Keep(stage, stage + 1, number)], key=lambda item: item.start))
         kept = jaxckpt.residuals(problem.model.plan(solution).apply(shared), w, x).residuals

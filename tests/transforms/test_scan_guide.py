@@ -38,8 +38,8 @@ def _run(schedule: str) -> tuple[str, int]:
 def test_the_example_trains_alike_in_less_resident_memory() -> None:
     (plain, most), (segments, less) = _run("none"), _run("sqrt")
     assert plain == segments
-    # lax.scan keeps some 12 arrays of 16 x 64 floats at each of 6,000 steps: 290 MiB and more. Compiling takes 150 to 240 of
-    # either figure, and no two processes take the same.
+    # lax.scan keeps some 12 arrays of 16 x 64 floats at each of 6,000 steps: 290 MiB and more. Compiling takes 150 to
+    # 240 of either figure, and no two processes take the same.
     assert less < most / 2 and less < most - 200, (most, less)
 
 

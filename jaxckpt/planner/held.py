@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from jaxckpt import _compat
@@ -75,6 +76,23 @@ def spread(graph: Graph, body: Body, active: set[int]) -> None:
         active.update(index for index in op.outputs if is_inexact(graph.values[index]))
 
 
+def fed(graph: Graph, around: Body, op: Op, body: Body, active: Collection[int]) -> tuple[int, ...]:
+    """Returns the inputs of a program that it is differentiated in; arguments as of `active_in`."""
+    inside = active_in(graph, around, op, body, active)
+    return tuple(index for index in body.inputs if index in inside and is_inexact(graph.values[index]))
+
+
+def program_of(graph: Graph, op: Op) -> Graph:
+    """Returns the program that an operation holds as a function: its operations are the graph's, its values are
+    numbered as before.
+    """
+    body = op.bodies[0]
+    parameter, place = body.param
+    program = op.params[parameter] if place is None else op.params[parameter][place]
+    closed = _compat.close_jaxpr(body.jaxpr, _compat.jaxpr_consts(program))
+    return replace(graph, body=body, jaxpr=closed, in_tree=None, out_tree=None)
+
+
 def values(found: Sequence[Program]) -> Iterator[int]:
     """Yields the values of programs, and of those inside of them, that can be kept."""
     for _, body, _ in found:
@@ -89,19 +107,16 @@ def _made(body: Body) -> Iterator[int]:
 
 
 def levels(
-    found: Sequence[Program], candidates: Callable[[Body, Collection[int]], Sequence[Candidate]]
+    found: Sequence[Program], candidates: Callable[[Body, frozenset[int]], Sequence[Candidate]]
 ) -> list[Mapping[int, Action]]:
     """Returns what programs keep, from nothing to all that spares time.
 
     Args:
       found: as of `programs`.
-      candidates: returns the candidates of a program, given the values that the derivative passes through.
+      candidates: returns the candidates of a program that no other beats, the fewest bytes first, given the values
+        that the derivative passes through.
     """
-    hulls = []
-    for _, body, active in found:
-        ways = sorted(candidates(body, active), key=lambda way: (way.kept, way.time))
-        best = [way for place, way in enumerate(ways) if all(way.time < other.time for other in ways[:place])]
-        hulls.append(best)
+    hulls = [candidates(body, active) for _, body, active in found]
     prices = sorted(
         {(a.time - b.time) / (b.kept - a.kept) for each in hulls for a, b in pairwise(each) if b.kept > a.kept},
         reverse=True,
