@@ -155,10 +155,14 @@ is computed again: an embedding's rows are looked up in no time. Judged by langu
 TINY = 0.001
 """Checkpoints as people write them are compiled if the traced step says that they take less by this fraction."""
 
-AIMS, QUICK_AIMS = 3, 8
+AIMS, QUICK_AIMS = 4, 8
 """How many solutions are traced, to predict their peaks, for one that is compiled. Judged by the models of benchmarks/:
 a trace takes a tenth of the time of a compilation, and what it predicts is off by nearly the same bytes in all plans.
 For the programs of `QUICK`, as many as take the time of one compilation."""
+
+UNITS = 1000
+"""What the chain is corrected by, from a trace, is rounded up to this fraction of the budget: stretches that are equal
+stay so, and are solved once. No measurement is on record."""
 
 STEEP = 0.03
 """Look between a plan that fits and one that does not if the second one's recomputation takes less by this fraction of

@@ -9,8 +9,10 @@ keeps it for every iteration.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -514,7 +516,31 @@ def _checkpointed(
         if not names.read.isdisjoint(region.actions):
             fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
-    return _tied(fun, parts) if region.tied else fun
+    return _in_scope(_tied(fun, parts) if region.tied else fun, region.start, region.stop)
+
+
+def _in_scope(fun: Flat, start: int, stop: int) -> Flat:
+    return jax.named_scope(scope(start, stop))(fun) if _scoped.get() else fun
+
+
+_scoped = contextvars.ContextVar("scoped", default=False)
+
+
+@contextlib.contextmanager
+def regions_in_scopes() -> Iterator[None]:
+    """Until it is left, what is traced of a stretch, a region or what lies between regions, has the `scope` of that
+    among its scopes.
+    """
+    token = _scoped.set(True)
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
+
+
+def scope(start: int, stop: int) -> str:
+    """Returns the scope of the operations start..stop."""
+    return f"jaxckpt{start}_{stop}"
 
 
 def _tied(fun: Flat, parts: Collection[int]) -> Flat:
@@ -593,6 +619,8 @@ def _stretch(
         if region is not None:
             parts = [place for place, var in enumerate(ins) if var in program.parts]
             fun = _checkpointed(fun, region, program.names, program.prevent_cse, parts)
+        else:
+            fun = _in_scope(fun, begin, end)
         stretches.append((fun, ins, outs))
         needed |= set(ins)
 

@@ -86,6 +86,7 @@ class _Event:
     inputs: list[_Slot]
     outputs: list[_Slot]
     workspace: int = 0
+    path: tuple[Op, ...] = ()  # the operation, behind those that it lies in
     facts: Primitive = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,10 +111,27 @@ def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -
 
 def graph_peak(graph: Graph, platform: str = "cuda") -> int:
     """Estimates the peak bytes of a traced program: see `estimate_peak`."""
+    given, _, live = _program(graph, platform)
+    return given + max(live, default=0)
+
+
+def graph_profile(graph: Graph, platform: str = "cuda") -> list[tuple[str, int]]:
+    """Estimates the bytes that are live at each operation of a traced program: see `estimate_peak`.
+
+    Returns:
+      For each operation, in order, the scopes that it lies in, the outermost first and joined by "/", and the bytes.
+    """
+    given, events, live = _program(graph, platform)
+    return [("/".join(op.scope for op in event.path), given + each) for event, each in zip(events, live)]
+
+
+def _program(graph: Graph, platform: str) -> tuple[int, list[_Event], list[int]]:
+    """Returns the bytes of arguments and constants, what the program does, and the bytes live at each event besides."""
     outside = {index for index, value in enumerate(graph.values) if value.kind in ("argument", "constant")}
     given = sum(graph.values[index].bytes for index in outside)
     events, results = _events(graph, graph.body, outside, platform)
-    return given + _peak(events, list({id(slot): slot for slot in results if _takes_memory(slot)}.values()))
+    outputs = list({id(slot): slot for slot in results if _takes_memory(slot)}.values())
+    return given, events, _live(events, outputs)
 
 
 def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[list[_Event], list[_Slot]]:
@@ -128,19 +146,23 @@ def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple
     return events, [slot.owner() for slot in results]
 
 
-def _flatten(graph: Graph, body: Body, slots: dict[int, _Slot], platform: str) -> Iterator[_Event]:
-    """Yields the events of a body, what it calls written out; fills `slots`, index of a value -> its slot."""
+def _flatten(
+    graph: Graph, body: Body, slots: dict[int, _Slot], platform: str, around: tuple[Op, ...] = ()
+) -> Iterator[_Event]:
+    """Yields the events of a body, what it calls written out; fills `slots`, index of a value -> its slot. `around`:
+    the operations that the body lies in.
+    """
     for op in body.ops:
         inputs = [_slot(graph, slots, index) for index in op.inputs]
         if op.bodies and primitives.of(op.primitive).holds in _WRITTEN_OUT:
-            yield from _call(graph, op, slots, inputs, platform)
+            yield from _call(graph, op, slots, inputs, platform, around)
             continue
         on_host = op.primitive == "device_put" and "host" in str(op.params["devices"]).lower()
         outputs = [_Slot(graph.values[index].bytes, counted=not on_host) for index in op.outputs]
         slots.update(zip(op.outputs, outputs))
         inside = (_events(graph, inner, set(inner.inputs), platform)[0] for inner in op.bodies)
         workspace = max((_peak(events, []) for events in inside), default=0)
-        yield _Event(op.primitive, inputs, outputs, workspace)
+        yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
 
 
 def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
@@ -150,7 +172,9 @@ def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
     return slots[index]
 
 
-def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str) -> Iterator[_Event]:
+def _call(
+    graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str, around: tuple[Op, ...]
+) -> Iterator[_Event]:
     inner = op.bodies[0]
     barrier = (
         primitives.of(op.primitive).holds is Holds.CHECKPOINT
@@ -160,7 +184,7 @@ def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], pl
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
-        yield _Event(BARRIER, list(operands.values()), list(behind.values()))
+        yield _Event(BARRIER, list(operands.values()), list(behind.values()), 0, (*around, op))
         slots.update(behind)
         operands = behind
     # A body's inputs are the operands themselves, or values of their own; a literal operand takes no memory.
@@ -168,7 +192,7 @@ def _call(graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], pl
     passed = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
     if len(passed) == len(inner.inputs):
         slots.update((own, operands[index]) for own, index in zip(inner.inputs, passed) if index not in (None, own))
-    yield from _flatten(graph, inner, slots, platform)
+    yield from _flatten(graph, inner, slots, platform, (*around, op))
     results = [
         _slot(graph, slots, index) if index is not None else _Slot(graph.values[outer].bytes)
         for outer, index in zip(op.outputs, inner.outputs, strict=True)
@@ -229,7 +253,12 @@ def _decide(events: list[_Event], results: list[_Slot]) -> None:
 
 
 def _peak(events: list[_Event], outputs: list[_Slot]) -> int:
-    """Returns the most bytes that are live at once.
+    """Returns the most bytes that are live at once: see `_live`."""
+    return max(_live(events, outputs), default=0)
+
+
+def _live(events: list[_Event], outputs: list[_Slot]) -> list[int]:
+    """Returns the bytes that are live at each event.
 
     The outputs have buffers of their own from the start. Until one is written, something else may live in it, if that
     is no larger.
@@ -248,7 +277,7 @@ def _peak(events: list[_Event], outputs: list[_Slot]) -> int:
             change[min(last + 1, len(events))] -= slot.bytes
     standing = sum(slot.bytes for slot in waiting.written)
     moving = itertools.accumulate(change[:-1])
-    return standing + max((live + event.workspace for live, event in zip(moving, events)), default=0)
+    return [standing + live + event.workspace for live, event in zip(moving, events)]
 
 
 def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[int, int]], time: int) -> None:

@@ -12,6 +12,7 @@ gradient counts from the time that it is written.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,48 @@ def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> SolutionCost:
     against this.
     """
     return _run(chain, tuple(solution), chain.length, 0, 0)
+
+
+class Phase(enum.Enum):
+    """When an item of a solution runs: forward; forward again, within a `Drop`; backward, what it recomputes first."""
+
+    FORWARD = "forward"
+    AGAIN = "again"
+    BACKWARD = "backward"
+
+
+Moment = tuple[int, int, Phase]
+"""The run of an item: its first stage, the one after its last, and when."""
+
+
+def moments(chain: Chain, solution: Sequence[Keep | Drop]) -> dict[Moment, int]:
+    """Returns the most bytes that a solution needs at each moment, besides the program's arguments; those of a `Drop`'s
+    backward run are those of its items.
+    """
+    found: dict[Moment, int] = {}
+
+    def run(items: Sequence[Keep | Drop], stop: int, live: int, written: int, phase: Phase) -> None:
+        held = []
+        for item in items:
+            segment = chain.segment(item.start, item.stop)
+            note(item, phase, live + segment.forward_work + written)
+            held.append(live)
+            live += chain.output(item.start, item.stop, stop)
+            live += chain.candidate(item).kept if isinstance(item, Keep) else 0
+        for item, before in zip(reversed(items), reversed(held)):
+            if isinstance(item, Keep):
+                candidate = chain.candidate(item)
+                note(item, Phase.BACKWARD, before + candidate.kept + candidate.work + written)
+            else:
+                run(item.again, item.stop, before, written, Phase.AGAIN)
+            written += chain.segment(item.start, item.stop).gradient
+
+    def note(item: Keep | Drop, phase: Phase, size: int) -> None:
+        key = item.start, item.stop, phase
+        found[key] = max(found.get(key, 0), size)
+
+    run(solution, chain.length, 0, 0, Phase.FORWARD)
+    return found
 
 
 def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> SolutionCost:

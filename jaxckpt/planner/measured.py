@@ -6,23 +6,25 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
+from jaxckpt.core.emit import regions_in_scopes
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace_call as trace
-from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.plan import Plan
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, resident_bytes
-from jaxckpt.planner.chain import Solution, cost
+from jaxckpt.planner.chain import Moment, Solution, cost
+from jaxckpt.planner.corrections import traced_moments
 from jaxckpt.planner.costs import Time, timer, total
 from jaxckpt.planner.model import Model
 from jaxckpt.planner.shards import device_bytes, is_sharded
@@ -59,11 +61,13 @@ class Traced:
       peak_bytes: as estimated; where several devices share the work, that of all of them together.
       flops: with sharded arguments, of all devices.
       time: by the target's rates, on one device.
+      moments: what it needs at each moment of a solution, arguments excluded; none of a step without a plan.
     """
 
     peak_bytes: int
     flops: int
     time: Time
+    moments: Mapping[Moment, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -165,18 +169,23 @@ class Measured:
         """Returns the step under a plan, or without one, as traced. `_compile` goes on from that trace."""
         step = self.step(self.fun) if made is None else self.planned(made)
         stage, shards = self._stage(step), self.model.shards
-        with self._one_signature():
+        with self._one_signature(), regions_in_scopes():
             graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
         self._stages[made] = step, stage
         time = timer(shards.applied(graph), self.target, shards.devices)
-        return Traced(graph_peak(graph, self.target.platform), graph.flops, total(map(time, graph.ops)))
+        profile = graph_profile(graph, self.target.platform)
+        peak = max((size for _, size in profile), default=self.argument_bytes)
+        moments = {} if made is None or self.divided else traced_moments(profile, self.model.places)
+        moments = {moment: size - self.argument_bytes for moment, size in moments.items()}
+        return Traced(peak, graph.flops, total(map(time, graph.ops)), moments)
 
     def _stage(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as
         within a mapped function, where types say how arrays vary over its mesh.
         """
         try:
-            stage = traced_for(step, self.args, self.target)
+            with regions_in_scopes():
+                stage = traced_for(step, self.args, self.target)
         except PlanMismatchError:
             return None
         return stage if hasattr(stage, "jaxpr") else None

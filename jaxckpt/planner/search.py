@@ -8,6 +8,7 @@ than all that fit. Where none of these fits, the leanest plans are compiled as w
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -44,6 +45,7 @@ from jaxckpt.core.constants import (
     QUICK_COMPILES,
     STEEP,
     TINY,
+    UNITS,
     WORTH,
 )
 from jaxckpt.core.graph import Graph
@@ -57,8 +59,9 @@ from jaxckpt.memory.report import MemoryReport
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
-from jaxckpt.planner.chain import Drop, Solution, cost, covers, items
+from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
 from jaxckpt.planner.context import Context
+from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.inside import Inside, innermost
 from jaxckpt.planner.measured import Asked, Measured, Traced, Try
 from jaxckpt.planner.model import Model, build
@@ -358,6 +361,7 @@ class _Search:
         self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
         self.free = problem.shares(solver)
         self.chain = problem.model.chain
+        self.corrections, self.aiming = Corrections(self.chain), copy.copy(solver)  # a solver may keep what it solved
         self.tries: list[Try] = []
         self.compiles = 0
         self.effort = 0.0  # of the plan that was found
@@ -434,7 +438,7 @@ class _Search:
 
     def _is_worth_another(self, close: Try) -> bool:
         """Whether a plan that needs all of the budget would take less time than one that is close to it."""
-        fullest = self._solve(self.budget - close.compiled + close.modelled)
+        fullest = self._solve_corrected() or self._solve(self.budget - close.compiled + close.modelled)
         saved = 0.0 if fullest is None else self._chain_time(close) - cost(self.chain, fullest).time
         return saved > (TINY if self.quick else WORTH) * self.problem.model.step_seconds
 
@@ -460,6 +464,42 @@ class _Search:
 
     def _aimed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution that takes least of those that are predicted to fit, or the last one where none is.
+
+        Each is traced, and corrects the chain for the next one, until that is the same.
+        """
+        found, cheapest, looked = None, None, set()
+        for _ in range(0 if self.problem.divided else QUICK_AIMS if self.quick else AIMS):
+            solution = self._solve_corrected()
+            if solution is None or solution in looked or not self._is_traced(solution):
+                break
+            looked.add(solution)
+            self.corrections.add(solution, self.problem.traced(solution).moments, max(self.budget // UNITS, 1))
+            if solution in seen:
+                continue
+            found = solution
+            if self._predicted(solution, standing) <= self.budget - self._spare():
+                cheapest = solution if cheapest is None else min(cheapest, solution, key=self._effort)
+        return cheapest or found or self._bracketed(standing, seen)
+
+    def _solve_corrected(self) -> Solution | None:
+        """Returns the solver's solution of the corrected chain that is predicted to fit, or None."""
+        others = self.problem.argument_bytes + self._added()
+        return self._solve(self.budget - self._spare() - others, self.corrections.chain)
+
+    def _added(self) -> int:
+        """Returns the bytes that the compiler adds to what the trace says of the stages: those of the plan that is
+        nearest.
+        """
+        near = min(self._compiled(), key=lambda t: abs(t.compiled - self.budget), default=None)
+        return 0 if near is None or not self._is_traced(near.solution) else near.compiled - self._traced(near.solution)
+
+    def _traced(self, solution: Solution) -> int:
+        """Returns the most bytes that a solution needs while its stages run, as traced."""
+        moments = self.problem.traced(solution).moments
+        return self.problem.argument_bytes + max(moments.values()) if moments else self.problem.estimate(solution)
+
+    def _bracketed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
+        """Returns what `_aimed` does, by the chain as it is.
 
         By the chain's bytes and the offset there is a first one. What is predicted of one says where the next is looked
         for: by as many bytes up or down as it is off; by twice as many as the time before where that changed little;
@@ -501,16 +541,16 @@ class _Search:
         """Predicts the compiled peak: by the chain or by a trace of the step, whichever the compiled plans are more
         alike by, and by how far that was off in the nearest of these.
         """
-        problem, modelled, compiled = self.problem, cost(self.chain, solution).peak, self._compiled()
+        modelled, compiled = cost(self.chain, solution).peak, self._compiled()
         is_traced = all(self._is_traced(each) for each in (solution, *(t.solution for t in compiled)))
         if not compiled:
-            return problem.estimate(solution) if is_traced else modelled + standing
+            return self._traced(solution) if is_traced else modelled + standing
         nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
         chain = [t.compiled - t.modelled for t in compiled]
-        traced = [t.compiled - problem.estimate(t.solution) for t in compiled] if is_traced else []
+        traced = [t.compiled - self._traced(t.solution) for t in compiled] if is_traced else []
         if not is_traced or _spread(chain) < _spread(traced):
             return modelled + chain[nearest]
-        return problem.estimate(solution) + traced[nearest]
+        return self._traced(solution) + traced[nearest]
 
     def _compiled(self) -> list[Try]:
         """Returns the solver's plans that were compiled, for whatever budgets, by their modelled bytes."""
@@ -577,8 +617,9 @@ class _Search:
             most = best.effort - TINY * problem.plain.time.effort
             left = sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
             learned = self._overstated()
+            known = learned or self._overstated(by_hand=False) or 1.0
             estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
-            chosen = next((s for s in left if estimate(s) <= max(learned or 1.0, 1.0) * self.budget), None)
+            chosen = next((s for s in left if estimate(s) <= max(known, 1.0) * self.budget), None)
             if chosen is None and learned is None:
                 near = [solution for solution in left if estimate(solution) <= self._most_overstated * self.budget]
                 chosen = min(near, key=estimate, default=None)
@@ -623,16 +664,17 @@ class _Search:
                 return made
         return None
 
-    def _solve(self, limit: int) -> Solution | None:
-        """Returns the solver's solution within a limit, or None.
+    def _solve(self, limit: int, corrected: Chain | None = None) -> Solution | None:
+        """Returns the solver's solution within a limit, or None: of the chain, or of the corrected one.
 
         Raises:
           ArgumentError: it is none: it leaves stages out, or peaks above the limit.
         """
-        found = self.solver.solve(self.chain, limit)
+        chain, solver = (self.chain, self.solver) if corrected is None else (corrected, self.aiming)
+        found = solver.solve(chain, limit)
         if isinstance(found, Infeasible):
             return None
-        if not covers(self.chain, found) or cost(self.chain, found).peak > limit:
+        if not covers(chain, found) or cost(chain, found).peak > limit:
             rule = f"one whose solutions cover every stage once, in order, and peak at no more than {limit} bytes"
             raise ArgumentError("solver", rule, self.solver, f"{self.solver.name} returned {found!r:.200}.")
         return found
