@@ -33,7 +33,7 @@ from jaxckpt.factories import load, make
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import cost_of
-from jaxckpt.planner.search import Problem, problem_of
+from jaxckpt.planner.problems import Problem, problem_of
 from jaxckpt.show.table import markdown
 
 PRESETS = ("nothing", "everything", "dots", "dots_no_batch", "hybrid")

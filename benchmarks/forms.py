@@ -23,7 +23,7 @@ from benchmarks import reporting
 from benchmarks.models.forms import DEVICES, FORMS
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import start_backend
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import markdown
 
 SHARES = (40, 60, 80)

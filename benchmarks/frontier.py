@@ -32,7 +32,7 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
 from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import BUDGETS, Frontier, Point, Way, cost_of, point, point_to_json, way, way_to_json
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.show import plans, plot
 from jaxckpt.show.table import markdown
 

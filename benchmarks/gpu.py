@@ -35,7 +35,7 @@ from benchmarks.models import gpt, resnet
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import cost_of, point
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import format_seconds, markdown
 
 MODELS: dict[str, Callable[..., Any]] = {"gpt2": gpt.gpt2, "resnet50": resnet.resnet50}

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import reporting
 from benchmarks.models import gpt
 from jaxckpt.core.files import write_whole
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import markdown
 
 LAYERS = (12, 24, 48, 96)

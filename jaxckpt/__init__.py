@@ -41,7 +41,7 @@ from jaxckpt.memory.targets import Target, compiler_options, targets
 from jaxckpt.memory.verify import Verification, verify
 from jaxckpt.planner.auto import autocheckpoint
 from jaxckpt.planner.frontier import Frontier, frontier
-from jaxckpt.planner.search import plan
+from jaxckpt.planner.problems import plan
 from jaxckpt.policies import Policy, intensity_above, larger_than, op, where
 from jaxckpt.schedules import Slots
 from jaxckpt.show import looks as _looks  # noqa: F401 (has reports print as tables, and draw themselves)

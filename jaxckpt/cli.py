@@ -33,7 +33,7 @@ from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.residuals import residuals
 from jaxckpt.memory.targets import start_backend, target_of, targets
-from jaxckpt.planner import search
+from jaxckpt.planner import problems
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.frontier import BUDGETS, sweep
 from jaxckpt.planner.reports import report_of, sketch, timed
@@ -144,7 +144,7 @@ def _plan(options: argparse.Namespace) -> None:
     check_differentiable(options.factory, fun, args)
     found, swept = None, None
     with _progress() as progress:
-        problem = search.problem_of(
+        problem = problems.problem_of(
             fun,
             *args,
             target=target,

@@ -516,22 +516,23 @@ def _checkpointed(
         if not names.read.isdisjoint(region.actions):
             fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
-    return _in_scope(_tied(fun, parts) if region.tied else fun, region.start, region.stop)
+    return _in_scope(_tied(fun, parts) if region.tied else fun, region.start, region.stop, names)
 
 
-def _in_scope(fun: Flat, start: int, stop: int) -> Flat:
-    return jax.named_scope(scope(start, stop))(fun) if _scoped.get() else fun
+def _in_scope(fun: Flat, start: int, stop: int, names: _Names) -> Flat:
+    program = _scoped.get()
+    return jax.named_scope(scope(start, stop))(fun) if program and program == names.graph.fingerprint else fun
 
 
-_scoped = contextvars.ContextVar("scoped", default=False)
+_scoped: contextvars.ContextVar[str | None] = contextvars.ContextVar("scoped", default=None)
 
 
 @contextlib.contextmanager
-def regions_in_scopes() -> Iterator[None]:
+def regions_in_scopes(fingerprint: str) -> Iterator[None]:
     """Until it is left, what is traced of a stretch, a region or what lies between regions, has the `scope` of that
-    among its scopes.
+    among its scopes, in plans for the program of the fingerprint.
     """
-    token = _scoped.set(True)
+    token = _scoped.set(fingerprint)
     try:
         yield
     finally:
@@ -620,7 +621,7 @@ def _stretch(
             parts = [place for place, var in enumerate(ins) if var in program.parts]
             fun = _checkpointed(fun, region, program.names, program.prevent_cse, parts)
         else:
-            fun = _in_scope(fun, begin, end)
+            fun = _in_scope(fun, begin, end, program.names)
         stretches.append((fun, ins, outs))
         needed |= set(ins)
 

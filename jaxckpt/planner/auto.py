@@ -37,7 +37,7 @@ from jaxckpt.memory.cache import folder_of, surroundings
 from jaxckpt.memory.gradient import suited
 from jaxckpt.memory.report import devices_of
 from jaxckpt.memory.targets import Target, target_of
-from jaxckpt.planner import calls, search
+from jaxckpt.planner import calls, problems
 from jaxckpt.planner.budget import DEVICE, budget_bytes, check_budget, normal, resident_bytes
 from jaxckpt.planner.calls import Call
 from jaxckpt.planner.solvers import Solver
@@ -154,7 +154,7 @@ def autocheckpoint(
         budget,
         target,
         step,
-        search.actions_of(actions),
+        problems.actions_of(actions),
         costs,
         verify,
         solver,
@@ -341,7 +341,7 @@ class _Auto:
         file = None if self.folder is None else self.folder / self._file_name(fun, shapes)
         if file is not None and (stored := self._load(file, fun, shapes, budget)) is not None:
             return stored
-        plan = search.plan(
+        plan = problems.plan(
             fun,
             *shapes,
             budget=budget,

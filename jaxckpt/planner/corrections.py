@@ -68,10 +68,18 @@ class Corrections:
         self._plain = chain
         self._exact: dict[Moment, int] = {}
         self._near: dict[Phase, list[int | None]] = {phase: [None] * chain.length for phase in Phase}
-        self.chain = chain
+        self._corrected: Chain | None = chain
+
+    @property
+    def chain(self) -> Chain:
+        """The chain, corrected by all that was added."""
+        if self._corrected is None:
+            segments = {(s, t): self._segment(s, t, segment) for (s, t), segment in self._plain.segments.items()}
+            self._corrected = replace(self._plain, segments=segments)
+        return self._corrected
 
     def add(self, solution: Solution, traced: Mapping[Moment, int], unit: int) -> None:
-        """Takes note of a traced solution; where it contradicts an earlier one, it counts. `chain` is corrected anew.
+        """Takes note of a traced solution; where it contradicts an earlier one, it counts.
 
         Args:
           solution: of the chain.
@@ -84,10 +92,9 @@ class Corrections:
                 error = -(-(size - said[start, stop, phase]) // unit) * unit
                 self._exact[start, stop, phase] = error
                 self._near[phase][start:stop] = [error] * (stop - start)
-        segments = {(s, t): self._corrected(s, t, segment) for (s, t), segment in self._plain.segments.items()}
-        self.chain = replace(self._plain, segments=segments)
+        self._corrected = None
 
-    def _corrected(self, start: int, stop: int, segment: Segment) -> Segment:
+    def _segment(self, start: int, stop: int, segment: Segment) -> Segment:
         forward = max(self._error(start, stop, Phase.FORWARD), self._error(start, stop, Phase.AGAIN))
         backward = self._error(start, stop, Phase.BACKWARD)
         candidates = (replace(each, work=max(each.work + backward, -each.kept)) for each in segment.candidates)

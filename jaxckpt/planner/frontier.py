@@ -21,7 +21,7 @@ from jaxckpt.core.shown import Progress
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
-from jaxckpt.planner import search
+from jaxckpt.planner import problems
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers import Solver
@@ -211,7 +211,7 @@ def frontier(
     if others is not None and not (isinstance(others, Mapping) and all(map(callable, others.values()))):
         raise ArgumentError("others", "a mapping from names to functions", others)
     refuse_traced(fun, args, "frontier")
-    problem = search.problem_of(
+    problem = problems.problem_of(
         fun,
         *args,
         target=target,
@@ -227,7 +227,7 @@ def frontier(
 
 
 def sweep(
-    problem: search.Problem,
+    problem: problems.Problem,
     budgets: Sequence[int | str],
     *,
     verify: bool = True,
@@ -271,7 +271,7 @@ def sweep(
 
 
 def point(
-    problem: search.Problem,
+    problem: problems.Problem,
     budget: int | str,
     *,
     verify: bool = True,
@@ -287,7 +287,7 @@ def point(
     return _point_of(problem, budget, bytes_, plan)
 
 
-def _point_of(problem: search.Problem, budget: int | str, bytes_: int, plan: Plan) -> Point:
+def _point_of(problem: problems.Problem, budget: int | str, bytes_: int, plan: Plan) -> Point:
     report = plan.report
     assert report is not None, "the planner's plans have reports"
     if report.flops is None:
@@ -296,7 +296,7 @@ def _point_of(problem: search.Problem, budget: int | str, bytes_: int, plan: Pla
     return Point(budget, bytes_, replace(report, asked=budget))
 
 
-def _or_recalled(problem: search.Problem, found: Point, solver: str | Solver) -> Point:
+def _or_recalled(problem: problems.Problem, found: Point, solver: str | Solver) -> Point:
     """Returns the point, or one of a cheaper plan that was compiled and fits."""
     plan = problem.recall(found.budget_bytes, solver)
     if plan is None or (found.plan is not None and (not found.plan.regions or plan == found.plan)):
@@ -322,7 +322,7 @@ def _or_cheaper(found: Point, points: Iterable[Point]) -> Point:
     )
 
 
-def unplanned_bytes(problem: search.Problem) -> int | None:
+def unplanned_bytes(problem: problems.Problem) -> int | None:
     """Returns the peak of the step as it is: compiled, or what the compiler says that it needs where it does not fit
     the device.
     """

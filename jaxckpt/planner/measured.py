@@ -169,7 +169,7 @@ class Measured:
         """Returns the step under a plan, or without one, as traced. `_compile` goes on from that trace."""
         step = self.step(self.fun) if made is None else self.planned(made)
         stage, shards = self._stage(step), self.model.shards
-        with self._one_signature(), regions_in_scopes():
+        with self._one_signature(), regions_in_scopes(self.graph.fingerprint):
             graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
         self._stages[made] = step, stage
         time = timer(shards.applied(graph), self.target, shards.devices)
@@ -184,7 +184,7 @@ class Measured:
         within a mapped function, where types say how arrays vary over its mesh.
         """
         try:
-            with regions_in_scopes():
+            with regions_in_scopes(self.graph.fingerprint):
                 stage = traced_for(step, self.args, self.target)
         except PlanMismatchError:
             return None

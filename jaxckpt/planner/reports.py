@@ -14,7 +14,7 @@ from jaxckpt.core.shown import Progress
 from jaxckpt.memory.compare import time_steps
 from jaxckpt.memory.verify import fill
 from jaxckpt.planner.frontier import Frontier, Way, point, unplanned_bytes
-from jaxckpt.planner.search import Problem
+from jaxckpt.planner.problems import Problem
 from jaxckpt.planner.solvers import Solver
 
 

@@ -18,7 +18,7 @@ import jaxckpt
 from jaxckpt import ForwardModeError, InfeasibleBudgetError, NotDifferentiableError, Plan, Policy, UnmatchedTagError
 from jaxckpt.core.graph import Body, Graph, graph_of
 from jaxckpt.core.reads import is_effect
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.policies import policy_of
 from tests.fuzz.cases import Case, Failed, Invalid
 from tests.fuzz.compare import Differentiated, compare, is_array, is_inexact, wide

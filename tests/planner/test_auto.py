@@ -25,7 +25,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Plan, PlanReport, Region
 from jaxckpt.memory import cache
 from jaxckpt.memory.report import measure
-from jaxckpt.planner import auto, calls, search
+from jaxckpt.planner import auto, calls, problems
 from jaxckpt.planner.auto import autocheckpoint
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes
 
@@ -52,7 +52,7 @@ def planner(monkeypatch):
         made = Plan((Region(0, half), Region(half, len(graph.ops))), graph.fingerprint)
         return PlanReport(made, budget=1000).plan
 
-    monkeypatch.setattr(auto.search, "plan", plan)
+    monkeypatch.setattr(auto.problems, "plan", plan)
     return asked
 
 
@@ -179,14 +179,14 @@ def test_under_vmap_the_plan_is_for_one_example(planner):
 
 
 def test_planning_within_a_trace_leaves_nothing_in_it(planner, monkeypatch):
-    stub = auto.search.plan
+    stub = auto.problems.plan
 
     def computes(fun, *args, **settings):
         jax.jit(lambda: jnp.cos(jnp.arange(5.0)))().block_until_ready()  # as a planner that times stages would
         measure(jax.value_and_grad(fun), *args)
         return stub(fun, *args, **settings)
 
-    monkeypatch.setattr(auto.search, "plan", computes)
+    monkeypatch.setattr(auto.problems, "plan", computes)
     planned = autocheckpoint(loss, budget="60%")
     with jax.checking_leaks():
         seen = executions(jax.jit(planned), WS, X)
@@ -228,7 +228,7 @@ def test_a_function_that_calls_itself_is_planned_as_it_is(planner):
 
 
 def test_threads_with_one_signature_plan_once_and_others_do_not_wait(planner, monkeypatch):
-    stub, started, go_on = auto.search.plan, threading.Event(), threading.Event()
+    stub, started, go_on = auto.problems.plan, threading.Event(), threading.Event()
 
     def slow(fun, *args, **settings):
         if args[1].shape[0] == 128:
@@ -236,7 +236,7 @@ def test_threads_with_one_signature_plan_once_and_others_do_not_wait(planner, mo
             assert go_on.wait(30)
         return stub(fun, *args, **settings)
 
-    monkeypatch.setattr(auto.search, "plan", slow)
+    monkeypatch.setattr(auto.problems, "plan", slow)
     planned, results = autocheckpoint(loss, budget="60%"), []
     threads = [threading.Thread(target=lambda: results.append(float(planned(WS, X)))) for _ in range(6)]
     for thread in threads:
@@ -252,7 +252,7 @@ def test_threads_with_one_signature_plan_once_and_others_do_not_wait(planner, mo
 
 
 def test_what_fails_is_told_to_all_that_wait_and_tried_again_later(planner, monkeypatch):
-    stub, failures = auto.search.plan, [InfeasibleBudgetError("no plan fits; the least budget that fits is 7 bytes")]
+    stub, failures = auto.problems.plan, [InfeasibleBudgetError("no plan fits; the least budget that fits is 7 bytes")]
 
     def fails_first(fun, *args, **settings):
         if failures:
@@ -260,7 +260,7 @@ def test_what_fails_is_told_to_all_that_wait_and_tried_again_later(planner, monk
             raise failures.pop()
         return stub(fun, *args, **settings)
 
-    monkeypatch.setattr(auto.search, "plan", fails_first)
+    monkeypatch.setattr(auto.problems, "plan", fails_first)
     planned, caught = autocheckpoint(loss, budget="1%"), []
 
     def call():
@@ -436,7 +436,7 @@ def loss(ws, x):
 if sys.argv[2] == "read":
     def plan(*args, **settings):
         raise AssertionError("planned again")
-    auto.search.plan = plan
+    auto.problems.plan = plan
 shapes = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 8, jax.ShapeDtypeStruct((2048, 32), jnp.float32)
 planned = auto.autocheckpoint(loss, budget="75%", path=sys.argv[1])
 print(planned.plan(*shapes).measured_bytes, measure(jax.value_and_grad(planned), *shapes).peak_bytes)
@@ -481,13 +481,13 @@ MASKED = [jnp.eye(16)] * 4, jnp.ones((256, 16)) / 16
 
 
 def test_constants_of_the_function_are_computed_and_not_held():
-    plan = search.plan(masked, *MASKED, budget="80%")
+    plan = problems.plan(masked, *MASKED, budget="80%")
     auto = autocheckpoint(masked, budget="80%")
     assert auto.plan(*MASKED).fingerprint == plan.fingerprint
     assert auto.plan(*MASKED).measured_bytes == pytest.approx(plan.measured_bytes, rel=1e-3)
     assert measure(jax.value_and_grad(auto), *MASKED).peak_bytes == pytest.approx(plan.measured_bytes, rel=1e-3)
     least = []
-    for call in (lambda **to: search.plan(masked, *MASKED, **to), lambda **to: autocheckpoint(masked, **to)(*MASKED)):
+    for call in (lambda **to: problems.plan(masked, *MASKED, **to), lambda **to: autocheckpoint(masked, **to)(*MASKED)):
         with pytest.raises(InfeasibleBudgetError) as caught:
             call(budget=100_000)
         least.append(re.search(r"least budget found to fit is (\d+)", str(caught.value))[1])

@@ -15,7 +15,7 @@ from jaxckpt.core.liveness import graph_peak, graph_profile
 from jaxckpt.planner import corrections
 from jaxckpt.planner.chain import Drop, Phase, cost, items, moments
 from jaxckpt.planner.corrections import Corrections, traced_moments
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 
 GPT = functools.partial(gpt.small, layers=6, width=64, heads=2, batch=4, tokens=64, vocabulary=256)
 UNET = functools.partial(unet.small, pixels=32, depth=2)
@@ -69,8 +69,10 @@ def test_regions_are_in_scopes_only_where_that_is_asked_for(problem):
     step = jax.value_and_grad(plan.apply(problem.fun))
     scopes = lambda: " ".join(op.scope for op in trace(step, *problem.args).walk())
     plain = scopes()
-    with regions_in_scopes():
+    with regions_in_scopes(plan.fingerprint):
         assert "jaxckpt0_" in scopes()
+    with regions_in_scopes("another program"):  # a planned function within the one that is planned
+        assert scopes() == plain
     assert scopes() == plain and "jaxckpt0_" not in plain
     step = jax.value_and_grad(problem.model.plan(_solutions(problem)[0]).apply(problem.fun))
     assert "jaxckpt0_" not in str(jax.make_jaxpr(step)(*problem.args))

@@ -19,7 +19,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.planner import stages
 from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.model import BLOCK_PRESETS, LeanLoops
-from jaxckpt.planner.search import Problem, problem_of
+from jaxckpt.planner.problems import Problem, problem_of
 from tests.helpers import chain_in_segments
 
 WIDTH, ROWS, BLOCKS = 64, 2048, 6

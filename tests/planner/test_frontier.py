@@ -28,9 +28,9 @@ def loss(ws, x, wrap=lambda f: f):
 
 def test_budgets_share_an_analysis_and_each_has_its_place(monkeypatch):
     analysed = []
-    problem_of = module.search.problem_of
+    problem_of = module.problems.problem_of
     monkeypatch.setattr(
-        module.search, "problem_of", lambda *args, **kwargs: analysed.append(1) or problem_of(*args, **kwargs)
+        module.problems, "problem_of", lambda *args, **kwargs: analysed.append(1) or problem_of(*args, **kwargs)
     )
     said = []
     others = {"two": lambda ws, x: jax.checkpoint(functools.partial(loss, ws[:5]))(x) + loss(ws[5:], x)}
@@ -56,7 +56,7 @@ def test_budgets_share_an_analysis_and_each_has_its_place(monkeypatch):
 
 
 def test_without_verifying_nothing_is_compiled_but_the_step_as_it_is(monkeypatch):
-    problem = module.search.problem_of(loss, *ARGS, target="cpu")
+    problem = module.problems.problem_of(loss, *ARGS, target="cpu")
     assert problem.unplanned.peak_bytes
 
     def compiles(*args, **settings):

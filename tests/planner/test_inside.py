@@ -237,7 +237,7 @@ def around(ws, x):
     return over(ws, x)
 
 
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 problem = problem_of(around, ws, x)
 plan = problem.plan("60%")
 for a, b in zip(*(jax.tree.leaves(jax.jit(jax.grad(f))(ws, x)) for f in (plan.apply(around), around))):

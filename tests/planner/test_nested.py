@@ -11,8 +11,8 @@ from jaxckpt import Plan
 from jaxckpt.core.graph import trace
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.frontier import cost_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.scans import InnerRegions
-from jaxckpt.planner.search import problem_of
 from tests.helpers import assert_trees_close
 
 OUTER, INNER, WIDTH, ROWS = 4, 3, 32, 2048

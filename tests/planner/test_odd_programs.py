@@ -13,7 +13,7 @@ from jax import lax
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError
 from jaxckpt.core.liveness import estimate_peak
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from tests.helpers import assert_trees_close, executions
 
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -13,8 +13,8 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop, Plan
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.context import Context
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.scans import loop_candidates_of
-from jaxckpt.planner.search import problem_of
 from jaxckpt.planner.stages import active_values
 from tests.helpers import assert_trees_close, gradient_executions, kept_bytes
 

@@ -9,7 +9,7 @@ import jaxckpt
 from benchmarks.models import llama
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.targets import target_of
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.shards import WHOLE, Shards, read
 
 SIZES = {

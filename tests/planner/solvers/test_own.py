@@ -9,7 +9,7 @@ import pytest
 import jaxckpt
 from jaxckpt import ArgumentError, InfeasibleBudgetError
 from jaxckpt.planner.chain import Keep, cost
-from jaxckpt.planner.search import problem_of
+from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.solvers import Infeasible, Solver, solver
 
 WS, X = [jnp.ones((32, 32))] * 12, jnp.ones((4096, 32))

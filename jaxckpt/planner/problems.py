@@ -1,0 +1,319 @@
+"""plan: the cheapest plan that fits a budget in bytes. A problem is a function analysed for one step and target; the
+plans for all budgets share it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import (
+    ArgumentError,
+    InfeasibleBudgetError,
+    check_flags,
+)
+from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
+from jaxckpt.core import lift, purity
+from jaxckpt.core.bare import bare, has_checkpoints
+from jaxckpt.core.constants import (
+    CLOSE,
+    INNERMOST_SHARE,
+)
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.plan import Plan
+from jaxckpt.core.shown import Progress
+from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
+from jaxckpt.memory.targets import Target, target_of
+from jaxckpt.planner import refusal
+from jaxckpt.planner.budget import check_budget
+from jaxckpt.planner.context import Context
+from jaxckpt.planner.inside import Inside, innermost
+from jaxckpt.planner.measured import Asked, Measured
+from jaxckpt.planner.model import Model, build
+from jaxckpt.planner.observe import observe
+from jaxckpt.planner.search import Search
+from jaxckpt.planner.shards import WHOLE, is_sharded, read
+from jaxckpt.planner.solvers import Solver
+from jaxckpt.planner.solvers import solver as solver_for
+
+logger = logging.getLogger("jaxckpt")
+
+COSTS = ("roofline", "measured")
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    budget: int | str,
+    target: Target | str | None = None,
+    step: StepMaker = jax.value_and_grad,
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    verify: bool = True,
+    solver: str | Solver = "chain",
+    reverse_only: bool = True,
+    respect_checkpoints: bool = True,
+    cache: str | os.PathLike[str] | bool | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
+
+    `plan(...).apply(fun)` is the function to train with.
+
+    Args:
+      fun: a loss, or any function that `step` differentiates. It needs no checkpoints and no tags.
+      *args: arguments of `step(fun)`: pytrees of arrays or `jax.ShapeDtypeStruct`; shapes, dtypes and shardings count.
+      budget: bytes, "12GiB", "60%" (of the peak without a plan) or "device" (what is free on the device now). It bounds
+        the compiled peak of `step(plan.apply(fun))(*args)` on the target, for each device, with arguments, outputs and
+        temporaries.
+      target: the hardware that it will run on, which this machine need not have: see `jaxckpt.Target`. None for the
+        local backend.
+      step: makes the training step from the loss: `jax.value_and_grad`, or a function whose step also has the
+        optimiser's update. The step must call and differentiate the loss.
+      actions: the allowed actions: RECOMPUTE, SAVE, and any others. For each value that is kept, the planner takes the
+        cheapest of them.
+      costs: "roofline": seconds from the target's rates; or "measured": each distinct stretch runs on the local device,
+        which must be the target, and the measured times correct the rates.
+      verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in
+        seconds.
+      solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of
+        `jaxckpt.planner.solvers.Solver`.
+      reverse_only: whether loops may run by schedules that can be differentiated in reverse alone, and once:
+        `jaxckpt.Slots`, which need the least memory. False leaves them out; so does a step that differentiates a
+        gradient.
+      respect_checkpoints: False plans for the function without the checkpoints that are in it (see
+        `jaxckpt.without_checkpoints`), and so may place them better; `plan.apply(fun)` takes them out too. Shares of
+        the peak are then shares of the peak without any checkpoint. True leaves them as they are.
+      cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
+      progress: called before each piece of work.
+
+    Returns:
+      The plan, with `predicted`, `measured` and `overhead`. It is empty if the step fits without a plan.
+
+    Raises:
+      ArgumentError: the budget, an action, the costs or the solver is invalid.
+      InfeasibleBudgetError: no plan fits the budget. The error names the least budget that was found to fit.
+      NotDifferentiableError: the step does not differentiate the function.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(ws, x):
+    ...     for w in ws:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.sum(x)
+    >>> args = [jnp.zeros((64, 64))] * 16, jnp.ones((4096, 64))
+    >>> found = plan(loss, *args, budget="60%", target="cpu")
+    >>> found.measured_bytes <= found.budget, found.measured_bytes < found.unplanned_bytes
+    (True, True)
+    """
+    check_budget(budget)
+    solver_for(solver)
+    check_flags(verify=verify)
+    if verify and callable(fun):
+        lift.refuse_traced(fun, args, "plan (unless verify=False)")
+    problem = problem_of(
+        fun,
+        *args,
+        target=target,
+        step=step,
+        actions=actions,
+        costs=costs,
+        reverse_only=reverse_only,
+        respect_checkpoints=respect_checkpoints,
+        cache=cache,
+        progress=progress,
+    )
+    return problem.plan(budget, verify=verify, solver=solver, progress=progress)
+
+
+def problem_of(
+    fun: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    step: StepMaker = jax.value_and_grad,
+    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    costs: str = "roofline",
+    reverse_only: bool = True,
+    respect_checkpoints: bool = True,
+    cache: str | os.PathLike[str] | bool | None = None,
+    progress: Progress | None = None,
+) -> Problem:
+    """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`."""
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
+    if not callable(step):
+        raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
+    wanted = actions_of(actions)
+    check_flags(reverse_only=reverse_only, respect_checkpoints=respect_checkpoints)
+    if progress is not None and not callable(progress):
+        raise ArgumentError("progress", "a function of (done, total, what), or None", progress)
+    if costs not in COSTS:
+        raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
+    resolved = target_of(target)
+    for action in wanted:
+        if refusal := action.refusal(resolved):
+            raise ArgumentError("actions", f"actions that {resolved.name} can take", action, refusal)
+    if costs == "measured" and not resolved.local:
+        hint = "Leave out the target to plan for this machine."
+        raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
+    if not args:
+        raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
+    if not callable(step(fun)):
+        raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
+    plain, step = step in PLAIN, suited(step, fun, args)
+    try:
+        seen = observe(fun, step, args)
+    except TypeError as error:
+        if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
+            raise wrong from error
+        raise
+    if not respect_checkpoints:
+        if not has_checkpoints(seen.fun, seen.args, seen.kwargs):
+            logger.warning("%s has no checkpoints: respect_checkpoints=False changes nothing", lift.title(fun))
+        seen = replace(seen, fun=bare(seen.fun))
+    graph = trace(seen.fun, *seen.args, **seen.kwargs)
+    purity.refuse_refs(fun, graph)
+    arguments = [value.index for value in graph.values if value.kind == "argument"]
+    differentiated = [arguments[place] for place in seen.differentiated]
+    keeping = tuple(action for action in wanted if action.keeps)
+
+    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache)
+
+    def problem(inside: Inside, kept: tuple[Action, ...] = keeping) -> Problem:
+        shards, traced = WHOLE, graph
+        if inside.mapped:  # its bytes are those of one device
+            if costs == "measured":
+                rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
+                raise ArgumentError("costs", rule, costs, hint)
+        elif is_sharded(args):
+            if progress is not None:
+                progress(0, 1, "reading how the compiler shards")
+            shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
+            traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
+        context = Context(resolved, shards, costs == "measured", kept, reverse_only and not seen.again)
+        model = inside.run(lambda: build(inside.graph, inside.differentiated, context, progress))
+        placed = replace(
+            model,
+            fingerprint=graph.fingerprint,
+            address=inside.address,
+            outside_bytes=inside.outside_bytes,
+            mapped=inside.mapped,
+        )
+        return Problem(asked, traced, placed)
+
+    whole = Inside(graph, tuple(differentiated))
+    inner, smaller = (innermost(graph, differentiated, share) for share in (INNERMOST_SHARE, 0.0))
+    other: Inside | None = whole
+    if inner.address:
+        purity.refuse_refs(fun, inner.graph)
+    else:
+        enters = smaller.address and costs != "measured" and purity.ref_in(smaller.graph) is None
+        other = smaller if enters else None
+    found = problem(inner)
+    found.other = None if other is None else functools.cache(lambda: problem(other))
+    found.saving = None if keeping == (SAVE,) else functools.cache(lambda: problem(inner, (SAVE,)))
+    return found
+
+
+def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
+    """Returns the actions that a planner is allowed, each once.
+
+    Raises:
+      ArgumentError: `actions` is not a sequence of actions, or lacks RECOMPUTE or SAVE.
+    """
+    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
+        raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
+    wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
+    if RECOMPUTE not in wanted or SAVE not in wanted:
+        hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
+        raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
+    return wanted
+
+
+class Problem(Measured):
+    """A function analysed for one step and target: `plan(budget)` gives plans.
+
+    Attributes:
+      other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
+        a `jax.shard_map` in it that does not hold most of it. None where there is none.
+      saving: makes the problem where SAVE alone keeps values, for budgets that other actions come nowhere near: what
+        the compiler makes of those is hard to predict. None where there are no others.
+    """
+
+    def __init__(self, asked: Asked, graph: Graph, model: Model) -> None:
+        super().__init__(asked, graph, model)
+        self.other: Callable[[], Problem] | None = None
+        self.saving: Callable[[], Problem] | None = None
+        self._made: list[Problem] = []
+
+    def plan(
+        self,
+        budget: int | str,
+        *,
+        verify: bool = True,
+        solver: str | Solver = "chain",
+        progress: Progress | None = None,
+    ) -> Plan:
+        """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
+        chosen = self.solver(solver)
+        report = progress or (lambda done, total, what: None)
+        wanted = self.budget_bytes(budget)
+        if wanted < self.argument_bytes and wanted < (needed := self.used_argument_bytes):
+            raise refusal.below_arguments(budget, wanted, needed)
+        found = self._best(wanted, chosen, verify, report).report
+        assert found is not None, "the planner's plans have reports"
+        return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
+
+    def _best(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
+        """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving` where none of these is
+        near the budget.
+        """
+        found: list[tuple[float, Plan]] = []
+        errors: list[InfeasibleBudgetError] = []
+
+        def look(problem: Problem) -> None:
+            search = Search(problem, budget, solver, verify, report)
+            try:
+                plan = search.run()
+                found.append((search.effort, plan))
+            except InfeasibleBudgetError as error:
+                errors.append(error)
+
+        look(self)
+        if self.other is not None and not found:
+            look(self._shared(self.other()))
+        if self.saving is not None and not any(effort == 0.0 or _is_near(plan, budget) for effort, plan in found):
+            look(self._shared(self.saving()))
+        if not found:
+            raise min(errors, key=lambda each: each.least_bytes or math.inf)
+        return min(found, key=lambda each: each[0])[1]
+
+    def _shared(self, problem: Problem) -> Problem:
+        """Returns a problem that knows what was compiled for this one."""
+        problem.known_unplanned = self.known_unplanned
+        if problem not in self._made:
+            self._made.append(problem)
+        return problem
+
+    def recall(self, budget: int | str, solver: str | Solver = "chain") -> Plan | None:
+        """Returns the cheapest of the plans that were compiled, for whatever budgets, that fits a budget; compiles
+        nothing. None where none fits.
+        """
+        if not self.shares(solver):
+            return None
+        wanted, silent = self.budget_bytes(budget), lambda done, total, what: None
+        searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
+        found = [known.plan for search in searches if (known := search.known()) is not None]
+        return min(found, key=lambda plan: plan.overhead or 0.0, default=None)
+
+
+def _is_near(plan: Plan, budget: int) -> bool:
+    """Whether a plan needs nearly all of a budget; without a compiled peak it is taken to."""
+    return plan.measured_bytes is None or plan.measured_bytes >= budget * (1 - CLOSE)
