@@ -386,7 +386,27 @@ class Search:
             compiled.append(made.compiled)
             if made.fits(self.budget):
                 return made
+        return self._leaner(least, standing) if self.free and self.quick else None
+
+    def _leaner(self, least: Solution | None, standing: int) -> Try | None:
+        """Asks for a plan within what the leanest one needs, as the caller may after an error that says so, until none
+        leaner is found. Returns one that fits, or None.
+        """
+        leanest = self._leanest()
+        while leanest is not None:
+            found = Search(self.problem, leanest, self.solver, self.verify, self.report)._search(least, standing)
+            if found is not None and found.fits(self.budget):
+                return found
+            before, leanest = leanest, self._leanest()
+            if leanest == before:
+                return None
         return None
+
+    def _leanest(self) -> int | None:
+        """Returns the least compiled peak of all plans of the problem; None before there is one."""
+        with self.problem.lock:
+            made = list(self.problem.tries.values())
+        return min((each.compiled for each in made if each.report is not None), default=None)
 
     def _solve(self, limit: int, corrected: Chain | None = None) -> Solution | None:
         """Returns the solver's solution within a limit, or None: of the chain, or of the corrected one.
