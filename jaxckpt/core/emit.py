@@ -9,10 +9,8 @@ keeps it for every iteration.
 from __future__ import annotations
 
 import bisect
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +30,7 @@ from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
 from jaxckpt.core.rules import Rule
+from jaxckpt.core.scopes import in_scope
 from jaxckpt.core.tie import tie
 
 
@@ -447,6 +446,10 @@ class _Program:
     prevent_cse: bool | tuple[bool, ...]
     folded: Callable[[list[Any]], list[Any]]
 
+    def place(self) -> tuple[str, Address]:
+        """Returns the program's fingerprint, and the body's address."""
+        return self.names.graph.fingerprint, self.names.addresses[id(self.body)]
+
     @functools.cached_property
     def parts(self) -> Mapping[Any, Any]:
         """The variables that these views make, each with its equation."""
@@ -516,32 +519,8 @@ def _checkpointed(
         if not names.read.isdisjoint(region.actions):
             fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
-    return _in_scope(_tied(fun, parts) if region.tied else fun, region.start, region.stop, names)
-
-
-def _in_scope(fun: Flat, start: int, stop: int, names: _Names) -> Flat:
-    program = _scoped.get()
-    return jax.named_scope(scope(start, stop))(fun) if program and program == names.graph.fingerprint else fun
-
-
-_scoped: contextvars.ContextVar[str | None] = contextvars.ContextVar("scoped", default=None)
-
-
-@contextlib.contextmanager
-def regions_in_scopes(fingerprint: str) -> Iterator[None]:
-    """Until it is left, what is traced of a stretch, a region or what lies between regions, has the `scope` of that
-    among its scopes, in plans for the program of the fingerprint.
-    """
-    token = _scoped.set(fingerprint)
-    try:
-        yield
-    finally:
-        _scoped.reset(token)
-
-
-def scope(start: int, stop: int) -> str:
-    """Returns the scope of the operations start..stop."""
-    return f"jaxckpt{start}_{stop}"
+    fun = _tied(fun, parts) if region.tied else fun
+    return in_scope(fun, region.start, region.stop, lambda: (names.graph.fingerprint, region.body))
 
 
 def _tied(fun: Flat, parts: Collection[int]) -> Flat:
@@ -621,7 +600,7 @@ def _stretch(
             parts = [place for place, var in enumerate(ins) if var in program.parts]
             fun = _checkpointed(fun, region, program.names, program.prevent_cse, parts)
         else:
-            fun = _in_scope(fun, begin, end, program.names)
+            fun = in_scope(fun, begin, end, program.place)
         stretches.append((fun, ins, outs))
         needed |= set(ins)
 

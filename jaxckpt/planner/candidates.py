@@ -163,12 +163,12 @@ def _levels(
     alone = replace(context, timed=False)
 
     def look(body: Body, active: frozenset[int]) -> Sequence[Candidate]:
-        known = context.programs.get((id(body), active))
+        _, known = context.programs.get((id(body), active), (body, None))
         if known is None:
             made = {index for op in body.ops for index in op.outputs}
             outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
             known = candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
-            context.programs[id(body), active] = known
+            context.programs[id(body), active] = body, known
         return known
 
     levels = held.levels(inner, look)

@@ -31,7 +31,7 @@ class Candidate:
       kept: bytes kept, besides the segment's inputs and what later stages use of it.
       time: seconds of the recomputation that its backward pass begins with, weighed: `planner.costs.Time.effort`.
       work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later
-        stages have written are not counted.
+        stages have written are not counted. Less than 0 where what is counted so is no longer there by then.
       seconds: the same seconds by the target's rates, not weighed.
       how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it
         is.
@@ -157,23 +157,27 @@ class SolutionCost:
     peak: int
 
 
-def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> SolutionCost:
-    """Simulates a solution: the forward pass, then the backward pass from the last item to the first. Solvers are held
-    against this.
-    """
-    return _run(chain, tuple(solution), chain.length, 0, 0)
-
-
 class Phase(enum.Enum):
-    """When an item of a solution runs: forward; forward again, within a `Drop`; backward, what it recomputes first."""
+    """When an item of a solution runs: forward; forward again, within a `Drop`; backward, what it recomputes first. Or
+    it is done, and its gradients are written.
+    """
 
     FORWARD = "forward"
     AGAIN = "again"
     BACKWARD = "backward"
+    DONE = "done"
 
 
 Moment = tuple[int, int, Phase]
 """The run of an item: its first stage, the one after its last, and when."""
+
+
+def cost(chain: Chain, solution: Sequence[Keep | Drop]) -> SolutionCost:
+    """Simulates a solution: the forward pass, then the backward pass from the last item to the first. Solvers are held
+    against this.
+    """
+    peak = max((size for _, _, size in _walk(chain, solution, chain.length, 0, 0, Phase.FORWARD)), default=0)
+    return SolutionCost(_time(chain, solution), peak)
 
 
 def moments(chain: Chain, solution: Sequence[Keep | Drop]) -> dict[Moment, int]:
@@ -181,58 +185,44 @@ def moments(chain: Chain, solution: Sequence[Keep | Drop]) -> dict[Moment, int]:
     backward run are those of its items.
     """
     found: dict[Moment, int] = {}
-
-    def run(items: Sequence[Keep | Drop], stop: int, live: int, written: int, phase: Phase) -> None:
-        held = []
-        for item in items:
-            segment = chain.segment(item.start, item.stop)
-            note(item, phase, live + segment.forward_work + written)
-            held.append(live)
-            live += chain.output(item.start, item.stop, stop)
-            live += chain.candidate(item).kept if isinstance(item, Keep) else 0
-        for item, before in zip(reversed(items), reversed(held)):
-            if isinstance(item, Keep):
-                candidate = chain.candidate(item)
-                note(item, Phase.BACKWARD, before + candidate.kept + candidate.work + written)
-            else:
-                run(item.again, item.stop, before, written, Phase.AGAIN)
-            written += chain.segment(item.start, item.stop).gradient
-
-    def note(item: Keep | Drop, phase: Phase, size: int) -> None:
+    for item, phase, size in _walk(chain, solution, chain.length, 0, 0, Phase.FORWARD):
         key = item.start, item.stop, phase
         found[key] = max(found.get(key, 0), size)
-
-    run(solution, chain.length, 0, 0, Phase.FORWARD)
-    return found
+    return {key: size for key, size in found.items() if key[2] is not Phase.DONE}
 
 
-def _run(chain: Chain, items: Solution, stop: int, live: int, written: int) -> SolutionCost:
-    """Cost of `items`, which end at stage `stop`, with `live` bytes kept before them and `written` bytes of gradients
-    of later stages.
+def _walk(
+    chain: Chain, items: Sequence[Keep | Drop], stop: int, live: int, written: int, phase: Phase
+) -> Iterator[tuple[Keep | Drop, Phase, int]]:
+    """Yields (item, phase, bytes) for `items`, which end at stage `stop`, in the order in which they run, with `live`
+    bytes kept before them and `written` bytes of gradients of later stages.
     """
-    peak, time = live + written, 0.0
     held = []
     for item in items:
-        segment = chain.segment(item.start, item.stop)
-        kept = chain.output(item.start, item.stop, stop) + (
-            segment.candidates[item.candidate].kept if isinstance(item, Keep) else 0
-        )
-        peak = max(peak, live + segment.forward_work + written, live + kept + written)
+        kept = chain.output(item.start, item.stop, stop)
+        kept += chain.candidate(item).kept if isinstance(item, Keep) else 0
+        yield item, phase, live + max(chain.segment(item.start, item.stop).forward_work, kept) + written
         held.append(live)
         live += kept
     for item, before in zip(reversed(items), reversed(held)):
-        segment = chain.segment(item.start, item.stop)
         if isinstance(item, Keep):
-            candidate = segment.candidates[item.candidate]
-            time += candidate.time
-            peak = max(peak, before + candidate.kept + candidate.work + written)
+            candidate = chain.candidate(item)
+            yield item, Phase.BACKWARD, before + candidate.kept + candidate.work + written
         else:
-            inner = _run(chain, item.again, item.stop, before, written)
-            time += segment.forward_time + inner.time
-            peak = max(peak, inner.peak)
-        written += segment.gradient
-        peak = max(peak, before + written)
-    return SolutionCost(time, peak)
+            yield from _walk(chain, item.again, item.stop, before, written, Phase.AGAIN)
+        written += chain.segment(item.start, item.stop).gradient
+        yield item, Phase.DONE, before + written
+
+
+def _time(chain: Chain, items: Sequence[Keep | Drop]) -> float:
+    """Returns the seconds of recomputation."""
+    seconds = 0.0
+    for item in reversed(items):
+        if isinstance(item, Keep):
+            seconds += chain.candidate(item).time
+        else:
+            seconds += chain.segment(item.start, item.stop).forward_time + _time(chain, item.again)
+    return seconds
 
 
 def covers(chain: Chain, solution: Sequence[Keep | Drop]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxckpt.actions import SAVE, Action
+from jaxckpt.core.graph import Body
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -20,7 +21,8 @@ class Context:
       shards: how arrays lie over the target's devices; all bytes are those on one.
       timed: whether each stretch is run on the local device, and the roofline's times are scaled to what that took.
       actions: the ways to keep a value.
-      programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> those.
+      programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
+        and those.
       once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
     """
 
@@ -29,4 +31,6 @@ class Context:
     timed: bool = False
     actions: tuple[Action, ...] = (SAVE,)
     once: bool = True
-    programs: dict[tuple[int, frozenset[int]], Sequence[Candidate]] = field(default_factory=dict, compare=False)
+    programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(
+        default_factory=dict, compare=False
+    )

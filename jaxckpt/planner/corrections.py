@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxckpt.core.emit import scope
+from jaxckpt.core.scopes import PATTERN
 from jaxckpt.planner.chain import Chain, Moment, Phase, Segment, Solution, moments
 
-_PART = re.compile(scope(0, 0).replace("0", r"(\d+)") + r"|rematted_computation")
-_TRANSPOSED = re.compile(rf"/*transpose\(jvp\(({scope(0, 0).replace('0', r'[0-9]+')})\)\)")
+_PART = re.compile(PATTERN + r"|rematted_computation")
 
 
 def traced_moments(profile: Iterable[tuple[str, int]], places: Sequence[int]) -> dict[Moment, int]:
@@ -41,20 +40,18 @@ def _moments(scopes: str) -> tuple[Moment, ...]:
     """Returns the moments that an operation belongs to, by the regions among its scopes.
 
     The regions around a forward operation run forward, all of them. Of a backward one the innermost runs backward; but
-    what lies in those that a region around them runs again, runs forward.
+    what lies in those that a region around them runs again, runs forward. It is a backward one if what is transposed is
+    around the regions: inside of one the function may differentiate for itself.
     """
-    transposed = "transpose(" in scopes
-    if (top := _TRANSPOSED.match(scopes)) is not None:  # the region is named once more, where it is run again
-        rest = scopes[top.end() :]
-        scopes = rest if f"jvp({top[1]})" in rest else top[1] + rest
     regions: list[tuple[int, int]] = []
-    again = None
+    first, again = len(scopes), None
     for part in _PART.finditer(scopes):
         if part[1] is None:
             again = len(regions)
         else:
+            first = min(first, part.start())
             regions.append((int(part[1]), int(part[2])))
-    if not transposed:
+    if "transpose(" not in scopes[:first]:
         return tuple((*region, Phase.FORWARD) for region in regions)
     if again is not None and again < len(regions):
         return tuple((*region, Phase.AGAIN) for region in regions[again:])
@@ -95,15 +92,20 @@ class Corrections:
         self._corrected = None
 
     def _segment(self, start: int, stop: int, segment: Segment) -> Segment:
-        forward = max(self._error(start, stop, Phase.FORWARD), self._error(start, stop, Phase.AGAIN))
-        backward = self._error(start, stop, Phase.BACKWARD)
-        candidates = (replace(each, work=max(each.work + backward, -each.kept)) for each in segment.candidates)
-        work = max(segment.forward_work + forward, 0)
-        return replace(segment, forward_work=work, candidates=tuple(candidates))
+        forward, again, backward = (self._error(start, stop, phase) for phase in _PHASES)
+        # Solvers know one forward run. What the first one needs more is mostly what is there for the whole step.
+        run = again if again is not None else min(forward or 0, backward or 0)
+        candidates = (replace(each, work=max(each.work + (backward or 0), -each.kept)) for each in segment.candidates)
+        return replace(segment, forward_work=max(segment.forward_work + run, 0), candidates=tuple(candidates))
 
-    def _error(self, start: int, stop: int, phase: Phase) -> int:
-        """Returns the bytes by which a moment needs more than the chain says: as traced, or as its stages did."""
+    def _error(self, start: int, stop: int, phase: Phase) -> int | None:
+        """Returns the bytes by which a moment needs more than the chain says: as traced, or as its stages did. None
+        where nothing is known.
+        """
         if (start, stop, phase) in self._exact:
             return self._exact[start, stop, phase]
         near = [error for error in self._near[phase][start:stop] if error is not None]
-        return sum(near) // len(near) if near else 0
+        return sum(near) // len(near) if near else None
+
+
+_PHASES = (Phase.FORWARD, Phase.AGAIN, Phase.BACKWARD)

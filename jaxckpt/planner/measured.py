@@ -13,11 +13,11 @@ from typing import Any
 from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
-from jaxckpt.core.emit import regions_in_scopes
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.plan import Plan
+from jaxckpt.core.scopes import regions_in_scopes
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
 from jaxckpt.memory.targets import Target
@@ -166,16 +166,22 @@ class Measured:
         return self._look(None)
 
     def _look(self, made: Plan | None) -> Traced:
-        """Returns the step under a plan, or without one, as traced. `_compile` goes on from that trace."""
-        step = self.step(self.fun) if made is None else self.planned(made)
-        stage, shards = self._stage(step), self.model.shards
-        with self._one_signature(), regions_in_scopes(self.graph.fingerprint):
-            graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
-        self._stages[made] = step, stage
+        """Returns the step under a plan, or without one, as traced. `_compile` goes on from that trace, unless regions
+        are in scopes in it.
+        """
+        step, shards = self.step(self.fun) if made is None else self.planned(made), self.model.shards
+        scoped = made is not None and not self.divided  # of several devices a trace does not say what one holds
+        place = self.model.fingerprint, self.model.address
+        with regions_in_scopes(*place) if scoped else contextlib.nullcontext():
+            stage = self._stage(step)
+            with self._one_signature():
+                graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
+        if not scoped:
+            self._stages[made] = step, stage
         time = timer(shards.applied(graph), self.target, shards.devices)
         profile = graph_profile(graph, self.target.platform)
         peak = max((size for _, size in profile), default=self.argument_bytes)
-        moments = {} if made is None or self.divided else traced_moments(profile, self.model.places)
+        moments = traced_moments(profile, self.model.places) if scoped else {}
         moments = {moment: size - self.argument_bytes for moment, size in moments.items()}
         return Traced(peak, graph.flops, total(map(time, graph.ops)), moments)
 
@@ -184,8 +190,7 @@ class Measured:
         within a mapped function, where types say how arrays vary over its mesh.
         """
         try:
-            with regions_in_scopes(self.graph.fingerprint):
-                stage = traced_for(step, self.args, self.target)
+            stage = traced_for(step, self.args, self.target)
         except PlanMismatchError:
             return None
         return stage if hasattr(stage, "jaxpr") else None

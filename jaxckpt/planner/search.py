@@ -1,9 +1,10 @@
 """The search for a plan within a budget, held against the compiler.
 
-Solve, emit, compile the whole step, compare. The chain's bytes are a prediction. The compiled peak of one plan corrects
-the prediction for the next plan. The returned plan is the cheapest whose compiled peak is within the budget, after at
-most `COMPILES` compilations, `QUICK_COMPILES` of a small program, or where a plan that does not fit is much cheaper
-than all that fit. Where none of these fits, the leanest plans are compiled as well.
+Solve, emit, trace the whole step, correct the chain, solve again; then compile, compare. The chain's bytes are a
+prediction. A trace corrects it stretch by stretch, and the compiled peak of one plan for the next plan. The returned
+plan is the cheapest whose compiled peak is within the budget, after at most `COMPILES` compilations, `QUICK_COMPILES`
+of a small program, or where a plan that does not fit is much cheaper than all that fit. Where none of these fits, the
+leanest plans are compiled as well.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class Search:
 
     def _is_worth_another(self, close: Try) -> bool:
         """Whether a plan that needs all of the budget would take less time than one that is close to it."""
-        fullest = self._solve_corrected() or self._solve(self.budget - close.compiled + close.modelled)
+        fullest = None if self.problem.divided else self._solve_corrected()
+        fullest = fullest or self._solve(self.budget - close.compiled + close.modelled)
         saved = 0.0 if fullest is None else self._chain_time(close) - cost(self.chain, fullest).time
         return saved > (TINY if self.quick else WORTH) * self.problem.model.step_seconds
 
@@ -191,6 +193,8 @@ class Search:
             solution = self._solve_corrected()
             if solution is None or solution in looked or not self._is_traced(solution):
                 break
+            if not self.problem.traced(solution).moments:  # the step has the function in a loop of its own
+                break
             looked.add(solution)
             self._correct(solution)
             if solution in seen:
@@ -211,16 +215,11 @@ class Search:
         return self._solve(self.budget - self._spare() - others, self.corrections.chain)
 
     def _added(self) -> int:
-        """Returns the bytes that the compiler adds to what the trace says of the stages: those of the plan that is
-        nearest.
-        """
+        """Returns the bytes that the compiler adds to what the trace says: those of the plan that is nearest."""
         near = min(self._compiled(), key=lambda t: abs(t.compiled - self.budget), default=None)
-        return 0 if near is None or not self._is_traced(near.solution) else near.compiled - self._traced(near.solution)
-
-    def _traced(self, solution: Solution) -> int:
-        """Returns the most bytes that a solution needs while its stages run, as traced."""
-        moments = self.problem.traced(solution).moments
-        return self.problem.argument_bytes + max(moments.values()) if moments else self.problem.estimate(solution)
+        if near is None or not self._is_traced(near.solution):
+            return 0
+        return near.compiled - self.problem.estimate(near.solution)
 
     def _bracketed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
         """Returns what `_aimed` does, by the chain as it is.
@@ -268,13 +267,13 @@ class Search:
         modelled, compiled = cost(self.chain, solution).peak, self._compiled()
         is_traced = all(self._is_traced(each) for each in (solution, *(t.solution for t in compiled)))
         if not compiled:
-            return self._traced(solution) if is_traced else modelled + standing
+            return self.problem.estimate(solution) if is_traced else modelled + standing
         nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
         chain = [t.compiled - t.modelled for t in compiled]
-        traced = [t.compiled - self._traced(t.solution) for t in compiled] if is_traced else []
+        traced = [t.compiled - self.problem.estimate(t.solution) for t in compiled] if is_traced else []
         if not is_traced or _spread(chain) < _spread(traced):
             return modelled + chain[nearest]
-        return self._traced(solution) + traced[nearest]
+        return self.problem.estimate(solution) + traced[nearest]
 
     def _compiled(self) -> list[Try]:
         """Returns the solver's plans that were compiled, for whatever budgets, by their modelled bytes."""
@@ -393,7 +392,9 @@ class Search:
         leaner is found. Returns one that fits, or None.
         """
         leanest = self._leanest()
-        while leanest is not None:
+        for _ in range(FLOORS):
+            if leanest is None:
+                return None
             found = Search(self.problem, leanest, self.solver, self.verify, self.report)._search(least, standing)
             if found is not None and found.fits(self.budget):
                 return found

@@ -6,12 +6,13 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.models import gpt, unet
-from jaxckpt.core.emit import regions_in_scopes
-from jaxckpt.core.graph import graph_of, trace
-from jaxckpt.core.liveness import graph_peak, graph_profile
+from jaxckpt.core.graph import trace
+from jaxckpt.core.scopes import regions_in_scopes
+from jaxckpt.memory.report import measure
 from jaxckpt.planner import corrections
 from jaxckpt.planner.chain import Drop, Phase, cost, items, moments
 from jaxckpt.planner.corrections import Corrections, traced_moments
@@ -49,6 +50,10 @@ SCOPES = {
         (1, 2, Phase.AGAIN),
         (1, 3, Phase.AGAIN),
     ],
+    "/jvp(jaxckpt4_8)/transpose(jvp())/mul": [(4, 8, Phase.FORWARD)],  # the loss has a gradient in it
+    "/transpose(jvp(jaxckpt4_8))/jvp(jaxckpt4_8)/rematted_computation/transpose(jvp())": [(4, 8, Phase.BACKWARD)],
+    "/jit(step)/vmap(transpose(jvp(jaxckpt4_8)))/mul": [(4, 8, Phase.BACKWARD)],
+    "/vmap(jvp(jaxckpt4_8))/mul": [(4, 8, Phase.FORWARD)],
     "/jit(loss)/Block": [],
     "": [],
 }
@@ -69,21 +74,25 @@ def test_regions_are_in_scopes_only_where_that_is_asked_for(problem):
     step = jax.value_and_grad(plan.apply(problem.fun))
     scopes = lambda: " ".join(op.scope for op in trace(step, *problem.args).walk())
     plain = scopes()
-    with regions_in_scopes(plan.fingerprint):
-        assert "jaxckpt0_" in scopes()
-    with regions_in_scopes("another program"):  # a planned function within the one that is planned
-        assert scopes() == plain
+    with regions_in_scopes(plan.fingerprint, ()):
+        scoped = scopes()
+    assert "jaxckpt0_" in scoped
+    for other in (("another program", ()), (plan.fingerprint, ((3, 0),))):  # a planned function in this one; a body
+        with regions_in_scopes(*other):
+            assert scopes() == plain
     assert scopes() == plain and "jaxckpt0_" not in plain
-    step = jax.value_and_grad(problem.model.plan(_solutions(problem)[0]).apply(problem.fun))
-    assert "jaxckpt0_" not in str(jax.make_jaxpr(step)(*problem.args))
 
 
-def test_a_profile_peaks_where_the_estimate_says(problem):
-    step = jax.value_and_grad(problem.fun)
-    graph = graph_of(jax.make_jaxpr(step)(*problem.args))
-    profile = graph_profile(graph, problem.target.platform)
-    assert max(size for _, size in profile) == graph_peak(graph, problem.target.platform)
-    assert len({size for _, size in profile}) > 10
+def test_users_see_no_scopes_and_a_plan_is_not_compiled_twice(tmp_path):
+    loss, args = GPT()
+    found = problem_of(loss, *args, target="cuda:h100", cache=tmp_path).plan("70%")
+    assert found.regions
+    assert not any("jaxckpt" in buffer.operation for buffer in found.measured.largest(100))
+    assert not any("jaxckpt" in label for label in found.measured.timeline().labels)
+    stored = set(tmp_path.iterdir())
+    step = jax.value_and_grad(found.apply(loss))
+    report = measure(step, *args, target="cuda:h100", generate_code=False, cache=tmp_path)
+    assert set(tmp_path.iterdir()) == stored and report.peak_bytes == found.measured_bytes
 
 
 def test_the_moments_of_a_solution_peak_where_it_does(problem):
@@ -91,7 +100,7 @@ def test_the_moments_of_a_solution_peak_where_it_does(problem):
     assert any(isinstance(item, Drop) for solution in solutions for _, item in items(solution))
     for solution in solutions:
         said, chain = moments(problem.model.chain, solution), problem.model.chain
-        assert max(said.values()) <= cost(chain, solution).peak
+        assert max(said.values()) == cost(chain, solution).peak
         nested = list(items(solution))
         assert {(item.start, item.stop) for _, item in nested} == {(start, stop) for start, stop, _ in said}
         assert any(phase is Phase.AGAIN for *_, phase in said) == any(depth > 0 for depth, _ in nested)
@@ -113,27 +122,55 @@ def test_corrected_by_a_solution_the_chain_says_of_it_what_the_trace_says(proble
         learned.add(solution, traced, unit)
         said, plain = moments(learned.chain, solution), moments(chain, solution)
         assert said != plain
-        both = set(said) & set(traced)
+        both = [moment for moment in set(said) & set(traced) if moment[2] is Phase.BACKWARD]
         assert all(said[moment] >= traced[moment] for moment in both)
         # What is live before and after a stretch is the chain's own: no correction of the stretch goes below that.
         exact = [moment for moment in both if said[moment] < traced[moment] + unit]
         assert len(exact) > 0.7 * len(both) and len(exact) > sum(plain[moment] == traced[moment] for moment in both)
 
 
-def test_what_one_solution_teaches_holds_for_the_next(problem):
+@pytest.mark.parametrize("teacher", ["richest", "middle", "leanest"])
+def test_what_one_solution_teaches_holds_for_the_others(problem, teacher):
+    chain, solutions = problem.model.chain, _solutions(problem, 9)
+    known = solutions[{"richest": -1, "middle": len(solutions) // 2, "leanest": 0}[teacher]]
+    peak = {each: max(problem.traced(each).moments.values()) for each in solutions}
+    learned = Corrections(chain)
+    learned.add(known, problem.traced(known).moments, 1)
+    offset = peak[known] - cost(chain, known).peak  # the best that one offset for the whole step can do
+    single = [abs(cost(chain, each).peak + offset - peak[each]) / peak[each] for each in solutions]
+    corrected = [abs(cost(learned.chain, each).peak - peak[each]) / peak[each] for each in solutions]
+    assert sum(corrected) <= sum(single) + 0.04 * len(solutions)
+
+
+def test_what_a_solution_teaches_holds_for_the_next(problem):
     chain, solutions = problem.model.chain, _solutions(problem, 12)
-    plain, corrected = [], []
+    single, corrected = [], []
     for known, other in itertools.pairwise(solutions):
         learned = Corrections(chain)
         learned.add(known, problem.traced(known).moments, 1)
         peak = {each: max(problem.traced(each).moments.values()) for each in (known, other)}
-        offset = peak[known] - cost(chain, known).peak  # the best that one offset for the whole step can do
-        plain.append(abs(cost(chain, other).peak + offset - peak[other]))
-        corrected.append(abs(cost(learned.chain, other).peak - peak[other]))
-    if sum(plain) < 5e-3 * sum(max(problem.traced(each).moments.values()) for each in solutions):
-        assert sum(corrected) < 1.1 * sum(plain)  # equal blocks: the chain is right about them but for one offset
-    else:
-        assert sum(corrected) < 0.8 * sum(plain)
+        offset = peak[known] - cost(chain, known).peak
+        single.append(abs(cost(chain, other).peak + offset - peak[other]) / peak[other])
+        corrected.append(abs(cost(learned.chain, other).peak - peak[other]) / peak[other])
+    print(problem.target.name, sum(single), sum(corrected))
+    assert sum(corrected) < max(0.9 * sum(single), 0.02 * len(solutions))
+
+
+def test_a_step_that_has_the_loss_in_a_loop_of_its_own_is_planned_all_the_same():
+    loss, args = GPT()
+
+    def accumulated(loss):
+        def step(params, *batch):
+            one = lambda total, part: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, *part)), None)
+            parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+            return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
+        return step
+
+    found = problem_of(loss, *args, target="cuda:h100", step=accumulated)
+    plan = found.plan("70%")
+    assert plan.measured_bytes <= plan.budget and plan.regions
+    assert not any(each.moments for each in found._traced.values())
 
 
 def test_nothing_traced_corrects_nothing():
