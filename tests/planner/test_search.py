@@ -200,7 +200,7 @@ def test_a_plan_is_predicted_before_it_is_compiled_and_the_next_one_by_what_that
     assert second.predicted == pytest.approx(second.compiled, rel=0.05)
 
 
-def test_a_plan_s_step_is_traced_once_for_its_estimate_and_its_compilation(monkeypatch):
+def test_a_step_is_traced_once_and_under_a_plan_once_more_without_scopes_to_be_compiled():
     calls = []
 
     def counted(*args):
@@ -213,9 +213,10 @@ def test_a_plan_s_step_is_traced_once_for_its_estimate_and_its_compilation(monke
     assert len(calls) == before + 1
     solution = fresh.solver("chain").least(fresh.model.chain)
     assert fresh.estimate(solution) and fresh.effort(solution) > 0
+    assert fresh.traced(solution).moments
     once = len(calls)
     assert fresh.measure_planned(fresh.model.plan(solution)).peak_bytes
-    assert len(calls) == once
+    assert len(calls) == once + 1
 
 
 def test_without_verification_nothing_is_compiled(problem):
