@@ -3,7 +3,7 @@
 | name | finds | for |
 |---|---|---|
 | `chain` | the optimum (`optimal.STEPS` says to what) | everything; the default |
-| `milp` | the optimum, by integer programming | a dozen stages; an oracle |
+| `milp` | the optimum, or in a given time what it comes to, and a bound on all orders of runs | up to 60 stages |
 | `exhaustive` | the optimum, by trying every solution | four or five stages; an oracle |
 | `greedy` | something, often good | a comparison |
 | `sqrt` | equal segments | a comparison: what is made by hand |

@@ -26,10 +26,15 @@ arXiv:1910.02653), whose matrices over operations have no candidates and no segm
 Guarantee: the optimum of the model of `jaxckpt.planner.chain`, to HiGHS's tolerances: about a millionth of the limit in
 bytes, and 1e-6 of the time. There are O(length^4) variables for each candidate: up to some ten seconds for ten stages,
 half a minute for twelve or fourteen; hence `STAGES`.
+
+A longer chain is given to the programme of `jaxckpt.planner.solvers.bound`, which knows more orders of runs with fewer
+variables, but not each of its orders is a nested solution. So the answer is its order where that is nested, fits and is
+cheaper, and else what `chain` finds; `Milp.proved` says what no order can be below.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,9 +43,18 @@ import numpy as np
 from jaxckpt._errors import ArgumentError
 from jaxckpt.planner.chain import Chain, Drop, Keep, Solution, cost
 from jaxckpt.planner.solvers.base import Infeasible, Solver
+from jaxckpt.planner.solvers.bound import NONE, Bound, bound
+from jaxckpt.planner.solvers.optimal import Optimal
 from jaxckpt.planner.solvers.sqrt import leanest, single
 
+logger = logging.getLogger("jaxckpt")
+
 STAGES = 16
+"""Up to so many stages the programme of nested solutions is solved to the end."""
+
+SECONDS = 20.0
+"""Of HiGHS for one limit of a longer chain."""
+
 _TRIES = 4
 
 Interval = tuple[int, int]
@@ -67,17 +81,36 @@ class _Item:
 
 
 class Milp(Solver):
-    """The cheapest solution, by HiGHS."""
+    """The cheapest solution, by HiGHS.
+
+    Args:
+      seconds: how long HiGHS may take for one limit of a chain of more than `STAGES` stages; shorter ones are solved to
+        the end.
+
+    Attributes:
+      proved: what was proved of the last chain and limit; None for one of up to `STAGES` stages, whose solution is the
+        optimum.
+
+    Raises:
+      ArgumentError: `seconds` is not a number above 0.
+    """
 
     name = "milp"
 
-    def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:
-        """Returns the cheapest solution that peaks at no more than `limit` bytes; there is none where it says so.
+    def __init__(self, seconds: float = SECONDS) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < NONE:
+            raise ArgumentError("seconds", "a number of seconds above 0", seconds)
+        self.seconds = seconds
+        self.proved: Bound | None = None
+        self._nested = Optimal()
 
-        Raises:
-          ArgumentError: the chain has more than `STAGES` stages.
+    def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:
+        """Returns the cheapest solution that peaks at no more than `limit` bytes; there is none where it says so. For a
+        chain of more than `STAGES` stages it is the cheapest that was found in the time.
         """
-        _check(chain)
+        self.proved = None
+        if chain.length > STAGES:
+            return self._found(chain, limit)
         if not chain.length:
             return () if limit >= 0 else Infeasible(0, ())
         items = [item for item in _items(chain) if item.need <= limit]
@@ -91,14 +124,33 @@ class Milp(Solver):
             if cost(chain, solution).peak <= limit:
                 return solution
             tight -= 2e-6
-        least = self.least(chain)
+        least = self.least(chain) or ()
         return Infeasible(cost(chain, least).peak, least)
 
-    def least(self, chain: Chain) -> Solution:
-        """Returns the solution that peaks lowest: another programme, which minimises the bytes at the peak; raises as
-        `solve`.
-        """
-        _check(chain)
+    def _found(self, chain: Chain, limit: int) -> Solution | Infeasible:
+        """Returns the solution of a long chain: the better one of two."""
+        nested = self._nested.solve(chain, limit)
+        if isinstance(nested, Infeasible):
+            return nested
+        known = cost(chain, nested).time
+        self.proved = proved = bound(chain, limit, self.seconds, known)
+        logger.info(
+            "milp: %d stages, %d bytes: %.3g s of recomputation, and no order of runs takes less than %.3g s",
+            chain.length,
+            limit,
+            known,
+            proved.least_time,
+        )
+        if proved.solution is not None:
+            other = cost(chain, proved.solution)
+            if other.peak <= limit and other.time < known:
+                return proved.solution
+        return nested
+
+    def least(self, chain: Chain) -> Solution | None:
+        """Returns the solution that peaks lowest: another programme, which minimises the bytes at the peak."""
+        if chain.length > STAGES:
+            return self._nested.least(chain)
         known = self._known
         if known is not None and known[0] is chain and known[1] is not None:
             return known[1]
@@ -109,16 +161,6 @@ class Milp(Solver):
             least = _solution((0, chain.length), chosen)
         self._known = chain, least
         return least
-
-
-def _check(chain: Chain) -> None:
-    if chain.length > STAGES:
-        raise ArgumentError(
-            "chain",
-            f"a chain of at most {STAGES} stages for solver 'milp'",
-            chain.length,
-            "Use 'chain' for longer ones.",
-        )
 
 
 def _items(chain: Chain) -> Iterator[_Item]:

@@ -236,9 +236,9 @@ class Table:
         return item, left
 
 
-def _candidates(stop: int, segment: Segment) -> _Candidates:
-    """Returns the candidates of a segment, less those that another one beats, or equals, in bytes kept, in bytes at
-    work and in time.
+def undominated(segment: Segment) -> np.ndarray:
+    """Returns the numbers of a segment's candidates, less those that another one beats, or equals, in bytes kept, in
+    bytes at work and in time.
     """
     kept = np.array([o.kept for o in segment.candidates], np.int64)
     need = kept + np.array([o.work for o in segment.candidates], np.int64)
@@ -246,8 +246,16 @@ def _candidates(stop: int, segment: Segment) -> _Candidates:
     no_worse = np.logical_and.reduce([each[:, None] <= each for each in (kept, need, time)])
     order = np.arange(len(kept))
     beats = no_worse & (~no_worse.T | (order[:, None] < order))
-    number = np.flatnonzero(~beats.any(axis=0))
-    return _Candidates(stop, number, kept[number], need[number], time[number])
+    return np.flatnonzero(~beats.any(axis=0))
+
+
+def _candidates(stop: int, segment: Segment) -> _Candidates:
+    """Returns the candidates of a segment that no other one beats."""
+    number = undominated(segment)
+    chosen = [segment.candidates[each] for each in number]
+    kept = np.array([o.kept for o in chosen], np.int64)
+    need = kept + np.array([o.work for o in chosen], np.int64)
+    return _Candidates(stop, number, kept, need, np.array([o.time for o in chosen]))
 
 
 def _fingerprint(segment: Segment) -> tuple:
