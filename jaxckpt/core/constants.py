@@ -40,6 +40,11 @@ MOST_STAGES = 52
 """Maximum number of stages; of more, neighbours are joined. A limit of planning time, judged by GPT-2 of 12 to 96
 blocks (benchmarks/planning.py)."""
 
+UNLIKE = 24
+"""A model without repeated blocks is cut at both ends of where the least bytes cross, if it has at most this many such
+places: one of them may be the end of what a person takes for a block. Judged by three unlike blocks in a row, whose
+least plan needed 15% more than checkpoints around the blocks."""
+
 LOOPS = 25
 """Maximum number of scans that are planned for as loops: those that hold most bytes. What lies between them is a stage
 too. A limit of planning time, judged by benchmarks/planning_scale.py."""
@@ -175,6 +180,11 @@ model."""
 ABOVE = (1.02, 1.05)
 """And the cheapest plans that need this many times as much. The model errs by a few percent of the peak, so one of them
 may be the leanest. Judged by a language model whose least plan compiled to 863 MiB and the next one to 840."""
+
+LEANER = (1.0, 0.95)
+"""Before a program of `QUICK` is said to have no plan, plans are looked for within this many times the bytes of the
+leanest one: a search for less aims at others. Judged by a chain of ten small blocks, whose plans for 178 kB needed 179
+and the one for 166 kB 166."""
 
 OVERSTATED, OVERSTATED_BY_CUDA = 1.35, 1.1
 """By how much the estimate of the peak of checkpoints as people write them may be above the compiled peak.

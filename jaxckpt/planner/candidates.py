@@ -97,15 +97,20 @@ def candidates_of(
     def candidate(cut: mincut.Cut) -> Candidate:
         again = [joint.forward[place] for place in cut.again]
         own = [index for index in cut.kept if index not in anyway]
-        # What is kept may be written over when it is used for the last time.
-        peak = stretch_peak(graph, [*again, *joint.backward], joint.results, [*joint.arriving, *own], target.platform)
-        # What goes out is kept in any case, but the region has to be told if it needs it.
+        # What is kept may be written over when it is used for the last time. What goes out is kept in any case, until
+        # the stretches that use it are done: if this one needs it too, it is there for longer.
+        there = [*joint.arriving, *cut.kept]
+        peak = stretch_peak(graph, [*again, *joint.backward], joint.results, there, target.platform)
+        # The region has to be told that it needs what goes out.
         kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
         stored = total(_keeping(graph.values[index], cut.kept[index], target) + write(index) for index in own)
         spent = total(map(time, again)) + stored
         return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
 
     cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
+    nothing = mincut.of_values(operations, joint.needed, {}, ())
+    if anyway.intersection(cuts[0].kept):  # a checkpoint without a policy: what goes out is not there for longer
+        cuts.insert(0, nothing)
     inner = held.programs(named.graph, named.body, start, stop, active)
     numbers: dict[str, int] = {}
     for name, values in presets.items() if not inner else ():

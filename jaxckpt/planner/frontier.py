@@ -203,8 +203,8 @@ def frontier(
     [True, True]
     """
     budgets = tuple(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else (budgets,)
-    if not budgets:
-        raise ArgumentError("budgets", "at least one budget", budgets)
+    if not budgets or None in budgets:
+        raise ArgumentError("budgets", "at least one budget, and each as for jaxckpt.plan", budgets)
     for budget in budgets:
         check_budget(budget)
     solver_for(solver)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxckpt.actions import Action
-from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, SLIGHT, WIDEST
+from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, QUICK, SLIGHT, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
@@ -28,7 +28,7 @@ from jaxckpt.planner.costs import Time
 from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.optimal import Table
-from jaxckpt.planner.solvers.sqrt import fastest, leanest, tightest
+from jaxckpt.planner.solvers.sqrt import barest, fastest, leanest, tightest
 from jaxckpt.policies import PRESETS
 
 BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
@@ -85,12 +85,14 @@ class Model:
         """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all
         that is before and after the blocks as lean as it can be; and a preset's checkpoint around each block.
         """
+        few = sum(1 for _ in self.graph.walk()) <= QUICK  # else each takes a trace of a long step
+        insides = (barest, leanest, tightest) if few else (leanest, tightest)
         for run in _runs(len(self.units) - 1):
             whole = (len(self.units) - 1) // run * run
             ends = [*self.units[:whole:run], *self.units[whole:]]
             if not all(self.chain.segment(a, b).candidates for a, b in itertools.pairwise(ends)):
                 continue  # too many operations to look at
-            for inside, outside in itertools.product((leanest, tightest), (fastest, leanest)):
+            for inside, outside in itertools.product(insides, (fastest, leanest)):
                 yield self._around([self._kept(a, b, inside) for a, b in itertools.pairwise(ends)], outside)
         pairs = list(itertools.pairwise(self.units))
         for name in BLOCK_PRESETS:
@@ -194,7 +196,7 @@ class Model:
         if not region.checkpoint:
             return "(as it stands)"
         if region.regions:
-            return f"(runs again as {len(region.regions)} regions)"
+            return f"(runs again as {counted(len(region.regions), 'region')})"
         return f"({format_bytes(kept)})"
 
 
@@ -269,7 +271,7 @@ class _Builder:
     def build(self) -> Model:
         graph = self.graph
         blocks = stages.repeats(graph)
-        cuts = stages.cuts(graph, blocks)
+        cuts = stages.cuts(graph, blocks, unlike=not blocks)
         places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
         self.units = _units(places, blocks)
         length = len(places) - 1

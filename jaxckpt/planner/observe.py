@@ -53,7 +53,15 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         return call.fun(*args, **kwargs)
 
     watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
-    lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
+    try:
+        lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
+    except TypeError as error:
+        if "forward-mode" not in str(error) or not calls:
+            raise
+        raise NotDifferentiableError(
+            "step must differentiate the function that it is given in reverse mode, as jax.value_and_grad does: forward "
+            "mode (jax.jvp, jax.jacfwd) keeps nothing for a backward pass."
+        ) from error
     twice = any(again for _, _, again in calls)
     for seen, asked, _ in calls:
         if asked:

@@ -167,7 +167,11 @@ def problem_of(
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
     if not callable(step(fun)):
         raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
-    plain, step = step in PLAIN, suited(step, fun, args)
+    plain = step in PLAIN
+    if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
+        rule = "the arguments of the function, one by one"
+        raise ArgumentError("args", rule, f"one {type(args[0]).__name__}", "Write plan(fun, *args, budget=...).")
+    step = suited(step, fun, args)
     try:
         seen = observe(fun, step, args)
     except TypeError as error:

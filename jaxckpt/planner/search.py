@@ -21,6 +21,7 @@ from jaxckpt._errors import (
     DoesNotFitError,
     InfeasibleBudgetError,
 )
+from jaxckpt.core import purity
 from jaxckpt.core.constants import (
     ABOVE,
     AIMS,
@@ -28,6 +29,7 @@ from jaxckpt.core.constants import (
     CLOSE,
     COMPILES,
     FLOORS,
+    LEANER,
     MARGIN,
     MORE,
     NESTED,
@@ -88,6 +90,7 @@ class Search:
         """
         if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
             return found
+        purity.refuse_effects(self.problem.asked.fun, self.problem.graph)
         least = self.solver.least(self.chain)
         traced = least if least is not None and self._is_traced(least) else single(self.chain, leanest)
         standing = self._standing(traced)
@@ -137,7 +140,11 @@ class Search:
                 closed = not self.quick
         if best is None or not self.free:
             return best
-        return self._or_by_hand(self._or_estimated(best, standing, seen), standing)
+        best = self._or_estimated(best, standing, seen)
+        best = self._or_by_hand(best, standing, self.problem.by_hand)
+        # What misses the budget may fit it where no region waits for the gradients of the one before.
+        missed = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
+        return self._or_by_hand(best, standing, missed) if missed else best
 
     def _is_steep(self) -> bool:
         """Whether a plan that does not fit takes much less time than all that fit: then one between may be worth a
@@ -327,13 +334,15 @@ class Search:
         found = min(fitting, key=lambda each: each[0], default=None)
         return None if found is None else self._try(found[1][0], standing, by_hand=found[1][1], corrects=False)
 
-    def _or_by_hand(self, best: Try, standing: int) -> Try:
-        """Returns the best plan, or checkpoints as people place them that fit and recompute less: of those that are
-        estimated to fit, the cheapest first; of those that are not, the leanest, to learn what estimates are worth.
+    def _or_by_hand(self, best: Try, standing: int, solutions: Collection[Solution]) -> Try:
+        """Returns the best plan, or one of other solutions, written as people write checkpoints, that fits and
+        recomputes less: of those that are estimated to fit, the cheapest first; of those that are not, the leanest, to
+        learn what estimates are worth.
         """
         problem, tried = self.problem, 0
-        times = {solution: cost(self.chain, solution).time for solution in problem.by_hand}
-        while tried == 0 or self.compiles < self.most:
+        least = FLOORS if self.quick else 1  # tried at least, if there are so many
+        times = {solution: cost(self.chain, solution).time for solution in solutions}
+        while tried < least or self.compiles < self.most:
             most = OVERTIMED * self._chain_time(best)
             near = [s for s in times if times[s] < most and (s, True) not in problem.tries]
             efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
@@ -342,8 +351,9 @@ class Search:
             learned = self._overstated()
             known = learned or self._overstated(by_hand=False) or 1.0
             estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
-            chosen = next((s for s in left if estimate(s) <= max(known, 1.0) * self.budget), None)
-            if chosen is None and learned is None:
+            slack = CLOSE if self.quick else TINY  # equal estimates may be 64 bytes apart
+            chosen = next((s for s in left if estimate(s) <= (1 + slack) * max(known, 1.0) * self.budget), None)
+            if chosen is None and (learned is None or self.quick):  # what one is worth another may not be
                 near = [solution for solution in left if estimate(solution) <= self._most_overstated * self.budget]
                 chosen = min(near, key=estimate, default=None)
             if chosen is None:
@@ -388,17 +398,20 @@ class Search:
         return self._leaner(least, standing) if self.free and self.quick else None
 
     def _leaner(self, least: Solution | None, standing: int) -> Try | None:
-        """Asks for a plan within what the leanest one needs, as the caller may after an error that says so, until none
-        leaner is found. Returns one that fits, or None.
+        """Asks for plans within less than the leanest one needs, as the caller may after an error that names it, until
+        none is leaner. Returns one that fits, or None.
         """
         leanest = self._leanest()
         for _ in range(FLOORS):
-            if leanest is None:
-                return None
-            found = Search(self.problem, leanest, self.solver, self.verify, self.report)._search(least, standing)
-            if found is not None and found.fits(self.budget):
-                return found
-            before, leanest = leanest, self._leanest()
+            before = leanest
+            for share in LEANER:
+                if leanest is None:
+                    return None
+                lower = Search(self.problem, int(leanest * share) - 1, self.solver, self.verify, self.report)
+                lower._search(least, standing)
+                if (found := self._known(standing)) is not None:
+                    return found
+                leanest = self._leanest()
             if leanest == before:
                 return None
         return None

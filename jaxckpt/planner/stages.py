@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED
+from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED, UNLIKE
 from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
 from jaxckpt.planner.held import spread
@@ -86,10 +86,15 @@ def crossing(graph: Graph) -> list[int]:
     return live
 
 
-def cuts(graph: Graph, blocks: Sequence[int] = ()) -> list[int]:
-    """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them."""
+def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False) -> list[int]:
+    """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them.
+
+    If the blocks are `unlike`, nothing says where one ends, so there are cuts at either end of where least crosses.
+    """
     live = crossing(graph)
     narrow = _narrow(live, gaps(graph, live, blocks))
+    if unlike and len(narrow) <= UNLIKE:
+        narrow += _narrow(live, gaps(graph, live, last=True))
     ends = [end for place in loops(graph) for end in (place, place + 1)]
     places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
     return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
@@ -112,12 +117,12 @@ def _equal_cuts(live: Sequence[int], start: int, stop: int) -> Iterator[int]:
         yield start
 
 
-def gaps(graph: Graph, live: Sequence[int], preferred: Collection[int] = ()) -> list[int]:
+def gaps(graph: Graph, live: Sequence[int], preferred: Collection[int] = (), *, last: bool = False) -> list[int]:
     """Returns for each two dear operations in a row the place between them where least crosses, of several such places
-    one that is preferred; `live` as of `crossing`.
+    one that is preferred, or the first one, or the `last`; `live` as of `crossing`.
     """
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
-    order = lambda place: (live[place], place not in preferred, place)
+    order = lambda place: (live[place], place not in preferred, -place if last else place)
     return [min(range(a + 1, b + 1), key=order) for a, b in itertools.pairwise(dear)]
 
 

@@ -524,7 +524,7 @@ def test_a_plan_that_the_compiler_refuses_is_not_returned(problem, monkeypatch, 
 
 def test_a_step_that_fits_as_it_is_counts_among_what_fits():
     def tiny(w, x):
-        return jnp.sum(jnp.sin(x @ w) @ w)
+        return jnp.sum(jnp.sin(x @ w))
 
     args = jnp.ones((64, 64)), jnp.ones((128, 64))
     peak = jaxckpt.measure(jax.value_and_grad(tiny), *args, target="cpu").peak_bytes

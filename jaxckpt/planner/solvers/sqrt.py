@@ -63,3 +63,8 @@ def tightest(candidate: Candidate) -> tuple[float, float]:
 def leanest(candidate: Candidate) -> tuple[float, float]:
     """Puts the candidate first that keeps the fewest bytes."""
     return candidate.kept, candidate.time
+
+
+def barest(candidate: Candidate) -> tuple[float, float]:
+    """Puts the candidate first that keeps nothing, as a checkpoint without a policy does; then as `leanest`."""
+    return candidate.kept + bool(candidate.how), candidate.time
