@@ -160,6 +160,12 @@ def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[A
             free = sorted(known - {"checkpoint", "segment_size", "real"})
             near = did_you_mean(key, free) if free else "It has no arguments to set."
             raise FactoryError(f"{name} takes no argument {key!r}. {near}")
+    needed = [parameter for parameter in _required(factory) if parameter not in settings]
+    if needed:
+        raise FactoryError(
+            f"{name} must be a factory: a function that is called without arguments and returns (fun, args). It needs "
+            f"{', '.join(needed)}. If {name} is the function to look at, write one that returns it and its arguments."
+        )
     try:
         made = factory(**settings)
     except JaxckptError:
@@ -175,6 +181,16 @@ def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[A
             f"{_describe(made)}."
         )
     return made[0], tuple(made[1])
+
+
+def _required(factory: Factory) -> list[str]:
+    """Returns the names of the arguments that a function cannot be called without."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
 
 def _describe(value: Any) -> str:

@@ -397,6 +397,18 @@ def result_of(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return found[-1]
 
 
+def accepts(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function takes so many positional arguments; True where its signature is not known."""
+    signature = signature_of(fun)
+    if signature is None:
+        return True
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
 def leaves(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     """Returns the arrays, shapes and numbers among the arguments of a call, those in objects too, each once."""
     return [leaf for _, leaf in take(fun, args, {}).paths()]

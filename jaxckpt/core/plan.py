@@ -277,17 +277,15 @@ class Plan:
         }
         known = [f"{name} {format_bytes(figure)}" for name, figure in figures.items() if figure is not None]
         if self.overhead is not None:
-            known.append(f"recomputation {self.overhead:.1%} of the step's time")
+            known.append(f"added time {self.overhead:+.1%} of the step's")
         lines += [f"  {', '.join(known)}"] if known else []
         lines += [] if self.regions else [f"  {note}" for note in self.notes]
         notes = itertools.chain(self.notes, itertools.repeat(""))
         for region, note in zip(self.regions, notes):
             kept = f"keeps {counted(len(region.actions), 'value')} " if region.checkpoint else ""
-            where = f" in the body at {region.body}" if region.body else ""
-            lines.append(f"  ops {region.start}..{region.stop}{where}: {kept}{note}".rstrip())
+            lines.append(f"  ops {region.start}..{region.stop}{_inside(region.body)}: {kept}{note}".rstrip())
         for loop in self.loops:
-            where = f" in the body at {loop.body}" if loop.body else ""
-            lines.append(f"  scan at {loop.op}{where}: {loop.schedule}")
+            lines.append(f"  scan at {loop.op}{_inside(loop.body)}: {loop.schedule}")
         return "\n".join(lines)
 
 
@@ -577,6 +575,11 @@ def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterato
         for value in sorted(kept, key=lambda v: -v.kept_bytes)[:8]:
             yield f"{indent}│    {region.actions[value.index]!r:9} {_value_line(value)}"
         yield from _describe(region.regions, graph, indent + "│  ")
+
+
+def _inside(address: Address) -> str:
+    """Returns where a body lies, in words, without its graph."""
+    return f" inside of operation {', '.join(str(index) for index, _ in address)}" if address else ""
 
 
 def _place(address: Address, graph: Graph) -> str:

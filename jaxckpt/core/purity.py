@@ -92,6 +92,18 @@ def refuse_refs(fun: Callable[..., Any], graph: Graph) -> None:
         )
 
 
+def refuse_effects(fun: Callable[..., Any], graph: Graph) -> None:
+    """Raises EffectsError where a function has effects that a recomputation would repeat, such as `io_callback`."""
+    if not _compat.remat_disallowed_effects(graph.jaxpr):
+        return
+    op = next((op for op in graph.walk() if _compat.remat_disallowed_effects(op.equation)), None)
+    where = "" if op is None else f" in {op.primitive} at {op.source}"
+    raise EffectsError(
+        f"{_name(fun)} must have no side effects, because the recomputation would repeat them; it has some{where}. Move "
+        "them out of the function: return what they need, and act on it in the step."
+    )
+
+
 def ref_in(graph: Graph) -> Op | None:
     """Returns the first operation of a function that reads or writes a `jax.Ref`; None where there is none."""
     ops = list(graph.ops)

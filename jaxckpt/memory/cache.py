@@ -82,14 +82,18 @@ def folder_of(cache: str | os.PathLike[str] | bool | None) -> pathlib.Path | Non
     Raises:
       ArgumentError: `cache` is something else.
     """
-    if cache is None or cache is True:
+    given = not (cache is None or cache is True)
+    if not given:
         cache = os.environ.get(FOLDER, "") or platformdirs.user_cache_path("jaxckpt", appauthor=False)
     if cache is False or (isinstance(cache, str) and cache.lower() == OFF):
         return None
     if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache) or "\0" in str(cache):
         raise ArgumentError("cache", "a folder, None for the usual one, or False for none", cache)
     try:
-        return pathlib.Path(cache).expanduser()
+        folder = pathlib.Path(cache).expanduser()
+        if given and folder.exists() and not folder.is_dir():
+            raise ArgumentError("cache", "a folder, None for the usual one, or False for none", cache, "It is a file.")
+        return folder
     except RuntimeError as error:  # the home of a user that does not exist
         _warn(f"{str(cache)!r} cannot be the folder of compilers' results: {error}")
         return None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift
@@ -72,16 +73,26 @@ def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> Not
       name: name of the function in the message.
       fun, args: the function, which is traced, and its arguments.
     """
-    out = jax.tree.leaves(lift.result_of(fun, args))
-    if len(out) == 1 and getattr(out[0], "shape", None) == () and is_inexact(out[0]):
+    try:
+        result = lift.result_of(fun, args)
+    except TypeError as error:  # not of JAX's types
+        return NotDifferentiableError(f"{name} has nothing to differentiate: {error}")
+    out = jax.tree.leaves(result)
+    shown = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__ for leaf in out]
+    is_scalar = len(out) == 1 and getattr(out[0], "shape", None) == () and is_inexact(out[0])
+    if is_scalar and out[0] is result and not jnp.issubdtype(out[0].dtype, jnp.complexfloating):
         return None
-    kinds = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__ for leaf in out] or [
-        "nothing"
-    ]
+    kind = f" in a {type(result).__name__}" if result is not None and out and out[0] is not result else ""
+    found = ", ".join([*shown[:3], *([f"{len(shown) - 3} more"] if len(shown) > 3 else [])]) or "nothing"
+    hint = (
+        "Reduce it to one scalar, or pass your own step, such as functools.partial(jax.value_and_grad, has_aux=True)."
+    )
+    first = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(args[:1]) if hasattr(leaf, "dtype")]
+    if first and shown[-len(first) :] == first:
+        hint = "If it is a gradient already, pass the loss itself: the step takes its gradient."
     return NotDifferentiableError(
         f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it "
-        f"returns {', '.join(kinds)}. "
-        "Reduce it to one scalar, or pass your own step, such as functools.partial(jax.value_and_grad, has_aux=True)."
+        f"returns {found}{kind}. {hint}"
     )
 
 

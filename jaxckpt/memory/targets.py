@@ -54,9 +54,7 @@ class Target:
     def __post_init__(self) -> None:
         parts = _parse(self.name) if isinstance(self.name, str) else None
         if parts is None:
-            raise UnknownTargetError(
-                f"there is no target {self.name!r}. {did_you_mean(str(self.name).lower(), known())}"
-            )
+            raise UnknownTargetError(f"there is no target {self.name!r}. {_nearest(str(self.name).lower())}")
         object.__setattr__(self, "name", parts.name)
 
     @property
@@ -249,6 +247,13 @@ class TargetTable(tuple[TargetStatus, ...]):
         rows.insert(0, ("target", "memory", "can be compiled for"))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{name:<{widths[0]}}  {memory:>{widths[1]}}  {state}" for name, memory, state in rows)
+
+
+def _nearest(name: str) -> str:
+    """Returns a sentence with the targets that a name may mean."""
+    if name in ("gpu", "nvidia"):  # JAX's name of the backend
+        return "An NVIDIA GPU is 'cuda'; one that need not be here is named with its chip, such as 'cuda:h100'."
+    return did_you_mean(name, known())
 
 
 def known() -> tuple[str, ...]:

@@ -141,7 +141,11 @@ class Nested(LoopSchedule):
 
     def __str__(self) -> str:
         segments = "".join(f" in {size}s" for size in self.lengths)
-        return f"{counted(self.length, 'iteration')}{segments}{'' if self._plain.remat else ' as they stand'}"
+        if not self._plain.remat:
+            return f"{counted(self.length, 'iteration')}{segments} as they stand"
+        actions = self._plain.actions
+        kept = f", each keeps {counted(len(actions), 'value')}" if actions else ""
+        return f"{counted(self.length, 'iteration')}{segments}{kept}"
 
     def run(self, scan: ScanRun) -> tuple[Values, Values]:
         """Runs the iterations."""

@@ -156,7 +156,7 @@ def test_such_plans_print_and_are_stored():
     assert again == plan and hash(again) == hash(plan)
     text = plan.describe(graph)
     assert "in scan (operation" in text and text.count("keeps") == 2 and "HALF" in text
-    assert "in the body at" in str(plan)
+    assert "inside of operation 0, 2" in str(plan)
 
 
 @pytest.mark.parametrize(
