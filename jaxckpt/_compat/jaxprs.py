@@ -125,6 +125,13 @@ def remat_disallowed_effects(jaxpr: Any) -> list[Any]:
     return list(effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
 
 
+def side_effects(jaxpr: Any) -> list[Any]:
+    """Returns the effects of a jaxpr that an order or a number of runs can show: all but those that say over which axes
+    of a jax.shard_map or a jax.vmap it has collectives.
+    """
+    return [effect for effect in jaxpr.effects if not isinstance(effect, _core.NamedAxisEffect)]
+
+
 # ------------------------------------------------------------------------------------------------------------ equations
 # With jax_remat3, a name is not the primitive `name`. It is a "hi primitive" in the parameter `_prim` of
 # `call_hi_primitive`. So is a nested checkpoint.
