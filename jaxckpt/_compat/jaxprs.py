@@ -270,7 +270,10 @@ def name_stack(eqn: Any) -> str:
 
 def prepend_name_stack(outer: Any, inner: Any) -> Any:
     """Returns `inner` with the scopes of the call `outer` before its own, for when the call is replaced by its
-    operations.
+    operations. Operations of functions of JAX's own, such as jnp.cumsum, get the call's source line: they have none.
     """
     info = inner.source_info
-    return inner.replace(source_info=info.replace(name_stack=outer.source_info.name_stack + info.name_stack))
+    own = next(iter(source_info_util.user_frames(info.traceback)), None)
+    traceback = outer.source_info.traceback if own is None else info.traceback
+    scopes = outer.source_info.name_stack + info.name_stack
+    return inner.replace(source_info=info.replace(traceback=traceback, name_stack=scopes))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
@@ -184,9 +185,11 @@ def _custom_jvp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
             results = both(_at(at, start), [*values[consts:], *moving])
             out, found = results[: len(still)], iter(results[len(still) :])
             avals = [_compat.tangent_aval(result) for result in out]
-            return out, [zero(aval) if flag else next(found) for aval, flag in zip(avals, still)]
+            nothing = zero if eqn.params["symbolic_zeros"] else _zero_tangent
+            return out, [nothing(aval) if flag else next(found) for aval, flag in zip(avals, still)]
 
-        tiled.defjvp(derivative, symbolic_zeros=True)
+        # Without symbolic zeros, the rule was traced for tangents that are all arrays.
+        tiled.defjvp(derivative, symbolic_zeros=eqn.params["symbolic_zeros"])
         return tiled(jnp.asarray(at.start), *operands)
 
     return Passage(shares, body.outs, run=run)
@@ -255,7 +258,8 @@ def _backward(
     def pulled(residuals: Sequence[Any], moving: Sequence[Any]) -> list[Any]:
         given = iter(moving)
         cotangents = [
-            next(given) if is_differentiable(var.aval.dtype) else _no_cotangent(var.aval) for var in eqn.outvars
+            next(given) if is_differentiable(var.aval.dtype) else np.zeros(var.aval.shape, jax.dtypes.float0)
+            for var in eqn.outvars
         ]
         found = _compat.pull_back(eqn, residuals, cotangents)[-len(operands) :]
         pairs = [(each, atom.aval) for each, atom in zip(found, inputs) if is_differentiable(atom.aval.dtype)]
@@ -267,7 +271,6 @@ def _backward(
     return _asked(eqn, lambda: axis.follow(closed, given, wants))
 
 
-def _no_cotangent(aval: Any) -> Any:
-    import numpy as np
-
-    return np.zeros(aval.shape, jax.dtypes.float0)
+def _zero_tangent(aval: Any) -> Any:
+    none = aval.dtype == jax.dtypes.float0
+    return np.zeros(aval.shape, jax.dtypes.float0) if none else jnp.zeros(aval.shape, aval.dtype)
