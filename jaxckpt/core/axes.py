@@ -93,9 +93,10 @@ def linear(name: str, eqn: Any, shares: list[Share]) -> Passage:
         return Passage([SUM] * len(shares), outs)
     elif name == "select_n" and not sums[0]:
         return Passage([WHOLE, *[SUM] * (len(shares) - 1)], outs)
-    elif (name in ("mul", "dot_general") and sum(sums) == 1) or (name == "div" and sums == [True, False]):
-        if name != "div" or is_differentiable(dtypes[0]):
-            return Passage(shares, outs)
+    elif (name in ("mul", "dot_general") and sum(sums) == 1) or (
+        name == "div" and sums == [True, False] and is_differentiable(dtypes[0])
+    ):
+        return Passage(shares, outs)
     raise CoupledError("needs the whole sum over the axis")
 
 
@@ -260,7 +261,7 @@ def _between_devices(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 
 
-# ---------------------------------------------------------------------------------------- reductions, and along one axis
+# --------------------------------------------------------------------------------------- reductions, and along one axis
 
 
 @rule("reduce_sum")
@@ -432,7 +433,7 @@ def _scatter(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(wants, [wants[0]])
 
 
-# --------------------------------------------------------------------------------- whole values, of which a tile takes rows
+# ----------------------------------------------------------------------------- whole values, of which a tile takes rows
 
 
 def narrowed(eqn: Any, share: Share, axis: Axis) -> Passage | None:

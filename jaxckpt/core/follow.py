@@ -1,8 +1,7 @@
 """Follows an axis through a program, and evaluates the program for one tile.
 
-The program is traced once, with all rows. Nothing is traced again with fewer: a function may read a size (a mean divides
-by the number of rows), so a tile runs the equations as they are, with parameters changed where they hold the axis's
-size. `core/axes.py` says how the axis passes through an operation, and which parameters these are; `core/nested.py`
+The program is traced once, with all rows. Nothing is traced again with fewer: a function may read a size (a mean
+divides by the number of rows), so a tile runs the equations as they are, with other parameters where they hold the axis's size. `core/axes.py` says how the axis passes through an operation, and which parameters these are; `core/nested.py`
 says it for operations that hold programs.
 """
 
@@ -117,7 +116,7 @@ class Lines:
             self._lean[key] = False
             eqn = self.makers.get(atom)
             found = None if eqn is None else axes.narrowed(eqn, want, self.axis)
-            if found is not None:
+            if eqn is not None and found is not None:
                 by_element = primitives.of(_compat.primitive_name(eqn)).elementwise
                 rows = [a for a, share in zip(eqn.invars, found.wants) if share != WHOLE]
                 self._lean[key] = not by_element or all(self._is_lean(a, want) for a in rows)
@@ -155,9 +154,7 @@ _MISSING = {
 }
 
 
-def _run(
-    eqn: Any, params: Callable[[At], Any] | None, debug_info: Any, at: At, operands: list[Any]
-) -> list[Any]:
+def _run(eqn: Any, params: Callable[[At], Any] | None, debug_info: Any, at: At, operands: list[Any]) -> list[Any]:
     return surgery.run(eqn if params is None else _compat.replace_params(eqn, **params(at)), debug_info, operands)
 
 

@@ -7,6 +7,7 @@ rule is traced with all rows, as everything else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def _checkpoint(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, body.outs, run=run)
 
 
-# ---------------------------------------------------------------------------------------------------- branches and loops
+# --------------------------------------------------------------------------------------------------- branches and loops
 
 
 @rule("cond", mixed=True)
@@ -157,7 +158,7 @@ def _while(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage([*of_test, *of_body, *carry], carry, run=run)
 
 
-# ---------------------------------------------------------------------------------------------------------- custom rules
+# --------------------------------------------------------------------------------------------------------- custom rules
 
 
 def _at(at: At, start: Any) -> At:
@@ -211,35 +212,37 @@ def _custom_vjp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     if custom.symbolic_zeros:
         raise CoupledError("has a derivative that asks what is differentiated, which tile cannot follow")
     flags = [is_differentiable(atom.aval.dtype) for atom in eqn.invars[consts:]]
-    traced, forwards = custom.trace(flags)
-    forward: Followed = axis.follow(traced, shares[consts:], [*[None] * _new(forwards), *body.outs])
-    fresh = iter(zip(forward.outs, _compat.open_jaxpr(traced).outvars))
-    kept = [next(fresh) if at is None else (shares[at], eqn.invars[at]) for at in forwards]
-    backward = _backward(eqn, shares[consts:], body.outs, kept, axis)
+
+    @functools.cache
+    def rules() -> tuple[list[int | None], Followed, Followed]:
+        # Followed when they are asked for: a forward rule may call the function itself.
+        traced, forwards = custom.trace(flags)
+        new = sum(place is None for place in forwards)
+        forward = _asked(eqn, lambda: axis.follow(traced, shares[consts:], [*[None] * new, *body.outs]))
+        fresh = iter(zip(forward.outs, _compat.open_jaxpr(traced).outvars))
+        kept = [next(fresh) if place is None else (shares[place], eqn.invars[place]) for place in forwards]
+        return forwards, forward, _backward(eqn, shares[consts:], body.outs, kept, axis)
 
     def run(at: At, operands: list[Any]) -> list[Any]:
         tiled = jax.custom_vjp(lambda start, *values: body(_at(at, start), values))
 
         def forth(start: Any, *values: Any) -> tuple[list[Any], list[Any]]:
+            forwards, forward, _ = rules()
             results = forward(_at(at, start), values[consts:])
             new = iter(results)
             residuals = [next(new) if place is None else values[place] for place in forwards]
-            return results[_new(forwards) :], [start, *residuals]
+            return results[len(results) - len(body.outs) :], [start, *residuals]
 
         def back(kept: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
             start, *residuals = kept
             moving = [each for each, var in zip(cotangents, eqn.outvars) if is_differentiable(var.aval.dtype)]
-            found = iter(backward(_at(at, start), [*residuals, *moving]))
+            found = iter(rules()[2](_at(at, start), [*residuals, *moving]))
             return (None, *[None] * consts, *(next(found) if flag else None for flag in flags))
 
         tiled.defvjp(forth, back)
         return tiled(jnp.asarray(at.start), *operands)
 
     return Passage(shares, body.outs, run=run)
-
-
-def _new(forwards: Sequence[int | None]) -> int:
-    return sum(place is None for place in forwards)
 
 
 def _backward(
@@ -252,7 +255,7 @@ def _backward(
     turned = {Kind.SUM: WHOLE, Kind.WHOLE: SUM}
     results = [(out, var.aval) for out, var in zip(outs, eqn.outvars) if is_differentiable(var.aval.dtype)]
     if any(out == WHOLE for out, _ in results):
-        raise CoupledError("has a result that is the same for all rows, and a derivative of its own")
+        raise error(eqn, CoupledError("has a result that is the same for all rows, and a derivative of its own"))
     inputs = eqn.invars[len(eqn.invars) - len(operands) :]
 
     def pulled(residuals: Sequence[Any], moving: Sequence[Any]) -> list[Any]:

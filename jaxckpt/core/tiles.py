@@ -82,7 +82,10 @@ class Tiles:
     # ------------------------------------------------------------------------------------------------------ all tiles
 
     def _over(
-        self, body: Callable[[At, Values, Values], tuple[Values, Values]], state: Values, rows: Sequence[tuple[Any, Share]]
+        self,
+        body: Callable[[At, Values, Values], tuple[Values, Values]],
+        state: Values,
+        rows: Sequence[tuple[Any, Share]],
     ) -> tuple[Values, list[Any], Values | None]:
         """Runs a body over the tiles.
 
@@ -176,7 +179,9 @@ class Tiles:
         """
         kinds = [self.operands[place][1] for place in moving]
 
-        def compute(state: Values, sums: Values, fixed: Sequence[Any], start: Any, *, size: int) -> tuple[Values, Values]:
+        def compute(
+            state: Values, sums: Values, fixed: Sequence[Any], start: Any, *, size: int
+        ) -> tuple[Values, Values]:
             at = At(start, size, self.total)
             taken = self._taken(at, fixed)
 

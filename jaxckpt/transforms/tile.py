@@ -33,8 +33,8 @@ def tile(
     axis, and means, are added up; what is computed of complete sums is computed once. Values that do not depend on the
     tiled arguments are computed once, before the tiles.
 
-    In the backward pass, each tile is computed again. If all that has a derivative is one scalar sum, as a loss is, each
-    tile's gradients are computed in the forward pass instead, and the backward pass scales them: then nothing is
+    In the backward pass, each tile is computed again. If all that has a derivative is one scalar sum, as a loss is,
+    each tile's gradients are computed in the forward pass instead, and the backward pass scales them: then nothing is
     computed again. Terms and gradients of arguments without the axis are added up in float32 or wider.
 
     Args:
@@ -81,13 +81,9 @@ def tile(
         size = _size(axes)
         if tiles > size:
             raise ArgumentError("tiles", f"at most the size of the axis, {size}", tiles)
-        places = {id(leaf): axis for leaf, axis, _ in axes}
-        if len(places) < len(axes):
-            places = _told_apart(axes)
 
         def use(call: lift.Taken) -> Any:
-            shares = tuple(_share(places, leaf) for _, leaf in call.paths())
-            return call.finish(_run(call, shares, size, -(-size // tiles), out_axes))
+            return call.finish(_run(call, _shares(axes, call), size, -(-size // tiles), out_axes))
 
         return lift.attempt(fun, args, kwargs, use)
 
@@ -104,18 +100,12 @@ def _check(axes: Any, name: str) -> None:
             raise ArgumentError(name, "an int, None, or a pytree of these", axis)
 
 
-def _told_apart(axes: Sequence[tuple[Any, int, str]]) -> dict[int, int]:
-    """Returns the axis of each array, where an array is given twice."""
-    found: dict[int, int] = {}
-    for leaf, axis, path in axes:
-        if found.setdefault(id(leaf), axis) != axis:
-            rule = f"tiled along axis {found[id(leaf)]} as in the other place where this array is given"
-            raise ArgumentError(path, rule, axis, "Give a copy of it.")
-    return found
+_Axes = list[tuple[Any, int | None, str]]
+"""Leaves of the positional arguments, each with its axis and what to call it."""
 
 
-def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> list[tuple[Any, int, str]]:
-    """Returns the arrays that are tiled, each with its axis and what to call it.
+def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> _Axes:
+    """Returns the leaves of the positional arguments with their axes.
 
     Raises:
       ArgumentError: `in_axes` does not fit the arguments, or an array does not have the axis.
@@ -124,11 +114,12 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> list[tuple[Any, int, str]]:
         rule = f"an int, or a tuple with an entry for each of the {len(args)} positional arguments"
         raise ArgumentError("in_axes", rule, in_axes)
     entries = [in_axes] * len(args) if isinstance(in_axes, int) else in_axes
-    found = []
+    found: _Axes = []
     for place, (entry, argument) in enumerate(zip(entries, args)):
         leaves = jax.tree_util.tree_leaves_with_path(argument)
         for (path, leaf), axis in zip(leaves, _broadcast(entry, argument, f"in_axes[{place}]")):
             if axis is None:
+                found.append((leaf, None, ""))
                 continue
             name = f"args[{place}]{jax.tree_util.keystr(path)}"
             shape = jax.typeof(leaf).shape if is_array(leaf) else tuple(leaf.shape) if is_given(leaf) else None
@@ -137,7 +128,7 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> list[tuple[Any, int, str]]:
                 hint = "Give None in in_axes for what has no axis."
                 raise ArgumentError(name, f"an array that has axis {axis}, as in_axes says", came, hint)
             found.append((leaf, axis % len(shape), name))
-    if not found:
+    if all(axis is None for _, axis, _ in found):
         raise ArgumentError("in_axes", "an int for at least one array", in_axes)
     return found
 
@@ -157,23 +148,37 @@ def _broadcast(prefix: Any, tree: Any, name: str) -> list[Any]:
     return found
 
 
-def _size(axes: Sequence[tuple[Any, int, str]]) -> int:
+def _size(axes: _Axes) -> int:
     """Returns the size of the axis.
 
     Raises:
       ArgumentError: sizes differ.
     """
-    first, axis, name = axes[0]
+    tiled = [(leaf, axis, path) for leaf, axis, path in axes if axis is not None]
+    first, axis, name = tiled[0]
     size = int(first.shape[axis])
-    for leaf, other, path in axes:
+    for leaf, other, path in tiled:
         if leaf.shape[other] != size:
             rule = f"an array with {size} rows along axis {other}, as {name} has along axis {axis}"
             raise ArgumentError(path, rule, f"an array of shape {list(leaf.shape)}")
     return size
 
 
-def _share(places: dict[int, int], leaf: Any) -> Share:
-    return rows(places[id(leaf)]) if id(leaf) in places else WHOLE
+def _shares(axes: _Axes, call: lift.Taken) -> tuple[Share, ...]:
+    """Returns what a tile has of the arrays of a call.
+
+    Raises:
+      ArgumentError: an array is given twice, with different axes, in a call that has leaves that are no arrays.
+    """
+    leaves = jax.tree.leaves((call.args, call.kwargs))
+    shares = [WHOLE if axis is None else rows(axis) for _, axis, _ in axes]
+    if call.whole:
+        return (*shares, *[WHOLE] * (len(leaves) - len(shares)))
+    by_array: dict[int, Share] = {}
+    for (leaf, _, path), share in zip(axes, shares):
+        if is_array(leaf) and by_array.setdefault(id(leaf), share) != share:
+            raise ArgumentError(path, "another array than one that is given with another axis", leaf, "Give a copy.")
+    return tuple(by_array.get(id(leaf), WHOLE) for leaf in leaves)
 
 
 def _run(call: lift.Taken, shares: tuple[Share, ...], size: int, of_tile: int, out_axes: Any) -> Any:
