@@ -270,10 +270,9 @@ def name_stack(eqn: Any) -> str:
 
 def prepend_name_stack(outer: Any, inner: Any) -> Any:
     """Returns `inner` with the scopes of the call `outer` before its own, for when the call is replaced by its
-    operations. Operations of functions of JAX's own, such as jnp.cumsum, get the call's source line: they have none.
+    operations. Operations of functions of JAX's own, such as jnp.cumsum, have no source line: they get the call's.
     """
     info = inner.source_info
-    own = next(iter(source_info_util.user_frames(info.traceback)), None)
-    traceback = outer.source_info.traceback if own is None else info.traceback
+    traceback = info.traceback if source_line(inner) else outer.source_info.traceback
     scopes = outer.source_info.name_stack + info.name_stack
     return inner.replace(source_info=info.replace(traceback=traceback, name_stack=scopes))

@@ -102,7 +102,7 @@ def linear(name: str, eqn: Any, shares: list[Share]) -> Passage:
 
 def elementwise(eqn: Any, shares: list[Share]) -> Passage:
     """Returns the passage through an elementwise operation, whose operands may have a 1 in place of a size."""
-    share = _one(shares)
+    share = one_place(shares)
     shape = shape_of(eqn.outvars[0])
     wants = []
     for atom, own in zip(eqn.invars, shares):
@@ -114,7 +114,7 @@ def elementwise(eqn: Any, shares: list[Share]) -> Passage:
     return Passage(wants, [share] * len(eqn.outvars))
 
 
-def _one(shares: Sequence[Share]) -> Share:
+def one_place(shares: Sequence[Share]) -> Share:
     """Returns the place of the axis in the operands that have it."""
     found = {share for share in shares if share.kind is Kind.ROWS}
     if len(found) > 1:
@@ -124,11 +124,11 @@ def _one(shares: Sequence[Share]) -> Share:
 
 def _aligned(eqn: Any, shares: list[Share]) -> tuple[Share, list[Share]]:
     """Returns the place of the axis in operands that all have it there, and what to take of each."""
-    share = _one(shares)
+    share = one_place(shares)
     return share, [share if shape_of(atom) else WHOLE for atom in eqn.invars]
 
 
-def _sizes(name: str, sizes: Sequence[int], share: Share) -> Callable[[At], dict[str, Any]]:
+def sized(name: str, sizes: Sequence[int], share: Share) -> Callable[[At], dict[str, Any]]:
     """Returns the parameter that is a shape, in a tile."""
     return lambda at: {name: at.sized(sizes, share)}
 
@@ -143,7 +143,7 @@ def _broadcast(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     out = rows(dims[share.dim], share.block)
     if shape[out.dim] != shape_of(eqn.invars[0])[share.dim]:
         raise CoupledError("broadcasts along the axis")
-    return Passage([share], [out], _sizes("shape", shape, out))
+    return Passage([share], [out], sized("shape", shape, out))
 
 
 @rule("reshape")
@@ -153,10 +153,12 @@ def _reshape(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     for size in shape[share.dim + 1 :]:
         below *= size
     after = 1
+    if eqn.params["dimensions"] is not None:
+        raise CoupledError("reorders dimensions in a reshape")
     for dim in reversed(range(len(sizes))):
         if below % after == 0 and sizes[dim] and sizes[dim] % (axis.size * (below // after)) == 0:
             out = rows(dim, below // after)
-            return Passage([share], [out], _sizes("new_sizes", sizes, out))
+            return Passage([share], [out], sized("new_sizes", sizes, out))
         after *= sizes[dim]
     raise CoupledError("splits the axis into several dimensions")
 
@@ -186,7 +188,7 @@ def _slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     stride = 1 if params["strides"] is None else params["strides"][dim]
     if (params["start_indices"][dim], params["limit_indices"][dim], stride) != (0, shape[dim], 1):
         raise CoupledError("takes a slice of the axis")
-    return Passage([share], [share], _sizes("limit_indices", _up_to(params["limit_indices"], dim, shape), share))
+    return Passage([share], [share], sized("limit_indices", _up_to(params["limit_indices"], dim, shape), share))
 
 
 def _up_to(sizes: Sequence[int], dim: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -198,12 +200,12 @@ def _dynamic_slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     share, sizes = shares[0], eqn.params["slice_sizes"]
     if sizes[share.dim] != shape_of(eqn.invars[0])[share.dim]:
         raise CoupledError("takes a slice of the axis")
-    return Passage(shares, [share], _sizes("slice_sizes", sizes, share))
+    return Passage(shares, [share], sized("slice_sizes", sizes, share))
 
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
-    share = _one(shares[:2])
+    share = one_place(shares[:2])
     if shape_of(eqn.invars[0])[share.dim] != shape_of(eqn.invars[1])[share.dim]:
         raise CoupledError("writes a slice of the axis")
     return Passage([share, share, *shares[2:]], [share])
@@ -211,7 +213,7 @@ def _dynamic_update_slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 
 @rule("concatenate", "stack")
 def _join(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
-    share = _one(shares)
+    share = one_place(shares)
     params = eqn.params
     if "dimension" in params:
         if params["dimension"] == share.dim:
@@ -314,7 +316,7 @@ def _fft(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 
 def _leading(eqn: Any, shares: list[Share], own: int, why: str) -> Passage:
     """Returns the passage of a leading axis through what works on each of the last `own` dimensions."""
-    share = _one(shares)
+    share = one_place(shares)
     if any(share.dim >= len(shape_of(atom)) - own for atom in eqn.invars):
         raise CoupledError(why)
     return Passage([share] * len(shares), [share] * len(eqn.outvars))
@@ -323,6 +325,9 @@ def _leading(eqn: Any, shares: list[Share], own: int, why: str) -> Passage:
 @rule("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", "bitcast_convert_type")
 def _kept_in_place(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     share = shares[0]
+    kinds = {str(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars)}
+    if any(kind.startswith("key<") and kind != "key<fry>" for kind in kinds):
+        raise CoupledError("draws for many keys at once, where other keys than threefry's may share what they draw")
     shapes = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if share.dim >= min(map(len, shapes)) or shapes[0][share.dim] != shapes[1][share.dim]:
         raise CoupledError("turns the axis into another one")
@@ -365,74 +370,6 @@ def _conv(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, [rows(numbers.out_spec[0], shares[0].block)])
 
 
-# ---------------------------------------------------------------------------------------------- gathers and scatters
-
-
-@rule("gather")
-def _gather(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
-    operand, indices = shares
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    batching, pairs = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    places = [dim for dim in range(len(shape_of(eqn.outvars[0]))) if dim not in numbers.offset_dims]
-    shape = shape_of(eqn.invars[0])
-    if operand.kind is Kind.ROWS and operand.dim not in batching:
-        window = [dim for dim in range(len(shape)) if dim not in (*numbers.collapsed_slice_dims, *batching)]
-        dim = operand.dim
-        if indices != WHOLE or dim not in window or dim in numbers.start_index_map or sizes[dim] != shape[dim]:
-            raise CoupledError("picks rows along the axis")
-        out = rows(numbers.offset_dims[window.index(dim)], operand.block)
-        return Passage(shares, [out], _sizes("slice_sizes", sizes, operand))
-    if operand.kind is Kind.ROWS:
-        share = rows(pairs[list(batching).index(operand.dim)], operand.block)
-        if indices not in (WHOLE, share):
-            raise CoupledError("picks rows along the axis")
-        return Passage([operand, share], [rows(places[share.dim], share.block)])
-    if indices.dim == len(shape_of(eqn.invars[1])) - 1:
-        raise CoupledError("takes the axis for the parts of an index")
-    if indices.dim in pairs:
-        operand = rows(batching[list(pairs).index(indices.dim)], indices.block)
-    return Passage([operand, indices], [rows(places[indices.dim], indices.block)])
-
-
-@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-def _scatter(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
-    numbers = eqn.params["dimension_numbers"]
-    operand_shape, indices_shape, updates_shape = map(shape_of, eqn.invars)
-    batching, pairs = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    free = [dim for dim in range(len(operand_shape)) if dim not in (*numbers.inserted_window_dims, *batching)]
-    places = [dim for dim in range(len(updates_shape)) if dim not in numbers.update_window_dims]
-    block = _one([rows(0, share.block) for share in shares if share.kind is Kind.ROWS]).block
-
-    def by_operand(dim: int) -> list[Share]:
-        if dim in batching:
-            index = pairs[list(batching).index(dim)]
-            return [rows(dim, block), rows(index, block), rows(places[index], block)]
-        update = numbers.update_window_dims[free.index(dim)] if dim in free else None
-        if update is None or dim in numbers.scatter_dims_to_operand_dims or operand_shape[dim] != updates_shape[update]:
-            raise CoupledError("writes rows along the axis")
-        return [rows(dim, block), WHOLE, rows(update, block)]
-
-    def by_index(dim: int) -> list[Share]:
-        if dim == len(indices_shape) - 1:
-            raise CoupledError("takes the axis for the parts of an index")
-        if dim in pairs:
-            return by_operand(batching[list(pairs).index(dim)])
-        if _compat.primitive_name(eqn) != "scatter-add":
-            raise CoupledError("writes what all rows have into one value")
-        return [SUM, rows(dim, block), rows(places[dim], block)]
-
-    def by_update(dim: int) -> list[Share]:
-        windows = list(numbers.update_window_dims)
-        return by_operand(free[windows.index(dim)]) if dim in windows else by_index(places.index(dim))
-
-    finders = (by_operand, by_index, by_update)
-    found = [find(share.dim) for find, share in zip(finders, shares) if share.kind is Kind.ROWS]
-    wants = found[0]
-    if any(each != wants for each in found) or any(own not in (WHOLE, want) for own, want in zip(shares, wants)):
-        raise CoupledError("joins values that have the axis in different places")
-    return Passage(wants, [wants[0]])
-
-
 # ----------------------------------------------------------------------------- whole values, of which a tile takes rows
 
 
@@ -454,11 +391,11 @@ def narrowed(eqn: Any, share: Share, axis: Axis) -> Passage | None:
         if share.dim in dims:
             dim = dims.index(share.dim)
             want = rows(dim, share.block) if shape_of(eqn.invars[0])[dim] == shape[share.dim] else WHOLE
-        return Passage([want], out, _sizes("shape", shape, share))
+        return Passage([want], out, sized("shape", shape, share))
     if name == "iota":
         shape = eqn.params["shape"]
         if eqn.params["dimension"] != share.dim:
-            return Passage([], out, _sizes("shape", shape, share))
+            return Passage([], out, sized("shape", shape, share))
         if share.block != 1 or shape[share.dim] != axis.size:
             return None
 

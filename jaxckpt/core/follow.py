@@ -1,8 +1,9 @@
 """Follows an axis through a program, and evaluates the program for one tile.
 
 The program is traced once, with all rows. Nothing is traced again with fewer: a function may read a size (a mean
-divides by the number of rows), so a tile runs the equations as they are, with other parameters where they hold the axis's size. `core/axes.py` says how the axis passes through an operation, and which parameters these are; `core/nested.py`
-says it for operations that hold programs.
+divides by the number of rows). So a tile runs the equations as they are, with other parameters where they hold the
+axis's size. `core/axes.py` says how the axis passes through an operation, and which parameters these are;
+`core/nested.py` says it for operations that hold programs.
 """
 
 from __future__ import annotations
@@ -170,6 +171,13 @@ def error(eqn: Any, why: CoupledError, hint: str = "") -> TilingError:
     return TilingError(_compat.primitive_name(eqn), _compat.source_line(eqn), str(why), hint)
 
 
+def located(eqn: Any, inside: TilingError) -> TilingError:
+    """Returns the error of an operation inside of an equation, with the equation's line if it has none itself."""
+    if inside.line:
+        return inside
+    return TilingError(inside.operation, _compat.source_line(eqn), inside.reason)
+
+
 @dataclass(frozen=True, eq=False)
 class Followed:
     """A program that an operation holds, followed.
@@ -221,6 +229,8 @@ def follow(closed: Any, shares: Sequence[Share], size: int, wants: Sequence[Shar
                 found.add(eqn, axes.passage(eqn, own, found.axis))
         except CoupledError as why:
             raise error(eqn, why) from None
+        except TilingError as inside:
+            raise located(eqn, inside) from None
     outs = [found.share(atom) for atom in jaxpr.outvars]
     if wants is not None:
         outs = [out if want is None else want for out, want in zip(outs, wants, strict=True)]

@@ -14,8 +14,9 @@ from typing import Any
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
 from jaxckpt.core import axes, surgery
-from jaxckpt.core import nested as nested  # notes its rules
-from jaxckpt.core.follow import Key, Lines, axis_of, differentiable, error
+from jaxckpt.core import gathers as gathers  # these two note their rules
+from jaxckpt.core import nested as nested
+from jaxckpt.core.follow import Key, Lines, axis_of, differentiable, error, located
 from jaxckpt.core.inline import inline, without_checkpoints
 from jaxckpt.core.shares import SUM, WHOLE, CoupledError, Kind, Share, shape_of
 from jaxckpt.core.tiles import Tiles
@@ -150,6 +151,8 @@ class _Division:
                 passage = axes.passage(eqn, shares, self.lines.axis)
                 self.lines.add(eqn, passage)
                 self.makers.update(dict.fromkeys(eqn.outvars, eqn))
+            except TilingError as inside:
+                raise located(eqn, inside) from None
             except CoupledError as why:
                 if Kind.ROWS not in kinds:
                     self._after(eqn)

@@ -213,7 +213,7 @@ def agree(fun: Callable, tiled: Callable, w: Any, x: Any) -> None:
 
 
 QUICK = settings(
-    max_examples=300,
+    max_examples=110,
     deadline=None,
     derandomize=True,
     database=None,
