@@ -32,19 +32,19 @@ from jaxckpt.core.shares import (
     shape_of,
 )
 
-Rule = Callable[[Any, list[Share], Axis], Passage]
+_Rule = Callable[[Any, list[Share], Axis], Passage]
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, _Rule] = {}
 """Primitive -> its rule."""
 
 MIXED: set[str] = set()
 """Primitives whose rules also take sums over the axis."""
 
 
-def rule(*names: str, mixed: bool = False) -> Callable[[Rule], Rule]:
+def rule(*names: str, mixed: bool = False) -> Callable[[_Rule], _Rule]:
     """Returns a decorator that notes a rule for primitives; `mixed`: it takes sums over the axis, too."""
 
-    def note(fun: Rule) -> Rule:
+    def note(fun: _Rule) -> _Rule:
         RULES.update(dict.fromkeys(names, fun))
         MIXED.update(names if mixed else ())
         return fun

@@ -19,7 +19,7 @@ from jaxckpt.core import axes, primitives, surgery
 from jaxckpt.core.inline import inline
 from jaxckpt.core.shares import WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable
 
-Key = tuple[Any, Share]
+ShareKey = tuple[Any, Share]
 """A variable, and what a tile has of it."""
 
 
@@ -34,7 +34,7 @@ class Line:
     """
 
     inputs: tuple[Any, ...]
-    outputs: tuple[Key, ...]
+    outputs: tuple[ShareKey, ...]
     run: Callable[[At, list[Any]], Sequence[Any]]
 
 
@@ -50,13 +50,13 @@ class Lines:
     """
 
     def __init__(
-        self, axis: Axis, shares: dict[Any, Share], debug_info: Any, outside: Callable[[Key], None] | None = None
+        self, axis: Axis, shares: dict[Any, Share], debug_info: Any, outside: Callable[[ShareKey], None] | None = None
     ) -> None:
         self.axis, self.shares, self.debug_info, self.outside = axis, shares, debug_info, outside
         self.lines: list[Line] = []
         self.makers: dict[Any, Any] = {}  # whole value -> the equation that makes it
-        self._there: set[Key] = set()
-        self._lean: dict[Key, bool] = {}
+        self._there: set[ShareKey] = set()
+        self._lean: dict[ShareKey, bool] = {}
 
     def share(self, atom: Any) -> Share:
         """Returns what a tile has of a variable or a literal."""
@@ -159,7 +159,7 @@ def _run(eqn: Any, params: Callable[[At], Any] | None, debug_info: Any, at: At, 
     return surgery.run(eqn if params is None else _compat.replace_params(eqn, **params(at)), debug_info, operands)
 
 
-def evaluate(lines: Sequence[Line], env: dict[Key, Any], at: At) -> None:
+def evaluate(lines: Sequence[Line], env: dict[ShareKey, Any], at: At) -> None:
     """Computes what a tile has, into `env`: key -> array."""
     for line in lines:
         operands = [key.val if isinstance(key, _compat.Literal) else env[key] for key in line.inputs]
@@ -190,13 +190,13 @@ class Followed:
     shares: tuple[Share, ...]
     outs: tuple[Share, ...]
     consts: tuple[Any, ...]
-    keys: tuple[Key, ...]
+    keys: tuple[ShareKey, ...]
     lines: tuple[Line, ...] = field(repr=False)
     results: tuple[Any, ...] = field(repr=False)
 
     def __call__(self, at: At, inputs: Sequence[Any]) -> list[Any]:
         """Returns a tile's results of a tile's inputs."""
-        env: dict[Key, Any] = dict(zip(self.keys, (*self.consts, *inputs), strict=True))
+        env: dict[ShareKey, Any] = dict(zip(self.keys, (*self.consts, *inputs), strict=True))
         evaluate(self.lines, env, at)
         return [key.val if isinstance(key, _compat.Literal) else env[key] for key in self.results]
 
@@ -260,7 +260,7 @@ def joined(*shares: Share) -> Share:
     return found.pop() if found else WHOLE
 
 
-def differentiable(lines: Sequence[Line], operands: Sequence[Key]) -> dict[Key, set[int]]:
+def differentiable(lines: Sequence[Line], operands: Sequence[ShareKey]) -> dict[ShareKey, set[int]]:
     """Returns key -> the places of the operands that it depends on with a derivative.
 
     Args:

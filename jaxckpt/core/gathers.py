@@ -67,8 +67,8 @@ def _scatter(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
         return [SUM, rows(dim, block), rows(places[dim], block)]
 
     def by_update(dim: int) -> list[Share]:
-        windows = list(numbers.update_window_dims)
-        return by_operand(free[windows.index(dim)]) if dim in windows else by_index(places.index(dim))
+        sliding = list(numbers.update_window_dims)
+        return by_operand(free[sliding.index(dim)]) if dim in sliding else by_index(places.index(dim))
 
     finders = (by_operand, by_index, by_update)
     found = [find(share.dim) for find, share in zip(finders, shares) if share.kind is Kind.ROWS]

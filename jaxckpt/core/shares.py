@@ -110,9 +110,6 @@ class CoupledError(Exception):
     """An operation couples rows; the text says how, as a phrase after "it". `jaxckpt.TilingError` is made of it."""
 
 
-Run = Callable[[At, list[Any]], Sequence[Any]]
-
-
 @dataclass(frozen=True)
 class Passage:
     """How the axis passes through one operation.
@@ -127,7 +124,7 @@ class Passage:
     wants: Sequence[Share]
     outs: Sequence[Share]
     params: Callable[[At], Mapping[str, Any]] | None = None
-    run: Run | None = None
+    run: Callable[[At, list[Any]], Sequence[Any]] | None = None
 
 
 @dataclass(frozen=True)

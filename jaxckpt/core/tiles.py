@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core.follow import Key, Line, differentiable, evaluate
+from jaxckpt.core.follow import Line, ShareKey, differentiable, evaluate
 from jaxckpt.core.shares import SUM, At, Kind, Share, is_differentiable, shape_of, unfolded, wide, zeros
 
-Values = list[Any]
+_Values = list[Any]
 
 
 class Tiles:
@@ -44,49 +44,49 @@ class Tiles:
     """
 
     def __init__(
-        self, operands: Sequence[Key], results: Sequence[Key], lines: Sequence[Line], total: int, size: int
+        self, operands: Sequence[ShareKey], results: Sequence[ShareKey], lines: Sequence[Line], total: int, size: int
     ) -> None:
         self.operands, self.results, self.lines, self.total, self.size = operands, results, lines, total, size
         found = differentiable(lines, operands)
         self._depends = [found[key] for key in results]
         self._loop = self._with_derivative()
 
-    def __call__(self, *operands: Any) -> Values:
+    def __call__(self, *operands: Any) -> _Values:
         """Returns the results, of whole operands."""
         return list(self._loop(*operands))
 
     # ------------------------------------------------------------------------------------------------------ one tile
 
-    def tile(self, at: At, operands: Sequence[Any]) -> Values:
+    def tile(self, at: At, operands: Sequence[Any]) -> _Values:
         """Returns a tile's results, of what it has of the operands."""
-        env: dict[Key, Any] = dict(zip(self.operands, operands, strict=True))
+        env: dict[ShareKey, Any] = dict(zip(self.operands, operands, strict=True))
         evaluate(self.lines, env, at)
         return [env[key] for key in self.results]
 
-    def _taken(self, at: At, operands: Sequence[Any]) -> Values:
+    def _taken(self, at: At, operands: Sequence[Any]) -> _Values:
         return [at.take(value, share) for value, (_, share) in zip(operands, self.operands)]
 
-    def _start(self) -> Values:
+    def _start(self) -> _Values:
         """Returns what results are added to, or written into."""
         return [zeros(var.aval, wide(var.aval.dtype) if share == SUM else None) for var, share in self.results]
 
-    def _added(self, at: At, into: Values, found: Sequence[Any]) -> Values:
+    def _added(self, at: At, into: _Values, found: Sequence[Any]) -> _Values:
         return [
             old + new.astype(old.dtype) if share == SUM else at.put(old, new.astype(old.dtype), share)
             for old, new, (_, share) in zip(into, found, self.results, strict=True)
         ]
 
-    def _finished(self, found: Sequence[Any]) -> Values:
+    def _finished(self, found: Sequence[Any]) -> _Values:
         return [value.astype(var.aval.dtype) for value, (var, _) in zip(found, self.results)]
 
     # ------------------------------------------------------------------------------------------------------ all tiles
 
     def _over(
         self,
-        body: Callable[[At, Values, Values], tuple[Values, Values]],
-        state: Values,
+        body: Callable[[At, _Values, _Values], tuple[_Values, _Values]],
+        state: _Values,
         rows: Sequence[tuple[Any, Share]],
-    ) -> tuple[Values, list[Any], Values | None]:
+    ) -> tuple[_Values, list[Any], _Values | None]:
         """Runs a body over the tiles.
 
         Args:
@@ -104,7 +104,7 @@ class Tiles:
             more = [each[None] for each in more]
         else:
 
-            def step(state: Values, xs: tuple[Any, Values]) -> tuple[Values, Values]:
+            def step(state: _Values, xs: tuple[Any, _Values]) -> tuple[_Values, _Values]:
                 return body(At(xs[0], self.size, self.total), state, xs[1])
 
             starts = jnp.arange(count, dtype=jnp.int32) * self.size
@@ -114,15 +114,15 @@ class Tiles:
         state, last = body(At(count * self.size, rest, self.total), state, [left for _, left in stacked])
         return state, more, last
 
-    def run(self, operands: Sequence[Any]) -> Values:
+    def run(self, operands: Sequence[Any]) -> _Values:
         """Returns the results, of whole operands, without a derivative of its own."""
 
-        def body(at: At, state: Values, _: Values) -> tuple[Values, Values]:
+        def body(at: At, state: _Values, _: _Values) -> tuple[_Values, _Values]:
             return self._added(at, state, self.tile(at, self._taken(at, operands))), []
 
         return self._finished(self._over(body, self._start(), [])[0])
 
-    def tangents(self, operands: Sequence[Any], moving: dict[int, Any], outs: Sequence[int]) -> Values:
+    def tangents(self, operands: Sequence[Any], moving: dict[int, Any], outs: Sequence[int]) -> _Values:
         """Returns tangents of results.
 
         Args:
@@ -139,13 +139,13 @@ class Tiles:
         others = [place for place in outs if place not in sums]
 
         def compute(
-            state: Values, fixed: Sequence[Any], whole: dict[int, Any], given: Values, start: Any, *, size: int
-        ) -> tuple[Values, Values]:
+            state: _Values, fixed: Sequence[Any], whole: dict[int, Any], given: _Values, start: Any, *, size: int
+        ) -> tuple[_Values, _Values]:
             at = At(start, size, self.total)
             taken = self._taken(at, fixed)
             tangents = dict(zip(of_rows, given)) | {p: t.astype(taken[p].dtype) for p, t in whole.items()}
 
-            def some(*values: Any) -> Values:
+            def some(*values: Any) -> _Values:
                 found = list(taken)
                 for place, value in zip(tangents, values):
                     found[place] = value
@@ -156,7 +156,7 @@ class Tiles:
             added = [old + new.astype(old.dtype) for old, new in zip(state, found)]
             return added, found[len(sums) :]
 
-        def body(at: At, state: Values, given: Values) -> tuple[Values, Values]:
+        def body(at: At, state: _Values, given: _Values) -> tuple[_Values, _Values]:
             run = jax.checkpoint(functools.partial(compute, size=at.size), prevent_cse=isinstance(at.start, int))
             return run(state, list(operands), of_whole, given, jnp.asarray(at.start, jnp.int32))
 
@@ -169,7 +169,7 @@ class Tiles:
             found[place] = _unstacked(more[i], None if last is None else last[i], share, self.total, self.size)
         return [found[place].astype(self.results[place][0].aval.dtype) for place in outs]
 
-    def gradients(self, operands: Sequence[Any], moving: Sequence[int], loss: int) -> tuple[Values, Values]:
+    def gradients(self, operands: Sequence[Any], moving: Sequence[int], loss: int) -> tuple[_Values, _Values]:
         """Returns the results, and the gradients of one of them, a loss, in some operands.
 
         Args:
@@ -180,12 +180,12 @@ class Tiles:
         kinds = [self.operands[place][1] for place in moving]
 
         def compute(
-            state: Values, sums: Values, fixed: Sequence[Any], start: Any, *, size: int
-        ) -> tuple[Values, Values]:
+            state: _Values, sums: _Values, fixed: Sequence[Any], start: Any, *, size: int
+        ) -> tuple[_Values, _Values]:
             at = At(start, size, self.total)
             taken = self._taken(at, fixed)
 
-            def of(*some: Any) -> tuple[Any, Values]:
+            def of(*some: Any) -> tuple[Any, _Values]:
                 given = list(taken)
                 for place, value in zip(moving, some):
                     given[place] = value
@@ -200,7 +200,7 @@ class Tiles:
             ]
             return self._added(at, state, found), grads
 
-        def body(at: At, state: Values, _: Values) -> tuple[Values, Values]:
+        def body(at: At, state: _Values, _: _Values) -> tuple[_Values, _Values]:
             run = jax.checkpoint(functools.partial(compute, size=at.size), prevent_cse=False)
             count = len(self.results)
             found, grads = run(state[:count], state[count:], list(operands), jnp.asarray(at.start, jnp.int32))
@@ -214,11 +214,11 @@ class Tiles:
 
     # ----------------------------------------------------------------------------------------------------- derivative
 
-    def _with_derivative(self) -> Callable[..., Values]:
+    def _with_derivative(self) -> Callable[..., _Values]:
         loop = jax.custom_jvp(lambda *operands: self.run(operands))
         zero = jax.custom_derivatives.SymbolicZero
 
-        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[_Values, _Values]:
             moving = {
                 place: tangent
                 for place, tangent in enumerate(tangents)

@@ -16,7 +16,7 @@ from jaxckpt._errors import TilingError
 from jaxckpt.core import axes, surgery
 from jaxckpt.core import gathers as gathers  # these two note their rules
 from jaxckpt.core import nested as nested
-from jaxckpt.core.follow import Key, Lines, axis_of, differentiable, error, located
+from jaxckpt.core.follow import Lines, ShareKey, axis_of, differentiable, error, located
 from jaxckpt.core.inline import inline, without_checkpoints
 from jaxckpt.core.shares import SUM, WHOLE, CoupledError, Kind, Share, shape_of
 from jaxckpt.core.tiles import Tiles
@@ -111,13 +111,13 @@ class _Division:
     def __init__(self, program: Any, shares: Sequence[Share], size: int, *, folded: bool) -> None:
         self.jaxpr, self.consts = _compat.open_jaxpr(program), _compat.jaxpr_consts(program)
         self.size, self.folded = size, folded
-        self.operands: dict[Key, None] = {}
+        self.operands: dict[ShareKey, None] = {}
         given: dict[Any, Share] = dict.fromkeys(self.jaxpr.constvars, WHOLE)
         given.update(zip(self.jaxpr.invars, shares, strict=True))
         self.lines = Lines(axis_of(size), given, self.jaxpr.debug_info, self._outside)
         self.before: list[Any] = []
         self.after: list[Any] = []
-        self.results: dict[Key, None] = {}
+        self.results: dict[ShareKey, None] = {}
         self.complete: dict[Any, Any] = {}  # what is computed of complete sums -> the equation that made the sum
         self.makers: dict[Any, Any] = {}
         for eqn in self.jaxpr.eqns:
@@ -127,7 +127,7 @@ class _Division:
             ((var, share), None) for var, share in zip(self.jaxpr.invars, shares) if share.kind is Kind.ROWS
         )
 
-    def _outside(self, key: Key) -> None:
+    def _outside(self, key: ShareKey) -> None:
         self.operands[key] = None
 
     def _place(self, eqn: Any) -> None:
@@ -191,7 +191,7 @@ class _Division:
             self.results[atom, share] = None
         return share
 
-    def losses(self) -> list[Key]:
+    def losses(self) -> list[ShareKey]:
         """Returns what the tiles compute that has a derivative."""
         depends = differentiable(self.lines.lines, list(self.operands))
         return [key for key in self.results if depends[key]]
