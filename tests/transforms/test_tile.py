@@ -164,6 +164,24 @@ def test_a_reshape_that_merges_the_axis_as_the_inner_factor():
     assert_trees_close(merged(x), x.reshape(-1, 2))
 
 
+def test_complex_arguments_of_a_loss_have_their_gradients():
+    fun = lambda w, x: jnp.mean(jnp.abs(x @ w) ** 2 + jnp.real(x @ w)[:, :1])
+    w, x = W + 1j * W[::-1], X - 0.5j * X[::-1]
+    tiled = tile(fun, in_axes=(None, 0), tiles=5)
+    assert_trees_close(jax.grad(tiled, (0, 1))(w, x), jax.grad(fun, (0, 1))(w, x), rtol=1e-4, atol=1e-4)
+    actual, expected = (jax.jvp(lambda w: f(w, x), (w,), (w * 1j,)) for f in (tiled, fun))
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_sum_over_a_table_is_a_sum_over_rows():
+    fun = lambda table, at: (jnp.zeros_like(table).at[at].add(table[at] ** 2), jnp.sin(table)[at])
+    at = jnp.array([0, 3, 3, 1, 0, 5])
+    tiled = tile(fun, in_axes=(None, 0), tiles=4)
+    assert_trees_close(tiled(X, at), fun(X, at))
+    loss = lambda f: jax.grad(lambda table: sum(jnp.sum(jnp.sin(out)) for out in f(table, at)))(X)
+    assert_trees_close(loss(tiled), loss(fun))
+
+
 def test_pytrees_prefixes_keywords_and_leaves_that_are_no_arrays():
     def fun(batch, params, mode, *, scale=1.0):
         x = batch["x"] @ params["w"] + batch["y"][:, None]
@@ -228,6 +246,12 @@ def test_a_key_of_each_row_draws_what_it_drew():
     fun = jax.vmap(lambda key, x: x + jax.random.normal(jax.random.fold_in(key, 3), x.shape))
     keys = jax.random.split(KEYS[3], TOKENS)
     np.testing.assert_allclose(tile(fun, in_axes=0, tiles=5)(keys, X), fun(keys, X), rtol=1e-6)
+
+
+def test_keys_of_rows_that_may_share_what_they_draw_are_refused():
+    fun = jax.vmap(lambda key: jax.random.normal(key, (3,)))
+    with pytest.raises(TilingError, match="other keys than threefry's"):
+        tile(fun, in_axes=0, tiles=2)(jax.random.split(jax.random.key(0, impl="rbg"), 6))
 
 
 # ------------------------------------------------------------------------------------------------ other transformations
