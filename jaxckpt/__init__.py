@@ -21,6 +21,7 @@ from jaxckpt._errors import (
     PlanMismatchError,
     StructureError,
     TargetError,
+    TilingError,
     UnknownTargetError,
     UnmatchedTagError,
     UnreadableDumpError,
@@ -48,6 +49,7 @@ from jaxckpt.show import looks as _looks  # noqa: F401 (has reports print as tab
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
 from jaxckpt.transforms.sequential import checkpoint_sequential
+from jaxckpt.transforms.tile import tile
 
 _compat.start_within(_quiet.quiet)
 
@@ -85,6 +87,7 @@ __all__ = [
     "StructureError",
     "Target",
     "TargetError",
+    "TilingError",
     "UnknownTargetError",
     "UnmatchedTagError",
     "UnreadableDumpError",
@@ -110,6 +113,7 @@ __all__ = [
     "schedules",
     "tag",
     "targets",
+    "tile",
     "trace",
     "verify",
     "where",

@@ -6,7 +6,8 @@
     ├── StructureError (TypeError)          a layer returned a structure that the next layer does not take
     ├── NotDifferentiableError (TypeError)  there is nothing to differentiate
     ├── ForwardModeError (TypeError)        a scan with only one reverse mode is differentiated in another way
-    ├── EffectsError (TypeError)            a checkpointed function has side effects that a recomputation would repeat
+    ├── EffectsError (TypeError)            a checkpointed or tiled function has side effects that would repeat
+    ├── TilingError (ValueError)            an operation couples the rows along the axis that a function is tiled along
     ├── TargetError
     │   ├── UnknownTargetError (ValueError)     no such target; the nearest names are given
     │   ├── MissingTargetError (ImportError)    the target's compiler is not installed; the extra to install is given
@@ -99,7 +100,27 @@ class ForwardModeError(JaxckptError, TypeError):
 
 
 class EffectsError(JaxckptError, TypeError):
-    """A checkpointed function has side effects that the recomputation would repeat."""
+    """A checkpointed or tiled function has side effects, which a recomputation or each tile would repeat."""
+
+
+class TilingError(JaxckptError, ValueError):
+    """A function cannot run tile by tile, because an operation couples the rows along the tiled axis.
+
+    Args:
+      operation: the name of JAX's primitive.
+      line: "file.py:12 (function)" of the user's code that made it; "" if it is not known.
+      reason: what the operation does, as a phrase after "it".
+      hint: a sentence that says what to do.
+    """
+
+    def __init__(self, operation: str, line: str, reason: str, hint: str = "") -> None:
+        self.operation, self.line, self.reason = operation, line, reason
+        self.hint = hint or "Tile another axis, or leave this operation out of the tiled function."
+        where = f"{operation} at {line}" if line else operation
+        super().__init__(
+            f"fun must not couple the rows along the tiled axis, so that it can run tile by tile; {where} does: it "
+            f"{reason}. {self.hint}"
+        )
 
 
 class TargetError(JaxckptError):

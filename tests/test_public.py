@@ -18,10 +18,10 @@ NAMES = """
     Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Frontier Graph InfeasibleBudgetError
     JaxckptError Loop MemoryEstimate MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan
     PlanMismatchError PlanReport Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StructureError Target TargetError UnknownTargetError
-    UnmatchedTagError UnreadableDumpError UnsupportedJaxError Verification VerificationError
+    TilingError UnmatchedTagError UnreadableDumpError UnsupportedJaxError Verification VerificationError
     autocheckpoint checkpoint checkpoint_sequential compare compiler_options
     count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules tag
-    targets trace verify where without_checkpoints
+    targets tile trace verify where without_checkpoints
 """.split()  # noqa: SIM905
 
 

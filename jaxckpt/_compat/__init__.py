@@ -53,6 +53,7 @@ from jaxckpt._compat.jaxprs import (
     remat_disallowed_effects,
     replace_params,
     run_mapped,
+    side_effects,
     source_line,
     with_equations,
 )
@@ -80,7 +81,9 @@ from jaxckpt._compat.rules import (
     instantiate_zeros,
     jvp_rules,
     lower_fun,
+    pull_back,
     register_lowering,
+    tangent_program,
     transpose_rules,
     zeros_like_aval,
 )

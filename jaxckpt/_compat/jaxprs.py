@@ -125,6 +125,13 @@ def remat_disallowed_effects(jaxpr: Any) -> list[Any]:
     return list(effects.remat_allowed_effects.filter_not_in(jaxpr.effects))
 
 
+def side_effects(jaxpr: Any) -> list[Any]:
+    """Returns the effects of a jaxpr that an order or a number of runs can show: all but those that say over which axes
+    of a jax.shard_map or a jax.vmap it has collectives.
+    """
+    return [effect for effect in jaxpr.effects if not isinstance(effect, _core.NamedAxisEffect)]
+
+
 # ------------------------------------------------------------------------------------------------------------ equations
 # With jax_remat3, a name is not the primitive `name`. It is a "hi primitive" in the parameter `_prim` of
 # `call_hi_primitive`. So is a nested checkpoint.
@@ -263,7 +270,9 @@ def name_stack(eqn: Any) -> str:
 
 def prepend_name_stack(outer: Any, inner: Any) -> Any:
     """Returns `inner` with the scopes of the call `outer` before its own, for when the call is replaced by its
-    operations.
+    operations. Operations of functions of JAX's own, such as jnp.cumsum, have no source line: they get the call's.
     """
     info = inner.source_info
-    return inner.replace(source_info=info.replace(name_stack=outer.source_info.name_stack + info.name_stack))
+    traceback = info.traceback if source_line(inner) else outer.source_info.traceback
+    scopes = outer.source_info.name_stack + info.name_stack
+    return inner.replace(source_info=info.replace(traceback=traceback, name_stack=scopes))

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive as Primitive
 from jax.extend.core.primitives import custom_lin_p, stop_gradient_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxckpt._compat.jaxprs import close_jaxpr, jaxpr_title
+from jaxckpt._compat.jaxprs import close_jaxpr, jaxpr_title, open_jaxpr
 from jaxckpt._compat.needs import VERSION
 
 jvp_rules = ad.primitive_jvps
@@ -162,3 +162,34 @@ def custom_rule(eqn: Any) -> CustomRule:
     """Returns the rule of an equation that is a `custom_vjp_call`."""
     params = eqn.params
     return CustomRule(eqn, jaxpr_title(params["call_jaxpr"]), bool(params["symbolic_zeros"]), params["num_consts"])
+
+
+def pull_back(eqn: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Returns the operands' cotangents by the backward rule of a `custom_vjp_call`; None for those that have none.
+
+    Args:
+      eqn: the equation.
+      residuals: all leaves of what the forward rule keeps.
+      cotangents: of all results.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    found = params["subfuns"][2].call_wrapped(*residuals, *cotangents)
+    if VERSION >= (0, 12):  # a pair of cotangents and logs
+        found = found[0]
+    return [None if isinstance(each, Zero) else each for each in found]
+
+
+def tangent_program(eqn: Any, zeros: Sequence[bool]) -> tuple[Any, int, list[bool]]:
+    """Returns the rule of a `custom_jvp_call` as traced.
+
+    Args:
+      eqn: the equation.
+      zeros: for each operand but the constants whether its tangent is zero.
+
+    Returns:
+      The closed jaxpr of (operands but the constants, tangents that are not zero) -> (results, tangents that are not
+      zero); the number of constants, which are the equation's first operands; for each result whether its tangent is
+      zero.
+    """
+    jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+    return close_jaxpr(open_jaxpr(jaxpr), consts), eqn.params["num_consts"], list(out_zeros)

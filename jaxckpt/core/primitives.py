@@ -87,6 +87,9 @@ class Primitive:
       shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
+      elementwise: whether element i of each result is computed from elements i of its operands, which have the result's
+        shape, a 1 in place of some of its sizes, or no axis: so any axis passes through it. `core/axes.py` has the
+        rules of the others.
     """
 
     flops: FlopsRule = rules.each_output
@@ -100,6 +103,7 @@ class Primitive:
     shows: bool = False
     holds: Holds = Holds.PROGRAMS
     opaque: bool = False
+    elementwise: bool = False
 
     @property
     def fused(self) -> bool:
@@ -130,6 +134,8 @@ _MOVED = Primitive(rules.free, Kernel.AT_USES, dear=False, asks_result=False)
 _FREE = replace(_MOVED, kernel=Kernel.FUSED)
 _FUSED = Primitive(kernel=Kernel.FUSED, dear=False)
 _SIMPLE = replace(_FUSED, asks_result=False)
+_EACH = replace(_FUSED, elementwise=True)
+_EACH_SIMPLE = replace(_SIMPLE, elementwise=True)
 _REDUCED = Primitive(rules.each_input, Kernel.ROOT, dear=False, holds=Holds.SCALARS)
 # Not dear, although on a CPU a cumulative sum takes 12 to 60 times as long as an elementwise operation, and a maximum
 # over windows of 3 x 3 takes 10 to 25 times (float32, 256 x 512 and 2048 x 2048; a matmul with a square matrix takes
@@ -139,7 +145,7 @@ _REDUCED = Primitive(rules.each_input, Kernel.ROOT, dear=False, holds=Holds.SCAL
 _CUMULATIVE = Primitive(rules.each_input, dear=False)
 _WINDOW = replace(_REDUCED, flops=rules.window)
 # Series of some hundred operations for each element: 350 times as long as a tanh, on the same CPU.
-_SERIES = replace(_FUSED, dear=True)
+_SERIES = replace(_EACH, dear=True)
 _SCATTER = Primitive(rules.scatter, dear=False, writes_over=True, holds=Holds.SCALARS)
 _COLLECTIVE = Primitive(sends=1.0)
 # A ring reduces by scattering and gathering (R. Thakur et al., "Optimization of collective communication operations in
@@ -152,33 +158,37 @@ _LOOP = Primitive(holds=Holds.LOOP, asks_result=False, writes_over=True)
 
 _ROWS: tuple[tuple[str, Primitive], ...] = (
     # Only moved: no FLOPs.
-    ("copy name stop_gradient", replace(_MOVED, result=Result.SAME, linear=True)),
+    ("copy name stop_gradient", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True)),
     ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True)),
     ("transpose", replace(_MOVED, result=Result.REORDERED, linear=True)),
-    ("broadcast_in_dim convert_element_type", replace(_MOVED, linear=True)),
+    ("broadcast_in_dim", replace(_MOVED, linear=True)),
+    ("convert_element_type", replace(_MOVED, linear=True, elementwise=True)),
     ("slice", replace(_MOVED, linear=True, shows=True)),
     ("split unstack", replace(_MOVED, shows=True)),
     ("bitcast_convert_type empty empty2 from_edtype iota stack tie tile to_edtype", _MOVED),
     ("rev", replace(_FREE, linear=True)),
-    ("concatenate pad dynamic_slice real imag reduce_precision sharding_constraint", _FREE),
+    ("concatenate pad dynamic_slice", _FREE),
+    ("real imag reduce_precision sharding_constraint", replace(_FREE, elementwise=True)),
     ("pvary preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),
-    ("random_seed random_wrap random_unwrap random_clone", _FREE),
+    ("random_seed random_wrap random_unwrap", _FREE),
+    ("random_clone", replace(_FREE, elementwise=True)),
     ("optimization_barrier", Primitive(rules.free, dear=False, result=Result.SAME, asks_result=False)),
     ("device_put layout_constraint", Primitive(rules.free, dear=False, asks_result=False)),
     ("create_token after_all", Primitive(rules.free, dear=False)),
     ("gather", Primitive(rules.free, Kernel.ROOT, dear=False, asks_result=False)),
     ("dynamic_update_slice", Primitive(rules.free, dear=False, writes_over=True, asks_result=False)),
     # Elementwise, and computed where they are used.
-    ("add add_any sub neg", replace(_SIMPLE, linear=True)),
-    ("mul square sin cos log log1p abs sign floor ceil round complex conj clamp select_n", _SIMPLE),
-    ("eq ne lt le gt ge and or xor not is_finite", _SIMPLE),
-    ("integer_pow", replace(_SIMPLE, flops=rules.integer_pow)),
-    ("div rem max min pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _FUSED),
-    ("tan asin acos atan atan2 sinh cosh asinh acosh atanh", _FUSED),
-    ("erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e", _FUSED),
-    ("eq_to lt_to le_to nextafter mulhi clz population_count", _FUSED),
-    ("shift_left shift_right_arithmetic shift_right_logical", _FUSED),
-    ("threefry2x32 random_bits random_fold_in", replace(_SIMPLE, flops=rules.threefry)),
+    ("add add_any sub neg", replace(_EACH_SIMPLE, linear=True)),
+    ("mul square sin cos log log1p abs sign floor ceil round complex conj clamp select_n", _EACH_SIMPLE),
+    ("eq ne lt le gt ge and or xor not is_finite", _EACH_SIMPLE),
+    ("integer_pow", replace(_EACH_SIMPLE, flops=rules.integer_pow)),
+    ("div rem max min pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _EACH),
+    ("tan asin acos atan atan2 sinh cosh asinh acosh atanh", _EACH),
+    ("erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e", _EACH),
+    ("eq_to lt_to le_to nextafter mulhi clz population_count", _EACH),
+    ("shift_left shift_right_arithmetic shift_right_logical", _EACH),
+    ("threefry2x32 random_fold_in", replace(_EACH_SIMPLE, flops=rules.threefry)),
+    ("random_bits", replace(_SIMPLE, flops=rules.threefry)),
     ("random_split", replace(_FUSED, flops=rules.threefry)),
     ("polygamma zeta", _SERIES),
     # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta: this table leaves them out.

@@ -211,6 +211,14 @@ def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     return _compat.eval_jaxpr(jaxpr, args[:constants], *args[constants:])
 
 
+def run(eqn: Any, debug_info: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation with these operands, whatever shapes its variables have."""
+    inputs = [_compat.fresh_var(atom.aval) for atom in eqn.invars]
+    results = [_compat.fresh_var(var.aval) for var in eqn.outvars]
+    program = _compat.build_jaxpr([], inputs, results, [eqn.replace(invars=inputs, outvars=results)], debug_info)
+    return _compat.eval_jaxpr(program, [], *operands)
+
+
 def splice(closed: Any, eqn: Any) -> list[Any]:
     """Returns a jaxpr's equations with an equation's operands for its inputs and results for its outputs."""
     jaxpr = _compat.open_jaxpr(closed)

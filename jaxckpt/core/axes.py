@@ -1,0 +1,417 @@
+"""How an axis passes through the operations that hold no programs: one rule a primitive.
+
+The rules are those by which compilers partition programs over devices (Xu et al., "GSPMD", 2021): a tile is to a tiled
+program what a device is to a partitioned one, and a sum over tiles is an all-reduce. Elementwise operations are told by
+the table of `core/primitives.py`. An operation without a rule couples.
+
+A rule takes an equation, what a tile has of its operands, and the axis. It returns a `Passage`, or raises
+`CoupledError`. It is asked where at least one operand has the axis, and none is a sum over it. What is done with sums
+is `linear`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxckpt import _compat
+from jaxckpt.core import primitives
+from jaxckpt.core.shares import (
+    SUM,
+    WHOLE,
+    At,
+    Axis,
+    CoupledError,
+    Kind,
+    Passage,
+    Share,
+    is_differentiable,
+    rows,
+    shape_of,
+)
+
+_Rule = Callable[[Any, list[Share], Axis], Passage]
+
+RULES: dict[str, _Rule] = {}
+"""Primitive -> its rule."""
+
+MIXED: set[str] = set()
+"""Primitives whose rules also take sums over the axis."""
+
+
+def rule(*names: str, mixed: bool = False) -> Callable[[_Rule], _Rule]:
+    """Returns a decorator that notes a rule for primitives; `mixed`: it takes sums over the axis, too."""
+
+    def note(fun: _Rule) -> _Rule:
+        RULES.update(dict.fromkeys(names, fun))
+        MIXED.update(names if mixed else ())
+        return fun
+
+    return note
+
+
+def passage(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    """Returns how the axis passes through an equation.
+
+    Args:
+      eqn: the equation.
+      shares: what a tile has of its operands; one at least is not WHOLE.
+      axis: the axis.
+
+    Raises:
+      CoupledError: it couples rows.
+    """
+    name = _compat.primitive_name(eqn)
+    kinds = {share.kind for share in shares}
+    found = RULES.get(name)
+    if Kind.SUM in kinds and name not in MIXED:
+        if Kind.ROWS in kinds:
+            raise CoupledError("joins rows with a sum over all rows")
+        return linear(name, eqn, shares)
+    if found is not None:
+        return found(eqn, shares, axis)
+    if primitives.of(name).elementwise:
+        return elementwise(eqn, shares)
+    raise CoupledError("is an operation that tile has no rule for")
+
+
+# ------------------------------------------------------------------------------------------------ sums, and elementwise
+
+
+def linear(name: str, eqn: Any, shares: list[Share]) -> Passage:
+    """Returns the passage of sums over the axis through an operation that is linear in them."""
+    outs = [SUM] * len(eqn.outvars)
+    dtypes = [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
+    sums = [share.kind is Kind.SUM for share in shares]
+    if name == "convert_element_type":
+        exact = all(map(is_differentiable, dtypes)) and jnp.promote_types(*dtypes) == dtypes[1]
+        if exact:
+            return Passage([SUM], outs)
+    elif primitives.of(name).linear:
+        return Passage([SUM] * len(shares), outs)
+    elif name == "select_n" and not sums[0]:
+        return Passage([WHOLE, *[SUM] * (len(shares) - 1)], outs)
+    elif (name in ("mul", "dot_general") and sum(sums) == 1) or (
+        name == "div" and sums == [True, False] and is_differentiable(dtypes[0])
+    ):
+        return Passage(shares, outs)
+    raise CoupledError("needs the whole sum over the axis")
+
+
+def elementwise(eqn: Any, shares: list[Share]) -> Passage:
+    """Returns the passage through an elementwise operation, whose operands may have a 1 in place of a size."""
+    share = one_place(shares)
+    shape = shape_of(eqn.outvars[0])
+    wants = []
+    for atom, own in zip(eqn.invars, shares):
+        there = shape_of(atom)
+        has_axis = len(there) == len(shape) and there[share.dim] == shape[share.dim]
+        if own.kind is Kind.ROWS and not has_axis:
+            raise CoupledError("broadcasts along the axis")
+        wants.append(share if has_axis else WHOLE)
+    return Passage(wants, [share] * len(eqn.outvars))
+
+
+def one_place(shares: Sequence[Share]) -> Share:
+    """Returns the place of the axis in the operands that have it."""
+    found = {share for share in shares if share.kind is Kind.ROWS}
+    if len(found) > 1:
+        raise CoupledError("joins values that have the axis in different places")
+    return found.pop()
+
+
+def _aligned(eqn: Any, shares: list[Share]) -> tuple[Share, list[Share]]:
+    """Returns the place of the axis in operands that all have it there, and what to take of each."""
+    share = one_place(shares)
+    return share, [share if shape_of(atom) else WHOLE for atom in eqn.invars]
+
+
+def sized(name: str, sizes: Sequence[int], share: Share) -> Callable[[At], dict[str, Any]]:
+    """Returns the parameter that is a shape, in a tile."""
+    return lambda at: {name: at.sized(sizes, share)}
+
+
+# ----------------------------------------------------------------------------------------------------- what moves data
+
+
+@rule("broadcast_in_dim")
+def _broadcast(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = shares[0]
+    shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    out = rows(dims[share.dim], share.block)
+    if shape[out.dim] != shape_of(eqn.invars[0])[share.dim]:
+        raise CoupledError("broadcasts along the axis")
+    return Passage([share], [out], sized("shape", shape, out))
+
+
+@rule("reshape")
+def _reshape(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, shape, sizes = shares[0], shape_of(eqn.invars[0]), eqn.params["new_sizes"]
+    below = share.block
+    for size in shape[share.dim + 1 :]:
+        below *= size
+    after = 1
+    if eqn.params["dimensions"] is not None:
+        raise CoupledError("reorders dimensions in a reshape")
+    for dim in reversed(range(len(sizes))):
+        if below % after == 0 and sizes[dim] and sizes[dim] % (axis.size * (below // after)) == 0:
+            out = rows(dim, below // after)
+            return Passage([share], [out], sized("new_sizes", sizes, out))
+        after *= sizes[dim]
+    raise CoupledError("splits the axis into several dimensions")
+
+
+@rule("squeeze")
+def _squeeze(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = shares[0]
+    return Passage([share], [_without(share, eqn.params["dimensions"], len(shape_of(eqn.invars[0])))])
+
+
+def _without(share: Share, dims: Sequence[int], rank: int) -> Share:
+    """Returns the place of the axis when other dimensions are gone."""
+    gone = {dim % rank for dim in dims}
+    return rows(share.dim - sum(dim < share.dim for dim in gone), share.block)
+
+
+@rule("transpose")
+def _transpose(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = shares[0]
+    return Passage([share], [rows(list(eqn.params["permutation"]).index(share.dim), share.block)])
+
+
+@rule("slice")
+def _slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, params = shares[0], eqn.params
+    dim, shape = share.dim, shape_of(eqn.invars[0])
+    stride = 1 if params["strides"] is None else params["strides"][dim]
+    if (params["start_indices"][dim], params["limit_indices"][dim], stride) != (0, shape[dim], 1):
+        raise CoupledError("takes a slice of the axis")
+    return Passage([share], [share], sized("limit_indices", _up_to(params["limit_indices"], dim, shape), share))
+
+
+def _up_to(sizes: Sequence[int], dim: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return (*sizes[:dim], shape[dim], *sizes[dim + 1 :])
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, sizes = shares[0], eqn.params["slice_sizes"]
+    if sizes[share.dim] != shape_of(eqn.invars[0])[share.dim]:
+        raise CoupledError("takes a slice of the axis")
+    return Passage(shares, [share], sized("slice_sizes", sizes, share))
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = one_place(shares[:2])
+    if shape_of(eqn.invars[0])[share.dim] != shape_of(eqn.invars[1])[share.dim]:
+        raise CoupledError("writes a slice of the axis")
+    return Passage([share, share, *shares[2:]], [share])
+
+
+@rule("concatenate", "stack")
+def _join(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = one_place(shares)
+    params = eqn.params
+    if "dimension" in params:
+        if params["dimension"] == share.dim:
+            raise CoupledError("concatenates along the axis")
+        return Passage([share] * len(shares), [share])
+    out = rows(share.dim + (params["axis"] <= share.dim), share.block)
+    return Passage([share] * len(shares), [out])
+
+
+@rule("split", "unstack")
+def _split(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, along = shares[0], eqn.params["axis"]
+    if along == share.dim:
+        raise CoupledError("splits the axis")
+    if len(shape_of(eqn.outvars[0])) < len(shape_of(eqn.invars[0])):
+        return Passage([share], [_without(share, [along], share.dim + along + 1)] * len(eqn.outvars))
+    return Passage([share], [share] * len(eqn.outvars))
+
+
+@rule("tile")
+def _tile(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return Passage(shares, shares)  # a repeated axis is in its dimension several times
+
+
+@rule("pad")
+def _pad(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = shares[0]
+    if tuple(eqn.params["padding_config"][share.dim]) != (0, 0, 0):
+        raise CoupledError("pads the axis")
+    return Passage(shares, [share])
+
+
+@rule("rev")
+def _rev(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    if shares[0].dim in eqn.params["dimensions"]:
+        raise CoupledError("reverses the axis")
+    return Passage(shares, shares)
+
+
+@rule("optimization_barrier", "psum", "psum_invariant", "pvary", mixed=True)
+def _each_by_itself(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return Passage(shares, shares)
+
+
+@rule("pmax", "pmin", "ppermute", "pbroadcast")
+def _between_devices(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return Passage(shares, shares)
+
+
+# --------------------------------------------------------------------------------------- reductions, and along one axis
+
+
+@rule("reduce_sum")
+def _reduce_sum(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, dims = shares[0], eqn.params["axes"]
+    if share.dim in dims:
+        return Passage(shares, [SUM])
+    return Passage(shares, [_without(share, dims, len(shape_of(eqn.invars[0])))])
+
+
+@rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin", "reduce")
+def _reduce(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, wants = _aligned(eqn, shares)
+    dims = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
+    if share.dim in dims:
+        raise CoupledError("reduces over the axis, and is not a sum")
+    out = _without(share, dims, len(shape_of(eqn.invars[0])))
+    return Passage(wants, [out] * len(eqn.outvars))
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k")
+def _along(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, wants = _aligned(eqn, shares)
+    last = len(shape_of(eqn.invars[0])) - 1
+    along = eqn.params["dimension"] if "dimension" in eqn.params else eqn.params.get("axis", last)
+    if share.dim == along:
+        raise CoupledError("runs along the axis")
+    return Passage(wants, [share] * len(eqn.outvars))
+
+
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _windows(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share, wants = _aligned(eqn, shares)
+    params, dim = eqn.params, share.dim
+    ones = [params[name][dim] for name in ("window_dimensions", "window_strides", "base_dilation", "window_dilation")]
+    if set(ones) != {1} or tuple(params["padding"][dim]) != (0, 0):
+        raise CoupledError("has a window that spans several rows")
+    return Passage(wants, [share] * len(eqn.outvars))
+
+
+@rule("cholesky", "lu", "qr", "geqrf", "householder_product", "eigh", "svd", "eig", "triangular_solve")
+def _matrices(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return _leading(eqn, shares, 2, "works on matrices that the axis is a dimension of")
+
+
+@rule("fft")
+def _fft(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return _leading(eqn, shares, len(eqn.params["fft_lengths"]), "transforms along the axis")
+
+
+def _leading(eqn: Any, shares: list[Share], own: int, why: str) -> Passage:
+    """Returns the passage of a leading axis through what works on each of the last `own` dimensions."""
+    share = one_place(shares)
+    if any(share.dim >= len(shape_of(atom)) - own for atom in eqn.invars):
+        raise CoupledError(why)
+    return Passage([share] * len(shares), [share] * len(eqn.outvars))
+
+
+@rule("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", "bitcast_convert_type")
+def _kept_in_place(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    share = shares[0]
+    kinds = {str(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars)}
+    if any(kind.startswith("key<") and kind != "key<fry>" for kind in kinds):
+        raise CoupledError("draws for many keys at once, where other keys than threefry's may share what they draw")
+    shapes = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if share.dim >= min(map(len, shapes)) or shapes[0][share.dim] != shapes[1][share.dim]:
+        raise CoupledError("turns the axis into another one")
+    return Passage(shares, [share])
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+@rule("dot_general")
+def _dot(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    contract, batch = eqn.params["dimension_numbers"]
+    moving = [place for place, share in enumerate(shares) if share.kind is Kind.ROWS]
+    here = moving[0]
+    share, there = shares[here], 1 - here
+    for pairs, kind in ((batch, "batch"), (contract, "sum")):
+        if share.dim in pairs[here]:
+            place = list(pairs[here]).index(share.dim)
+            other = rows(pairs[there][place], share.block)
+            if shares[there] not in (WHOLE, other):
+                raise CoupledError("multiplies values that have the axis in different places")
+            wants = [share, other] if here == 0 else [other, share]
+            return Passage(wants, [rows(place, share.block) if kind == "batch" else SUM])
+    if len(moving) > 1:
+        raise CoupledError("multiplies each row with each row")
+    gone = [*contract[here], *batch[here]]
+    dim = len(batch[0]) + _without(share, gone, len(shape_of(eqn.invars[here]))).dim
+    if here == 1:
+        dim += len(shape_of(eqn.invars[0])) - len(contract[0]) - len(batch[0])
+    return Passage(shares, [rows(dim, share.block)])
+
+
+@rule("conv_general_dilated")
+def _conv(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    numbers = eqn.params["dimension_numbers"]
+    if shares[1].kind is not Kind.WHOLE or eqn.params["batch_group_count"] != 1:
+        raise CoupledError("has the axis in its kernel, or groups the batch")
+    if shares[0].dim != numbers.lhs_spec[0]:
+        raise CoupledError("has the axis in what it slides over, or contracts over")
+    return Passage(shares, [rows(numbers.out_spec[0], shares[0].block)])
+
+
+# ----------------------------------------------------------------------------- whole values, of which a tile takes rows
+
+
+def narrowed(eqn: Any, share: Share, axis: Axis) -> Passage | None:
+    """Returns how a tile makes its own rows of a whole value, from less than the value; None where it takes a slice.
+
+    Masks and broadcast biases are as large as what they are used with. Made tile by tile they are never whole in
+    memory.
+
+    Args:
+      eqn: the equation that makes the value.
+      share: what the tile wants of it.
+      axis: the axis.
+    """
+    name, out = _compat.primitive_name(eqn), [share]
+    if name == "broadcast_in_dim":
+        shape, dims = eqn.params["shape"], list(eqn.params["broadcast_dimensions"])
+        want = WHOLE
+        if share.dim in dims:
+            dim = dims.index(share.dim)
+            want = rows(dim, share.block) if shape_of(eqn.invars[0])[dim] == shape[share.dim] else WHOLE
+        return Passage([want], out, sized("shape", shape, share))
+    if name == "iota":
+        shape = eqn.params["shape"]
+        if eqn.params["dimension"] != share.dim:
+            return Passage([], out, sized("shape", shape, share))
+        if share.block != 1 or shape[share.dim] != axis.size:
+            return None
+
+        def count(at: At, operands: list[Any]) -> list[Any]:
+            start = jnp.asarray(at.start).astype(eqn.params["dtype"])
+            counted = jnp.arange(at.size, dtype=eqn.params["dtype"]) + start
+            wide = [at.size if dim == share.dim else 1 for dim in range(len(shape))]
+            return [jnp.broadcast_to(counted.reshape(wide), at.sized(shape, share))]
+
+        return Passage([], out, run=count)
+    if primitives.of(name).elementwise and len(eqn.outvars) == 1 and eqn.invars:
+        shape = shape_of(eqn.outvars[0])
+        wants = []
+        for atom in eqn.invars:
+            there = shape_of(atom)
+            has_axis = len(there) == len(shape) and there[share.dim] == shape[share.dim]
+            wants.append(share if has_axis else WHOLE)
+        return Passage(wants, out)
+    return None

@@ -1,0 +1,276 @@
+"""Follows an axis through a program, and evaluates the program for one tile.
+
+The program is traced once, with all rows. Nothing is traced again with fewer: a function may read a size (a mean
+divides by the number of rows). So a tile runs the equations as they are, with other parameters where they hold the
+axis's size. `core/axes.py` says how the axis passes through an operation, and which parameters these are;
+`core/nested.py` says it for operations that hold programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxckpt import _compat
+from jaxckpt._errors import TilingError
+from jaxckpt.core import axes, primitives, surgery
+from jaxckpt.core.inline import inline
+from jaxckpt.core.shares import WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable
+
+ShareKey = tuple[Any, Share]
+"""A variable, and what a tile has of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One operation of a tile.
+
+    Attributes:
+      inputs: keys, or literals.
+      outputs: keys.
+      run: computes the results.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[ShareKey, ...]
+    run: Callable[[At, list[Any]], Sequence[Any]]
+
+
+class Lines:
+    """The operations of a tile, in order, as they are found.
+
+    Args:
+      axis: the axis.
+      shares: variable -> what a tile has of it; grows.
+      debug_info: of the program.
+      outside: takes a key of a whole value, or of rows of one, that is computed outside of the tiles. None where there
+        is nothing outside: then tiles slice whole values.
+    """
+
+    def __init__(
+        self, axis: Axis, shares: dict[Any, Share], debug_info: Any, outside: Callable[[ShareKey], None] | None = None
+    ) -> None:
+        self.axis, self.shares, self.debug_info, self.outside = axis, shares, debug_info, outside
+        self.lines: list[Line] = []
+        self.makers: dict[Any, Any] = {}  # whole value -> the equation that makes it
+        self._there: set[ShareKey] = set()
+        self._lean: dict[ShareKey, bool] = {}
+
+    def share(self, atom: Any) -> Share:
+        """Returns what a tile has of a variable or a literal."""
+        return WHOLE if isinstance(atom, _compat.Literal) else self.shares[atom]
+
+    def note_whole(self, eqn: Any) -> None:
+        """Notes an equation of whole values alone."""
+        for var in eqn.outvars:
+            self.shares[var] = WHOLE
+            self.makers[var] = eqn
+
+    def add(self, eqn: Any, passage: Passage) -> None:
+        """Adds an equation, and what it takes of its operands.
+
+        Raises:
+          CoupledError: it takes of an operand what a tile does not have.
+        """
+        inputs = tuple(self.need(atom, want) for atom, want in zip(eqn.invars, passage.wants, strict=True))
+        outputs = tuple(zip(eqn.outvars, passage.outs, strict=True))
+        self.lines.append(Line(inputs, outputs, self._run(eqn, passage)))
+        self._there.update(outputs)
+        self.shares.update(outputs)
+
+    def need(self, atom: Any, want: Share) -> Any:
+        """Returns the key of what is wanted of a value, or the literal that it is.
+
+        Raises:
+          CoupledError: a tile does not have that.
+        """
+        have = self.share(atom)
+        key = (atom, want)
+        if isinstance(atom, _compat.Literal):
+            if want == WHOLE:
+                return atom
+            key = (_Same(atom), want)
+        if have == want or key in self._there:
+            if have == WHOLE and self.outside is not None:
+                self.outside(key)
+            return key
+        if have != WHOLE:
+            raise CoupledError(_MISSING[have.kind, want.kind])
+        if want.kind is Kind.ROWS and isinstance(atom, _compat.Var):
+            if self._is_lean(atom, want):
+                self._make(atom, want)
+                return key
+            if self.outside is not None:
+                self.outside(key)
+                return key
+        self._there.add(key)
+        whole = self.need(atom, WHOLE)
+        self.lines.append(Line((whole,), (key,), lambda at, operands: [at.take(operands[0], want)]))
+        return key
+
+    def _is_lean(self, atom: Any, want: Share) -> bool:
+        """Whether a tile makes its rows of a whole value from values that are smaller, or from nothing."""
+        key = (atom, want)
+        if key not in self._lean:
+            self._lean[key] = False
+            eqn = self.makers.get(atom)
+            found = None if eqn is None else axes.narrowed(eqn, want, self.axis)
+            if eqn is not None and found is not None:
+                by_element = primitives.of(_compat.primitive_name(eqn)).elementwise
+                rows = [a for a, share in zip(eqn.invars, found.wants) if share != WHOLE]
+                self._lean[key] = not by_element or all(self._is_lean(a, want) for a in rows)
+        return self._lean[key]
+
+    def _make(self, atom: Any, want: Share) -> None:
+        eqn = self.makers[atom]
+        found = axes.narrowed(eqn, want, self.axis)
+        assert found is not None
+        inputs = tuple(self.need(a, share) for a, share in zip(eqn.invars, found.wants, strict=True))
+        self.lines.append(Line(inputs, ((atom, want),), self._run(eqn, found)))
+        self._there.add((atom, want))
+
+    def _run(self, eqn: Any, passage: Passage) -> Callable[[At, list[Any]], Sequence[Any]]:
+        return passage.run or functools.partial(_run, eqn, passage.params, self.debug_info)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Stands for a literal in a key."""
+
+    literal: Any
+
+    @property
+    def aval(self) -> Any:
+        return self.literal.aval
+
+
+_MISSING = {
+    (Kind.ROWS, Kind.ROWS): "joins values that have the axis in different places",
+    (Kind.ROWS, Kind.SUM): "adds a sum over the axis to rows of it",
+    (Kind.ROWS, Kind.WHOLE): "needs all rows of the axis at once",
+    (Kind.SUM, Kind.ROWS): "joins rows with a sum over all rows",
+    (Kind.SUM, Kind.WHOLE): "needs the whole sum over the axis",
+}
+
+
+def _run(eqn: Any, params: Callable[[At], Any] | None, debug_info: Any, at: At, operands: list[Any]) -> list[Any]:
+    return surgery.run(eqn if params is None else _compat.replace_params(eqn, **params(at)), debug_info, operands)
+
+
+def evaluate(lines: Sequence[Line], env: dict[ShareKey, Any], at: At) -> None:
+    """Computes what a tile has, into `env`: key -> array."""
+    for line in lines:
+        operands = [key.val if isinstance(key, _compat.Literal) else env[key] for key in line.inputs]
+        env.update(zip(line.outputs, line.run(at, operands), strict=True))
+
+
+def error(eqn: Any, why: CoupledError, hint: str = "") -> TilingError:
+    """Returns the error of an equation that couples."""
+    return TilingError(_compat.primitive_name(eqn), _compat.source_line(eqn), str(why), hint)
+
+
+def located(eqn: Any, inside: TilingError) -> TilingError:
+    """Returns the error of an operation inside of an equation, with the equation's line if it has none itself."""
+    if inside.line:
+        return inside
+    return TilingError(inside.operation, _compat.source_line(eqn), inside.reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A program that an operation holds, followed.
+
+    Attributes:
+      shares: of its inputs, its constants first.
+      outs: of its results.
+    """
+
+    shares: tuple[Share, ...]
+    outs: tuple[Share, ...]
+    consts: tuple[Any, ...]
+    keys: tuple[ShareKey, ...]
+    lines: tuple[Line, ...] = field(repr=False)
+    results: tuple[Any, ...] = field(repr=False)
+
+    def __call__(self, at: At, inputs: Sequence[Any]) -> list[Any]:
+        """Returns a tile's results of a tile's inputs."""
+        env: dict[ShareKey, Any] = dict(zip(self.keys, (*self.consts, *inputs), strict=True))
+        evaluate(self.lines, env, at)
+        return [key.val if isinstance(key, _compat.Literal) else env[key] for key in self.results]
+
+
+def follow(closed: Any, shares: Sequence[Share], size: int, wants: Sequence[Share | None] | None = None) -> Followed:
+    """Follows an axis through a program of an operation.
+
+    Args:
+      closed: the program.
+      shares: of its inputs.
+      size: of the axis.
+      wants: what to have of each result; None for what is found.
+
+    Raises:
+      TilingError: an operation in it couples.
+      CoupledError: a result is not what is wanted.
+    """
+    program = inline(closed)
+    jaxpr, consts = _compat.open_jaxpr(program), _compat.jaxpr_consts(program)
+    given = [WHOLE] * len(consts) + list(shares)
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    found = Lines(axis_of(size), dict(zip(inputs, given, strict=True)), jaxpr.debug_info)
+    for eqn in jaxpr.eqns:
+        own = [found.share(atom) for atom in eqn.invars]
+        try:
+            if all(share == WHOLE for share in own):
+                found.note_whole(eqn)
+                found.add(eqn, Passage(own, [WHOLE] * len(eqn.outvars)))
+            else:
+                found.add(eqn, axes.passage(eqn, own, found.axis))
+        except CoupledError as why:
+            raise error(eqn, why) from None
+        except TilingError as inside:
+            raise located(eqn, inside) from None
+    outs = [found.share(atom) for atom in jaxpr.outvars]
+    if wants is not None:
+        outs = [out if want is None else want for out, want in zip(outs, wants, strict=True)]
+    results = tuple(found.need(atom, out) for atom, out in zip(jaxpr.outvars, outs))
+    keys = tuple(zip(inputs, given))
+    return Followed(tuple(shares), tuple(outs), tuple(consts), keys, tuple(found.lines), results)
+
+
+def axis_of(size: int) -> Axis:
+    """Returns an axis of this size, to be followed."""
+
+    def inside(closed: Any, shares: Sequence[Share], wants: Sequence[Share | None] | None = None) -> Followed:
+        return follow(closed, shares, size, wants)
+
+    return Axis(size, inside)
+
+
+def joined(*shares: Share) -> Share:
+    """Returns what a tile has of a value that is one of several, such as a loop's carry.
+
+    Raises:
+      CoupledError: there is nothing that all of them can be.
+    """
+    found = {share for share in shares if share != WHOLE}
+    if len(found) > 1:
+        raise CoupledError("has the axis in different places, or a sum over it, in its results")
+    return found.pop() if found else WHOLE
+
+
+def differentiable(lines: Sequence[Line], operands: Sequence[ShareKey]) -> dict[ShareKey, set[int]]:
+    """Returns key -> the places of the operands that it depends on with a derivative.
+
+    Args:
+      lines: of a tile.
+      operands: what they start from.
+    """
+    smooth = lambda key: is_differentiable(key[0].aval.dtype)
+    found = {key: {place} if smooth(key) else set() for place, key in enumerate(operands)}
+    for line in lines:
+        inputs = [found[key] for key in line.inputs if not isinstance(key, _compat.Literal)]
+        given = set().union(*inputs)
+        found.update({key: given if smooth(key) else set() for key in line.outputs})
+    return found

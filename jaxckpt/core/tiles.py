@@ -1,0 +1,285 @@
+"""Runs tiles: the loop over them, and its derivative.
+
+The loop is a `jax.custom_jvp`, so that every mode and order of differentiation works: JAX transposes the tangents. It
+has two derivatives.
+
+- In general, the tangents are a second loop, whose body is under a `jax.checkpoint` and computes its tile again. Its
+  transpose is the backward pass. A tangent of a whole operand of a narrow dtype is given to it as float32, so that its
+  transpose, the sum of the tiles' gradients, is added up in float32. (The transpose of a `lax.scan` adds up in the
+  operand's own dtype.)
+- Where all that has a derivative is one sum of scalars, a loss, each tile computes its gradients at once, in the
+  forward pass. The tangent is the product of these gradients and the operands' tangents, and the backward pass only
+  scales them. Nothing is computed twice, and nothing but the gradients is kept (Hsu et al., "Liger Kernel", 2024, do
+  that for a language model's head). Such a gradient of a whole operand is float32 or wider.
+
+A `jax.custom_vjp` would do for reverse mode, but it has no forward mode. Rows of the results are written in place, into
+what the loop carries, so a result is in memory once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxckpt import _compat
+from jaxckpt.core.follow import Line, ShareKey, differentiable, evaluate
+from jaxckpt.core.shares import SUM, At, Kind, Share, is_differentiable, shape_of, unfolded, wide, zeros
+
+_Values = list[Any]
+
+
+class Tiles:
+    """A function of whole arrays that runs tile by tile.
+
+    Args:
+      operands, results: (variable, what a tile has of it).
+      lines: what a tile computes.
+      total: rows of the axis.
+      size: rows of a tile; the last one may have fewer.
+    """
+
+    def __init__(
+        self, operands: Sequence[ShareKey], results: Sequence[ShareKey], lines: Sequence[Line], total: int, size: int
+    ) -> None:
+        self.operands, self.results, self.lines, self.total, self.size = operands, results, lines, total, size
+        found = differentiable(lines, operands)
+        self._depends = [found[key] for key in results]
+        self._loop = self._with_derivative()
+
+    def __call__(self, *operands: Any) -> _Values:
+        """Returns the results, of whole operands."""
+        return list(self._loop(*operands))
+
+    # ------------------------------------------------------------------------------------------------------ one tile
+
+    def tile(self, at: At, operands: Sequence[Any]) -> _Values:
+        """Returns a tile's results, of what it has of the operands."""
+        env: dict[ShareKey, Any] = dict(zip(self.operands, operands, strict=True))
+        evaluate(self.lines, env, at)
+        return [env[key] for key in self.results]
+
+    def _taken(self, at: At, operands: Sequence[Any]) -> _Values:
+        return [at.take(value, share) for value, (_, share) in zip(operands, self.operands)]
+
+    def _start(self) -> _Values:
+        """Returns what results are added to, or written into."""
+        return [zeros(var.aval, wide(var.aval.dtype) if share == SUM else None) for var, share in self.results]
+
+    def _added(self, at: At, into: _Values, found: Sequence[Any]) -> _Values:
+        return [
+            old + new.astype(old.dtype) if share == SUM else at.put(old, new.astype(old.dtype), share)
+            for old, new, (_, share) in zip(into, found, self.results, strict=True)
+        ]
+
+    def _finished(self, found: Sequence[Any]) -> _Values:
+        return [value.astype(var.aval.dtype) for value, (var, _) in zip(found, self.results)]
+
+    # ------------------------------------------------------------------------------------------------------ all tiles
+
+    def _over(
+        self,
+        body: Callable[[At, _Values, _Values], tuple[_Values, _Values]],
+        state: _Values,
+        rows: Sequence[tuple[Any, Share]],
+    ) -> tuple[_Values, list[Any], _Values | None]:
+        """Runs a body over the tiles.
+
+        Args:
+          body: (where, state, what the tile has of `rows`) -> (state, more).
+          state: before the first tile.
+          rows: whole values and where they have the axis.
+
+        Returns:
+          The state after the last tile; what else the tiles returned, stacked; and what the smaller last tile returned.
+        """
+        count, rest = divmod(self.total, self.size)
+        stacked = [_stacked(value, share, self.total, self.size) for value, share in rows]
+        if count == 1:
+            state, more = body(At(0, self.size, self.total), state, [whole[0] for whole, _ in stacked])
+            more = [each[None] for each in more]
+        else:
+
+            def step(state: _Values, xs: tuple[Any, _Values]) -> tuple[_Values, _Values]:
+                return body(At(xs[0], self.size, self.total), state, xs[1])
+
+            starts = jnp.arange(count, dtype=jnp.int32) * self.size
+            state, more = lax.scan(step, state, (starts, [whole for whole, _ in stacked]))
+        if not rest:
+            return state, more, None
+        state, last = body(At(count * self.size, rest, self.total), state, [left for _, left in stacked])
+        return state, more, last
+
+    def run(self, operands: Sequence[Any]) -> _Values:
+        """Returns the results, of whole operands, without a derivative of its own."""
+
+        def body(at: At, state: _Values, _: _Values) -> tuple[_Values, _Values]:
+            return self._added(at, state, self.tile(at, self._taken(at, operands))), []
+
+        return self._finished(self._over(body, self._start(), [])[0])
+
+    def tangents(self, operands: Sequence[Any], moving: dict[int, Any], outs: Sequence[int]) -> _Values:
+        """Returns tangents of results.
+
+        Args:
+          operands: whole.
+          moving: place of an operand -> its tangent.
+          outs: places of the results.
+        """
+        kinds = {place: self.operands[place][1] for place in moving}
+        of_rows = [place for place in moving if kinds[place].kind is Kind.ROWS]
+        of_whole = {
+            place: tangent.astype(wide(tangent.dtype)) for place, tangent in moving.items() if place not in of_rows
+        }
+        sums = [place for place in outs if self.results[place][1] == SUM]
+        others = [place for place in outs if place not in sums]
+
+        def compute(
+            state: _Values, fixed: Sequence[Any], whole: dict[int, Any], given: _Values, start: Any, *, size: int
+        ) -> tuple[_Values, _Values]:
+            at = At(start, size, self.total)
+            taken = self._taken(at, fixed)
+            tangents = dict(zip(of_rows, given)) | {p: t.astype(taken[p].dtype) for p, t in whole.items()}
+
+            def some(*values: Any) -> _Values:
+                found = list(taken)
+                for place, value in zip(tangents, values):
+                    found[place] = value
+                results = self.tile(at, found)
+                return [results[place] for place in (*sums, *others)]
+
+            _, found = jax.jvp(some, [taken[place] for place in tangents], list(tangents.values()))
+            added = [old + new.astype(old.dtype) for old, new in zip(state, found)]
+            return added, found[len(sums) :]
+
+        def body(at: At, state: _Values, given: _Values) -> tuple[_Values, _Values]:
+            run = jax.checkpoint(functools.partial(compute, size=at.size), prevent_cse=isinstance(at.start, int))
+            return run(state, list(operands), of_whole, given, jnp.asarray(at.start, jnp.int32))
+
+        avals = [self.results[place][0].aval for place in sums]
+        init = [zeros(aval, wide(aval.dtype)) for aval in avals]
+        state, more, last = self._over(body, init, [(moving[place], kinds[place]) for place in of_rows])
+        found = dict(zip(sums, state))
+        for i, place in enumerate(others):
+            share = self.results[place][1]
+            found[place] = _unstacked(more[i], None if last is None else last[i], share, self.total, self.size)
+        return [found[place].astype(self.results[place][0].aval.dtype) for place in outs]
+
+    def gradients(self, operands: Sequence[Any], moving: Sequence[int], loss: int) -> tuple[_Values, _Values]:
+        """Returns the results, and the gradients of one of them, a loss, in some operands.
+
+        Args:
+          operands: whole.
+          moving: places of the operands.
+          loss: the place of the result, a sum of scalars.
+        """
+        kinds = [self.operands[place][1] for place in moving]
+
+        def compute(
+            state: _Values, sums: _Values, fixed: Sequence[Any], start: Any, *, size: int
+        ) -> tuple[_Values, _Values]:
+            at = At(start, size, self.total)
+            taken = self._taken(at, fixed)
+
+            def of(*some: Any) -> tuple[Any, _Values]:
+                given = list(taken)
+                for place, value in zip(moving, some):
+                    given[place] = value
+                found = self.tile(at, given)
+                return found[loss], found
+
+            places = tuple(range(len(moving)))
+            (_, found), slopes = jax.value_and_grad(of, places, has_aux=True)(*(taken[place] for place in moving))
+            grads = [
+                at.put(old, new.astype(old.dtype), share) if share.kind is Kind.ROWS else old + new.astype(old.dtype)
+                for old, new, share in zip(sums, slopes, kinds)
+            ]
+            return self._added(at, state, found), grads
+
+        def body(at: At, state: _Values, _: _Values) -> tuple[_Values, _Values]:
+            run = jax.checkpoint(functools.partial(compute, size=at.size), prevent_cse=False)
+            count = len(self.results)
+            found, grads = run(state[:count], state[count:], list(operands), jnp.asarray(at.start, jnp.int32))
+            return [*found, *grads], []
+
+        avals = [self.operands[place][0].aval for place in moving]
+        begin = [zeros(a, wide(a.dtype) if s.kind is Kind.WHOLE else None) for a, s in zip(avals, kinds)]
+        state = self._over(body, [*self._start(), *begin], [])[0]
+        count = len(self.results)
+        return self._finished(state[:count]), state[count:]
+
+    # ----------------------------------------------------------------------------------------------------- derivative
+
+    def _with_derivative(self) -> Callable[..., _Values]:
+        loop = jax.custom_jvp(lambda *operands: self.run(operands))
+        zero = jax.custom_derivatives.SymbolicZero
+
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[_Values, _Values]:
+            moving = {
+                place: tangent
+                for place, tangent in enumerate(tangents)
+                if not isinstance(tangent, zero) and is_differentiable(self.operands[place][0].aval.dtype)
+            }
+            outs = self._moved(moving)
+            found: dict[int, Any] = {}
+            if not outs:
+                results = list(loop(*primals))
+            elif len(outs) == 1 and self._is_loss(outs[0]):
+                results, slopes = self.gradients(primals, list(moving), outs[0])
+                products = (_product(slope, tangent) for slope, tangent in zip(slopes, moving.values()))
+                found[outs[0]] = functools.reduce(jnp.add, products).astype(self.results[outs[0]][0].aval.dtype)
+            else:
+                results = list(loop(*primals))
+                found = dict(zip(outs, self.tangents(primals, moving, outs)))
+            avals = [_compat.tangent_aval(result) for result in results]
+            return results, [found.get(place, zero(aval)) for place, aval in enumerate(avals)]
+
+        loop.defjvp(derivative, symbolic_zeros=True)
+        return loop
+
+    def _moved(self, moving: dict[int, Any]) -> list[int]:
+        """Returns the places of the results that have tangents if these operands do."""
+        return [place for place, sources in enumerate(self._depends) if not sources.isdisjoint(moving)]
+
+    def _is_loss(self, place: int) -> bool:
+        var, share = self.results[place]
+        return share == SUM and not shape_of(var) and bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
+
+
+def _product(slope: Any, tangent: Any) -> Any:
+    """Returns the part of a loss's tangent that an operand's tangent makes."""
+    product = jnp.sum(slope * tangent.astype(slope.dtype), dtype=wide(slope.dtype))
+    return jnp.real(product)
+
+
+def _stacked(value: Any, share: Share, total: int, size: int) -> tuple[Any, Any]:
+    """Returns the tiles of a whole value, stacked, and the smaller last one; None where all are alike."""
+    count, rest = divmod(total, size)
+    folded = value.reshape(unfolded(value.shape, share, total))
+    dim = share.dim + 1
+    shape = folded.shape
+    main = lax.slice_in_dim(folded, 0, count * size, axis=dim)
+    main = jnp.moveaxis(main.reshape(*shape[:dim], count, size, *shape[dim + 1 :]), dim, 0)
+    tile = lambda rows: At(0, rows, total).sized(value.shape, share)
+    left = lax.slice_in_dim(folded, count * size, total, axis=dim).reshape(tile(rest)) if rest else None
+    return main.reshape(count, *tile(size)), left
+
+
+def _unstacked(stacked: Any, left: Any, share: Share, total: int, size: int) -> Any:
+    """Returns the whole value of the tiles, stacked, and the smaller last one."""
+    count = total // size
+    tile = stacked.shape[1:]
+    before = tile[share.dim] // (size * share.block)
+    shape = (*tile[: share.dim], before, size, share.block, *tile[share.dim + 1 :])
+    dim = share.dim + 1
+    folded = jnp.moveaxis(stacked.reshape(count, *shape), 0, dim)
+    folded = folded.reshape(*shape[:dim], count * size, *shape[dim + 1 :])
+    if left is not None:
+        rest = total - count * size
+        folded = lax.concatenate([folded, left.reshape(*shape[:dim], rest, *shape[dim + 1 :])], dim)
+    whole = (*tile[: share.dim], before * total * share.block, *tile[share.dim + 1 :])
+    return folded.reshape(whole)

@@ -1,0 +1,204 @@
+"""Divides a program into what runs once before the tiles, what runs in each tile, and what runs once after them.
+
+What depends on no tiled argument runs before, as a random mask of all rows does: tiles take slices of it, so dropout
+draws what it drew. Sums over the axis are complete after the last tile. What uses them runs after, on complete sums:
+dividing by a count, a logarithm, another loss. An operation that needs both a complete sum and rows couples rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt import _compat
+from jaxckpt._errors import TilingError
+from jaxckpt.core import axes, surgery
+from jaxckpt.core import gathers as gathers  # these two note their rules
+from jaxckpt.core import nested as nested
+from jaxckpt.core.follow import Lines, ShareKey, axis_of, differentiable, error, located
+from jaxckpt.core.inline import inline, without_checkpoints
+from jaxckpt.core.shares import SUM, WHOLE, CoupledError, Kind, Share, shape_of
+from jaxckpt.core.tiles import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """A program that runs tile by tile.
+
+    Attributes:
+      program: the open jaxpr.
+      consts: its constants.
+      tiles: what runs in tiles; None where nothing does.
+      before, after: what runs once, in order.
+      outs: what a tile has of each result; WHOLE for what is computed before or after the tiles.
+    """
+
+    program: Any
+    consts: tuple[Any, ...]
+    tiles: Tiles | None
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    outs: tuple[Share, ...]
+
+    def run(self, *values: Any) -> list[Any]:
+        """Returns the program's results, of its constants and arguments."""
+        inputs = [*self.program.constvars, *self.program.invars]
+        env = dict(zip(inputs, values, strict=True))
+        operands = [] if self.tiles is None else [var for var, _ in self.tiles.operands]
+        made = [] if self.tiles is None else [var for var, _ in self.tiles.results]
+        ending = [atom for atom in self.program.outvars if isinstance(atom, _compat.Var)]
+        known = {*inputs, *made, *(var for eqn in self.after for var in eqn.outvars)}
+        wanted = [var for var in (*operands, *surgery.used(self.after), *ending) if var not in known or var in inputs]
+        self._extend(env, self.before, [var for var in dict.fromkeys(wanted) if var not in env])
+        if self.tiles is not None:
+            env.update(zip(made, self.tiles(*(env[var] for var in operands)), strict=True))
+        self._extend(env, self.after, [var for var in dict.fromkeys(ending) if var not in env])
+        return [atom.val if isinstance(atom, _compat.Literal) else env[atom] for atom in self.program.outvars]
+
+    def _extend(self, env: dict[Any, Any], eqns: Sequence[Any], wanted: Sequence[Any]) -> None:
+        """Computes variables, and adds them to those that are known."""
+        given = list(env)
+        needed = surgery.function(eqns, given, wanted, self.program.debug_info)
+        env.update(zip(wanted, needed(*(env[var] for var in given)), strict=True))
+
+
+def divided(closed: Any, shares: Sequence[Share], size: int, rows: int) -> Tiling:
+    """Returns a program divided.
+
+    Args:
+      closed: the program, with no effects.
+      shares: what a tile has of its arguments.
+      size: rows of the axis.
+      rows: rows of a tile; the last one may have fewer.
+
+    Raises:
+      TilingError: an operation couples rows.
+    """
+    program = inline(closed)
+    try:
+        found = _divided(program, shares, size, rows)
+    except TilingError:
+        bare = inline(without_checkpoints(program))
+        if bare is program:
+            raise
+        # A checkpoint may hold a sum over the axis, and what needs it complete.
+        found = _divided(bare, shares, size, rows)
+    return found
+
+
+def _divided(program: Any, shares: Sequence[Share], size: int, rows: int) -> Tiling:
+    plain = _Division(program, shares, size, folded=False)
+    sums = plain.losses()
+    if len(sums) > 1 and all(share == SUM and not shape_of(var) for var, share in sums):
+        # Several sums that lead linearly to one: what is linear is computed in tiles, so that there is one loss.
+        single = _Division(program, shares, size, folded=True)
+        if len(single.losses()) == 1:
+            return single.tiling(rows)
+    return plain.tiling(rows)
+
+
+class _Division:
+    """Goes through a program once.
+
+    Args:
+      program: the closed jaxpr, its calls written out.
+      shares: of its arguments.
+      size: of the axis.
+      folded: whether what is linear in sums over the axis runs in the tiles rather than after them.
+    """
+
+    def __init__(self, program: Any, shares: Sequence[Share], size: int, *, folded: bool) -> None:
+        self.jaxpr, self.consts = _compat.open_jaxpr(program), _compat.jaxpr_consts(program)
+        self.size, self.folded = size, folded
+        self.operands: dict[ShareKey, None] = {}
+        given: dict[Any, Share] = dict.fromkeys(self.jaxpr.constvars, WHOLE)
+        given.update(zip(self.jaxpr.invars, shares, strict=True))
+        self.lines = Lines(axis_of(size), given, self.jaxpr.debug_info, self._outside)
+        self.before: list[Any] = []
+        self.after: list[Any] = []
+        self.results: dict[ShareKey, None] = {}
+        self.complete: dict[Any, Any] = {}  # what is computed of complete sums -> the equation that made the sum
+        self.makers: dict[Any, Any] = {}
+        for eqn in self.jaxpr.eqns:
+            self._place(eqn)
+        self.outs = tuple(self._out(atom) for atom in self.jaxpr.outvars)
+        self.operands.update(
+            ((var, share), None) for var, share in zip(self.jaxpr.invars, shares) if share.kind is Kind.ROWS
+        )
+
+    def _outside(self, key: ShareKey) -> None:
+        self.operands[key] = None
+
+    def _place(self, eqn: Any) -> None:
+        """Puts an equation before, into, or after the tiles."""
+        variables = [atom for atom in eqn.invars if isinstance(atom, _compat.Var)]
+        late = [var for var in variables if var in self.complete]
+        known = [atom for atom in eqn.invars if isinstance(atom, _compat.Literal) or atom not in self.complete]
+        shares = [self.lines.share(atom) for atom in known]
+        kinds = {share.kind for share in shares}
+        if late:
+            if Kind.ROWS in kinds:
+                raise error(eqn, CoupledError(self._why(late[0])))
+            self._after(eqn)
+        elif kinds <= {Kind.WHOLE}:
+            self.lines.note_whole(eqn)
+            self.before.append(eqn)
+        elif Kind.ROWS not in kinds and not self.folded:
+            self._after(eqn)
+        else:
+            try:
+                passage = axes.passage(eqn, shares, self.lines.axis)
+                self.lines.add(eqn, passage)
+                self.makers.update(dict.fromkeys(eqn.outvars, eqn))
+            except TilingError as inside:
+                raise located(eqn, inside) from None
+            except CoupledError as why:
+                if Kind.ROWS not in kinds:
+                    self._after(eqn)
+                    return
+                sums = [atom for atom, share in zip(eqn.invars, shares) if share == SUM]
+                raise error(eqn, CoupledError(self._why(sums[0])) if sums else why) from None
+
+    def _after(self, eqn: Any) -> None:
+        source = eqn
+        for atom in eqn.invars:
+            if isinstance(atom, _compat.Literal):
+                continue
+            if atom in self.complete:
+                source = self.complete[atom]
+            elif self.lines.share(atom) == SUM:
+                self.results[atom, SUM] = None
+                source = self.makers.get(atom, eqn)
+        self.after.append(eqn)
+        self.complete.update(dict.fromkeys(eqn.outvars, source))
+
+    def _why(self, var: Any) -> str:
+        maker = self.complete.get(var, self.makers.get(var))
+        if maker is None:
+            return "joins rows with a sum over all rows"
+        return (
+            f"joins rows with the sum over all rows that {_compat.primitive_name(maker)} at "
+            f"{_compat.source_line(maker)} makes"
+        )
+
+    def _out(self, atom: Any) -> Share:
+        """Notes a result of the program; returns what a tile has of it."""
+        if isinstance(atom, _compat.Literal) or atom in self.complete:
+            return WHOLE
+        share = self.lines.share(atom)
+        if share != WHOLE and atom not in self.jaxpr.invars:
+            self.results[atom, share] = None
+        return share
+
+    def losses(self) -> list[ShareKey]:
+        """Returns what the tiles compute that has a derivative."""
+        depends = differentiable(self.lines.lines, list(self.operands))
+        return [key for key in self.results if depends[key]]
+
+    def tiling(self, rows: int) -> Tiling:
+        """Returns the program divided, for tiles of so many rows."""
+        tiles = None
+        if self.results:
+            tiles = Tiles(list(self.operands), list(self.results), self.lines.lines, self.size, rows)
+        return Tiling(self.jaxpr, tuple(self.consts), tiles, tuple(self.before), tuple(self.after), self.outs)

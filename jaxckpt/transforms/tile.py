@@ -1,0 +1,252 @@
+"""tile: one function, run tile by tile along an axis of some of its arguments.
+
+No checkpoint lowers what a single stretch needs at once. A tile of the rows needs less: the logits of a language
+model's head for some tokens, the scores of some queries, the hidden values of an MLP for some of its inputs.
+
+The function is traced once, with all rows. The axis is followed through every operation (`core/axes.py`), the program
+is divided (`core/tiling.py`), and the middle part runs as a loop with its own derivative (`core/tiles.py`). The
+function is not called again with fewer rows, because it may read their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError, EffectsError
+from jaxckpt.core import lift, purity
+from jaxckpt.core.leaves import array, is_array, is_given
+from jaxckpt.core.shares import WHOLE, Kind, Share, rows
+from jaxckpt.core.tiling import Tiling, divided
+
+
+def tile(
+    fun: Callable[..., Any] | None = None, /, *, in_axes: Any, tiles: int, out_axes: Any = 0
+) -> Callable[..., Any]:
+    """Returns `fun`, run tile by tile along an axis of some arguments, so that it needs the memory of one tile.
+
+    Values and gradients are those of `fun`. Results that have the axis are put together from the tiles; sums over the
+    axis, and means, are added up; what is computed of complete sums is computed once. Values that do not depend on the
+    tiled arguments are computed once, before the tiles.
+
+    In the backward pass, each tile is computed again. If all that has a derivative is one scalar sum, as a loss is,
+    each tile's gradients are computed in the forward pass instead, and the backward pass scales them: then nothing is
+    computed again. Terms and gradients of arguments without the axis are added up in float32 or wider.
+
+    Args:
+      fun: a function of pytrees. If it is omitted, a decorator is returned.
+      in_axes: for each positional argument, the axis along which it is tiled: an int, or None for an argument that each
+        tile gets whole, or a pytree of these that is a prefix of the argument, as of `jax.vmap`. One int is for all
+        arguments. Arguments by keyword are whole.
+      tiles: the number of tiles. If it does not divide the axis, the tiles have ceil(rows / tiles) rows, and the last
+        one has what is left.
+      out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. It is checked.
+        None says that a result does not have the axis. Sums and whole values fit any int.
+
+    Raises:
+      ArgumentError: an axis is not there, sizes differ, `tiles` is not between 1 and the size, or `out_axes` is wrong.
+      TilingError: at the call: an operation couples the rows. The error names the operation and its source line.
+      EffectsError: at the call: `fun` has side effects, which each tile would repeat.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.mean(jax.nn.logsumexp(x @ w, axis=-1))
+    >>> w, x = jnp.ones((4, 1000)), jnp.ones((60, 4))
+    >>> tiled = tile(loss, in_axes=(None, 0), tiles=8)
+    >>> round(float(tiled(w, x)), 4) == round(float(loss(w, x)), 4), jax.grad(tiled)(w, x).shape
+    (True, (4, 1000))
+    """
+    if fun is None:
+        return functools.partial(tile, in_axes=in_axes, tiles=tiles, out_axes=out_axes)
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun, "Use @tile(in_axes=..., tiles=...).")
+    if isinstance(tiles, bool) or not hasattr(tiles, "__index__") or tiles < 1:
+        raise ArgumentError("tiles", "a whole number of at least 1", tiles)
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    _check(in_axes, "in_axes")
+    _check(out_axes, "out_axes")
+    if all(axis is None for axis in _leaves(in_axes)):
+        raise ArgumentError("in_axes", "an int for at least one argument", in_axes)
+    signature = lift.signature_of(fun)
+
+    @functools.wraps(fun)
+    def tiled(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and not isinstance(in_axes, int):
+            args, kwargs = lift.by_position(signature, args, kwargs) if len(args) < len(in_axes) else (args, kwargs)
+        axes = _axes_of(in_axes, args)
+        size = _size(axes)
+        if tiles > size:
+            raise ArgumentError("tiles", f"at most the size of the axis, {size}", tiles)
+
+        def use(call: lift.Taken) -> Any:
+            return call.finish(_run(call, _shares(axes, call), size, -(-size // tiles), out_axes))
+
+        return lift.attempt(fun, args, kwargs, use)
+
+    return tiled
+
+
+def _leaves(axes: Any) -> list[Any]:
+    return jax.tree.leaves(axes, is_leaf=lambda axis: axis is None)
+
+
+def _check(axes: Any, name: str) -> None:
+    for axis in _leaves(axes):
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ArgumentError(name, "an int, None, or a pytree of these", axis)
+
+
+_Axes = list[tuple[Any, int | None, str]]
+"""Leaves of the positional arguments, each with its axis and what to call it."""
+
+
+def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> _Axes:
+    """Returns the leaves of the positional arguments with their axes.
+
+    Raises:
+      ArgumentError: `in_axes` does not fit the arguments, or an array does not have the axis.
+    """
+    if not isinstance(in_axes, int) and len(in_axes) != len(args):
+        rule = f"an int, or a tuple with an entry for each of the {len(args)} positional arguments"
+        raise ArgumentError("in_axes", rule, in_axes)
+    entries = [in_axes] * len(args) if isinstance(in_axes, int) else in_axes
+    found: _Axes = []
+    for place, (entry, argument) in enumerate(zip(entries, args)):
+        leaves = jax.tree_util.tree_leaves_with_path(argument)
+        for (path, leaf), axis in zip(leaves, _broadcast(entry, argument, f"in_axes[{place}]")):
+            if axis is None:
+                found.append((leaf, None, ""))
+                continue
+            name = f"args[{place}]{jax.tree_util.keystr(path)}"
+            shape = jax.typeof(leaf).shape if is_array(leaf) else tuple(leaf.shape) if is_given(leaf) else None
+            if shape is None or not -len(shape) <= axis < len(shape):
+                came = leaf if shape is None else f"an array of shape {list(shape)}"
+                hint = "Give None in in_axes for what has no axis."
+                raise ArgumentError(name, f"an array that has axis {axis}, as in_axes says", came, hint)
+            found.append((leaf, axis % len(shape), name))
+    if all(axis is None for _, axis, _ in found):
+        raise ArgumentError("in_axes", "an int for at least one array", in_axes)
+    return found
+
+
+def _broadcast(prefix: Any, tree: Any, name: str) -> list[Any]:
+    """Returns an entry for each leaf of a tree, from a prefix of it.
+
+    Raises:
+      ArgumentError: it is no prefix.
+    """
+    found: list[Any] = []
+    none = lambda axis: axis is None
+    try:
+        jax.tree.map(lambda axis, part: found.extend([axis] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=none)
+    except ValueError as error:
+        raise ArgumentError(name, f"a prefix of {jax.tree.structure(tree)}", prefix) from error
+    return found
+
+
+def _size(axes: _Axes) -> int:
+    """Returns the size of the axis.
+
+    Raises:
+      ArgumentError: sizes differ.
+    """
+    tiled = [(leaf, axis, path) for leaf, axis, path in axes if axis is not None]
+    first, axis, name = tiled[0]
+    size = int(first.shape[axis])
+    for leaf, other, path in tiled:
+        if leaf.shape[other] != size:
+            rule = f"an array with {size} rows along axis {other}, as {name} has along axis {axis}"
+            raise ArgumentError(path, rule, f"an array of shape {list(leaf.shape)}")
+    return size
+
+
+def _shares(axes: _Axes, call: lift.Taken) -> tuple[Share, ...]:
+    """Returns what a tile has of the arrays of a call.
+
+    Raises:
+      ArgumentError: an array is given twice, with different axes, in a call that has leaves that are no arrays.
+    """
+    leaves = jax.tree.leaves((call.args, call.kwargs))
+    shares = [WHOLE if axis is None else rows(axis) for _, axis, _ in axes]
+    if call.whole:
+        return (*shares, *[WHOLE] * (len(leaves) - len(shares)))
+    by_array: dict[int, Share] = {}
+    for (leaf, _, path), share in zip(axes, shares):
+        if is_array(leaf) and by_array.setdefault(id(leaf), share) != share:
+            raise ArgumentError(path, "another array than one that is given with another axis", leaf, "Give a copy.")
+    return tuple(by_array.get(id(leaf), WHOLE) for leaf in leaves)
+
+
+def _run(call: lift.Taken, shares: tuple[Share, ...], size: int, of_tile: int, out_axes: Any) -> Any:
+    """Returns the result of a call of arrays, tile by tile."""
+    leaves, in_tree = jax.tree.flatten((call.args, call.kwargs))
+    if size == 1:
+        return call.fun(*call.args, **call.kwargs)
+    holder = _divisions(call.fun)
+    axes_leaves, axes_tree = jax.tree.flatten(out_axes, is_leaf=lambda axis: axis is None)
+    key = (in_tree, tuple(map(jax.typeof, leaves)), shares, size, of_tile, tuple(axes_leaves), axes_tree)
+    found = holder.get(key)
+    if found is None:
+        found = _divide(call, leaves, in_tree, shares, size, of_tile, out_axes)
+        if not any(map(_compat.is_tracer, found[0].consts)):
+            holder[key] = found
+    tiling, run, out_tree = found
+    return jax.tree.unflatten(out_tree, map(array, run(*tiling.consts, *leaves)))
+
+
+@_compat.weakref_lru_cache
+def _divisions(fun: Callable[..., Any]) -> dict[Any, tuple[Tiling, Callable[..., list[Any]], Any]]:
+    """Returns the cache of divided programs of a function, in the present configuration of JAX. It lives as long as the
+    function.
+    """
+    return {}
+
+
+def _divide(
+    call: lift.Taken,
+    leaves: list[Any],
+    in_tree: Any,
+    shares: tuple[Share, ...],
+    size: int,
+    of_tile: int,
+    out_axes: Any,
+) -> tuple[Tiling, Callable[..., list[Any]], Any]:
+    pure = purity.refusing(call.fun)
+    trees = []
+
+    def flat(*values: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(in_tree, values)
+        out, tree = jax.tree.flatten(pure(*args, **kwargs))
+        trees.append(tree)
+        return out
+
+    flat.__name__ = flat.__qualname__ = lift.title(call.fun)
+    closed = jax.make_jaxpr(flat)(*leaves)
+    if effects := _compat.side_effects(_compat.open_jaxpr(closed)):
+        raise EffectsError(
+            f"fun ({lift.title(call.fun)}) must have no side effects to be tiled, because each tile would repeat them; "
+            f"it has {', '.join(map(str, effects))}. Move io_callback, jax.debug.print and other effects out of it."
+        )
+    tiling = divided(closed, shares, size, of_tile)
+    if call.lifted is None:
+        _check_out_axes(out_axes, trees[-1], tiling.outs)
+    run = lambda *values: tiling.run(*values)
+    run.__name__ = run.__qualname__ = f"tiled_{getattr(call.fun, '__name__', 'fun')}"
+    return tiling, jax.jit(run), trees[-1]
+
+
+def _check_out_axes(out_axes: Any, tree: Any, outs: Sequence[Share]) -> None:
+    """Raises ArgumentError where results have the axis elsewhere than `out_axes` says."""
+    whole = jax.tree.unflatten(tree, range(len(outs)))
+    for axis, share, (path, _) in zip(
+        _broadcast(out_axes, whole, "out_axes"), outs, jax.tree_util.tree_leaves_with_path(whole)
+    ):
+        name = f"the result{jax.tree_util.keystr(path)}"
+        if share.kind is Kind.ROWS and axis is None:
+            raise ArgumentError("out_axes", f"{share.dim} for {name}, which has the axis there", axis)
+        if share.kind is Kind.ROWS and share.dim != axis and axis >= 0:
+            raise ArgumentError("out_axes", f"{share.dim} for {name}, which has the axis there", axis)

@@ -1,0 +1,451 @@
+"""`jaxckpt.tile`: what it computes, what it spares, what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxckpt
+from jaxckpt import ArgumentError, EffectsError, TilingError, tile
+from tests.helpers import assert_trees_close, executions, kept_bytes
+
+TOKENS, WIDTH, WORDS = 24, 8, 64
+KEYS = jax.random.split(jax.random.key(0), 4)
+W = jax.random.normal(KEYS[0], (WIDTH, WORDS))
+X = jax.random.normal(KEYS[1], (TOKENS, WIDTH))
+T = jax.random.randint(KEYS[2], (TOKENS,), 0, WORDS)
+
+
+def head(w, x, t):
+    """A language model's head and loss."""
+    logits = (x @ w).astype(jnp.float32)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), t[:, None], -1))
+
+
+def mlp(w, x):
+    return jax.nn.gelu(x @ w) @ w.T
+
+
+def tiled_head(tiles):
+    return tile(head, in_axes=(None, 0, 0), tiles=tiles)
+
+
+def tiled_mlp(tiles):
+    return tile(mlp, in_axes=(None, 0), tiles=tiles)
+
+
+def summed(fun):
+    return lambda *args: jnp.sum(jnp.sin(fun(*args)))
+
+
+# ---------------------------------------------------------------------------------------------------- values, gradients
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 5, 7, 24])
+def test_a_loss_has_its_value_and_gradients_however_many_tiles(tiles):
+    actual = jax.jit(jax.value_and_grad(tiled_head(tiles), (0, 1)))(W, X, T)
+    assert_trees_close(actual, jax.value_and_grad(head, (0, 1))(W, X, T))
+
+
+@pytest.mark.parametrize("tiles", [2, 5, 24])
+def test_rows_are_put_together_and_their_gradients_are_equal(tiles):
+    fun = tiled_mlp(tiles)
+    assert_trees_close(fun(W, X), mlp(W, X), rtol=1e-4, atol=1e-4)
+    assert_trees_close(jax.grad(summed(fun), (0, 1))(W, X), jax.grad(summed(mlp), (0, 1))(W, X), rtol=1e-4, atol=1e-3)
+
+
+def test_no_tile_has_the_logits_of_all_tokens():
+    """The test of equal values would pass if nothing ran in tiles."""
+    graph = jaxckpt.trace(jax.value_and_grad(tiled_head(4), (0, 1)), W, X, T)
+    sizes = {value.shape for value in graph.values}
+    assert (TOKENS, WORDS) not in sizes and (TOKENS // 4, WORDS) in sizes
+    whole = jaxckpt.trace(jax.value_and_grad(head, (0, 1)), W, X, T)
+    assert (TOKENS, WORDS) in {value.shape for value in whole.values}
+
+
+def test_a_loss_runs_no_matmul_again_and_keeps_its_gradients_alone():
+    step = lambda fun: executions(jax.value_and_grad(fun, (0, 1)), W, X, T)["dot_general"]
+    assert step(tiled_head(4)) == 4 * step(head), "each in four tiles"
+    flops = lambda fun: jaxckpt.count_flops(jax.value_and_grad(fun, (0, 1)), W, X, T)
+    assert flops(tiled_head(4)) < 1.05 * flops(head)
+    assert kept_bytes(tiled_head(4), W, X, T) < kept_bytes(head, W, X, T) / 2
+
+
+def test_rows_keep_nothing_but_the_arguments_and_run_each_matmul_once_again():
+    assert kept_bytes(tiled_mlp(4), W, X) < kept_bytes(mlp, W, X) / 10
+    count = lambda fun: executions(jax.grad(summed(fun), (0, 1)), W, X)["dot_general"]
+    assert count(mlp) == 6
+    assert count(tiled_mlp(4)) == 4 * (6 + 1), "the second product is not needed again"
+
+
+def test_without_a_derivative_no_gradient_is_computed():
+    assert executions(tiled_head(4), W, X, T)["dot_general"] == 4
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed():
+    assert executions(jax.grad(tiled_head(4), 1), W, X, T)["dot_general"] == 4 * 2
+
+
+@pytest.mark.parametrize("fun", ["loss", "rows"])
+def test_gradients_of_bfloat16_parameters_add_up_in_float32(fun):
+    """In bfloat16, a hundred terms of one size stop growing a sum after some tens."""
+    n = 2048
+    x = jnp.ones((n, 1), jnp.bfloat16)
+    w = jnp.full((1, 1), 1.0, jnp.bfloat16)
+    product = lambda w, x: x @ w
+    if fun == "loss":
+        loss = tile(lambda w, x: jnp.sum((x @ w).astype(jnp.float32)), in_axes=(None, 0), tiles=n)
+    else:
+        loss = lambda w, x: jnp.sum(tile(product, in_axes=(None, 0), tiles=n)(w, x).astype(jnp.float32))
+    grad = jax.grad(loss)(w, x)
+    assert grad.dtype == jnp.bfloat16 and float(grad[0, 0]) == n
+    plain = lambda w, x: lax.scan(lambda c, row: (c + jnp.sum((row @ w).astype(jnp.float32)), None), 0.0, x[:, None])[0]
+    assert float(jax.grad(plain)(w, x)[0, 0]) < n / 2, "so the sum above says something"
+
+
+def test_sums_of_bfloat16_add_up_in_float32():
+    x = jnp.ones((2048, 3), jnp.bfloat16)
+    fun = tile(lambda x: lax.dot_general(jnp.ones(2048, x.dtype), x, (((0,), (0,)), ((), ()))), in_axes=0, tiles=2048)
+    assert fun(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(fun(x), np.float32), 2048.0)
+
+
+def test_sums_means_and_what_is_computed_of_them():
+    def fun(w, x):
+        total = jnp.sum(x @ w)
+        return {"mean": jnp.mean(x, 0), "log": jnp.log(1.0 + total**2), "w": w, "rows": x * 2.0, "n": jnp.sum(x > 0)}
+
+    assert_trees_close(tile(fun, in_axes=(None, 0), tiles=5)(W, X), fun(W, X), rtol=1e-4)
+
+
+def test_several_losses_that_lead_linearly_to_one_are_one():
+    def fun(w, x, t):
+        logits = x @ w
+        return head(w, x, t) + 1e-3 * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+
+    tiled = tile(fun, in_axes=(None, 0, 0), tiles=4)
+    assert_trees_close(jax.grad(tiled, (0, 1))(W, X, T), jax.grad(fun, (0, 1))(W, X, T))
+    step = lambda f: executions(jax.value_and_grad(f, (0, 1)), W, X, T)["dot_general"]
+    assert step(tiled) == 4 * step(fun), "nothing runs again"
+
+
+def test_a_masked_mean_divides_by_the_whole_count():
+    def fun(w, x, t):
+        mask = (t > 9).astype(jnp.float32)
+        losses = jax.nn.logsumexp(x @ w, -1) * mask
+        return jnp.sum(losses) / jnp.sum(mask)
+
+    tiled = tile(fun, in_axes=(None, 0, 0), tiles=7)
+    assert_trees_close(jax.value_and_grad(tiled)(W, X, T), jax.value_and_grad(fun)(W, X, T))
+
+
+def test_the_axis_may_be_any_and_differ_between_arguments():
+    fun = lambda a, b: jnp.einsum("btd,tbd->bt", a, b)
+    a, b = jnp.arange(24.0).reshape(2, 6, 2), jnp.arange(24.0).reshape(6, 2, 2)
+    assert_trees_close(tile(fun, in_axes=(1, 0), tiles=4, out_axes=1)(a, b), fun(a, b))
+    assert_trees_close(tile(fun, in_axes=(-2, -3), tiles=4, out_axes=1)(a, b), fun(a, b))
+    loss = lambda f: jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1))(a, b)
+    assert_trees_close(loss(tile(fun, in_axes=(1, 0), tiles=4, out_axes=1)), loss(fun))
+
+
+def test_a_reshape_that_merges_the_axis_as_the_inner_factor():
+    fun = lambda x: jnp.sin(x.reshape(-1, 2) * 2.0).reshape(x.shape)
+    x = jnp.arange(48.0).reshape(4, 6, 2)
+    for axis in (0, 1):
+        actual = tile(fun, in_axes=axis, tiles=3, out_axes=axis)
+        assert_trees_close(actual(x), fun(x))
+        assert_trees_close(jax.grad(summed(actual))(x), jax.grad(summed(fun))(x))
+    merged = tile(lambda x: x.reshape(-1, 2), in_axes=1, tiles=4)
+    assert_trees_close(merged(x), x.reshape(-1, 2))
+
+
+def test_complex_arguments_of_a_loss_have_their_gradients():
+    fun = lambda w, x: jnp.mean(jnp.abs(x @ w) ** 2 + jnp.real(x @ w)[:, :1])
+    w, x = W + 1j * W[::-1], X - 0.5j * X[::-1]
+    tiled = tile(fun, in_axes=(None, 0), tiles=5)
+    assert_trees_close(jax.grad(tiled, (0, 1))(w, x), jax.grad(fun, (0, 1))(w, x), rtol=1e-4, atol=1e-4)
+    actual, expected = (jax.jvp(lambda w: f(w, x), (w,), (w * 1j,)) for f in (tiled, fun))
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_sum_over_a_table_is_a_sum_over_rows():
+    fun = lambda table, at: (jnp.zeros_like(table).at[at].add(table[at] ** 2), jnp.sin(table)[at])
+    at = jnp.array([0, 3, 3, 1, 0, 5])
+    tiled = tile(fun, in_axes=(None, 0), tiles=4)
+    assert_trees_close(tiled(X, at), fun(X, at))
+    loss = lambda f: jax.grad(lambda table: sum(jnp.sum(jnp.sin(out)) for out in f(table, at)))(X)
+    assert_trees_close(loss(tiled), loss(fun))
+
+
+def test_pytrees_prefixes_keywords_and_leaves_that_are_no_arrays():
+    def fun(batch, params, mode, *, scale=1.0):
+        x = batch["x"] @ params["w"] + batch["y"][:, None]
+        return {"out": getattr(jnp, mode)(x) * scale}
+
+    batch, params = {"x": X, "y": X[:, 0]}, {"w": W, "name": "layer"}
+    tiled = tile(fun, in_axes=(0, None, None), tiles=5)
+    for scale in (2.0, jnp.float32(2.0)):
+        assert_trees_close(tiled(batch, params, "sin", scale=scale), fun(batch, params, "sin", scale=scale))
+    mixed = tile(fun, in_axes=({"x": 0, "y": 0}, {"w": None, "name": None}, None), tiles=5)
+    assert_trees_close(mixed(batch, params, "cos"), fun(batch, params, "cos"))
+
+
+def test_as_a_decorator_and_with_keywords_in_place_of_positions():
+    @tile(in_axes=(None, 0), tiles=3)
+    def layer(w, x):
+        """The layer."""
+        return x @ w
+
+    assert layer.__doc__ == "The layer." and layer.__name__ == "layer"
+    assert_trees_close(layer(w=W, x=X), X @ W)
+
+
+def test_what_it_closes_over_is_whole_and_differentiated():
+    loss = lambda w: tile(lambda x: jnp.sum(jnp.sin(x @ w)), in_axes=0, tiles=4)(X)
+    assert_trees_close(jax.grad(loss)(W), jax.grad(lambda w: jnp.sum(jnp.sin(X @ w)))(W))
+
+
+def test_whole_values_are_computed_once_before_the_tiles():
+    fun = tile(lambda w, x: x @ jnp.exp(w), in_axes=(None, 0), tiles=4)
+    assert executions(fun, W, X)["exp"] == 1
+
+
+def test_masks_are_made_tile_by_tile():
+    def scores(q, k):
+        s = q @ k.T
+        mask = jnp.tril(jnp.ones(s.shape, bool))
+        return jax.nn.softmax(jnp.where(mask, s, -1e9), -1) @ k
+
+    tiled = tile(scores, in_axes=(0, None), tiles=4)
+    assert_trees_close(tiled(X, X), scores(X, X))
+    graph = jaxckpt.trace(tiled, X, X)
+    used = {graph.values[i].shape for op in graph.walk() if op.primitive in ("ge", "select_n") for i in op.outputs}
+    assert (TOKENS, TOKENS) not in used and (TOKENS // 4, TOKENS) in used
+
+
+# ------------------------------------------------------------------------------------------------------- random numbers
+
+
+def test_dropout_draws_what_it_drew():
+    def fun(key, x):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0)
+
+    tiled = tile(fun, in_axes=(None, 0), tiles=5)
+    np.testing.assert_array_equal(tiled(KEYS[3], X), fun(KEYS[3], X))
+    assert_trees_close(
+        jax.grad(lambda x: jnp.sum(tiled(KEYS[3], x)))(X), jax.grad(lambda x: jnp.sum(fun(KEYS[3], x)))(X)
+    )
+
+
+def test_a_key_of_each_row_draws_what_it_drew():
+    fun = jax.vmap(lambda key, x: x + jax.random.normal(jax.random.fold_in(key, 3), x.shape))
+    keys = jax.random.split(KEYS[3], TOKENS)
+    np.testing.assert_allclose(tile(fun, in_axes=0, tiles=5)(keys, X), fun(keys, X), rtol=1e-6)
+
+
+def test_keys_of_rows_that_may_share_what_they_draw_are_refused():
+    fun = jax.vmap(lambda key: jax.random.normal(key, (3,)))
+    with pytest.raises(TilingError, match="other keys than threefry's"):
+        tile(fun, in_axes=0, tiles=2)(jax.random.split(jax.random.key(0, impl="rbg"), 6))
+
+
+# ------------------------------------------------------------------------------------------------ other transformations
+
+
+def test_forward_mode_and_higher_orders():
+    for fun, tiled in (
+        (head, tiled_head(5)),
+        (lambda w, x, t: summed(mlp)(w, x), lambda w, x, t: summed(tiled_mlp(5))(w, x)),
+    ):
+        assert_trees_close(
+            jax.jvp(lambda x: tiled(W, x, T), (X,), (X,)), jax.jvp(lambda x: fun(W, x, T), (X,), (X,)), rtol=1e-3
+        )
+        for twice in (jax.hessian, lambda f, n: jax.jacrev(jax.jacrev(f, n), n)):
+            expected = twice(fun, 1)(W, X[:6], T[:6])
+            assert_trees_close(twice(tiled, 1)(W, X[:6], T[:6]), expected, rtol=1e-3, atol=1e-2)
+
+
+def test_under_vmap_jit_and_scan():
+    xs, ts = jnp.stack([X, X * 2.0]), jnp.stack([T, T[::-1]])
+    grads = lambda fun: jax.jit(jax.vmap(jax.grad(fun, (0, 1)), in_axes=(None, 0, 0)))(W, xs, ts)
+    assert_trees_close(grads(tiled_head(5)), grads(head))
+    loop = lambda fun: jax.grad(lambda w: lax.scan(lambda c, x: (c + jnp.sum(jnp.sin(fun(w, x))), None), 0.0, xs)[0])(W)
+    assert_trees_close(loop(tiled_mlp(5)), loop(mlp), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def loss(fun):
+        inside = lambda w, x, t: lax.pmean(fun(w, x, t), "d")
+        specs = (spec(), spec("d"), spec("d"))
+        return jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=spec(), check_vma=check_vma)
+
+    grads = lambda fun: jax.jit(jax.value_and_grad(loss(fun), (0, 1)))(W, X, T)
+    assert_trees_close(grads(tiled_head(5)), grads(head))
+    rows = lambda fun: lambda w, x, t: jnp.sum(jnp.sin(fun(w, x)))
+    assert_trees_close(grads(rows(tiled_mlp(5))), grads(rows(mlp)), rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_of_tiles():
+    inner = tile(head, in_axes=(1, None, None), tiles=4)
+    with pytest.raises(TilingError):
+        inner(W, X, T)  # the softmax is over that axis
+    block = tile(lambda w, x: jax.nn.gelu(x @ w), in_axes=(1, None), tiles=4, out_axes=1)
+    both = tile(lambda w, x: jnp.sum(block(w, x) ** 2), in_axes=(None, 0), tiles=3)
+    plain = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2)
+    assert_trees_close(jax.grad(both, (0, 1))(W, X), jax.grad(plain, (0, 1))(W, X), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", [None, "dots"])
+def test_a_checkpointed_function_and_a_checkpoint_around_it(policy):
+    inside = tile(jaxckpt.checkpoint(head, policy=policy), in_axes=(None, 0, 0), tiles=5)
+    around = jaxckpt.checkpoint(tiled_head(5), policy=policy)
+    for fun in (inside, around):
+        assert_trees_close(jax.grad(fun, (0, 1))(W, X, T), jax.grad(head, (0, 1))(W, X, T))
+
+
+def test_in_a_function_that_is_planned():
+    def loss(fun):
+        def of(ws, x):
+            for w in ws:
+                x = x + fun(w, x)
+            return jnp.mean(x**2)
+
+        return of
+
+    ws = [W * 0.1] * 3
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (ws, X))
+    plan = jaxckpt.plan(loss(tiled_mlp(4)), *args, budget="95%", target="cpu")
+    assert_trees_close(jax.grad(plan.apply(loss(tiled_mlp(4))))(ws, X), jax.grad(loss(mlp))(ws, X), rtol=1e-4)
+
+
+def test_a_custom_reverse_rule_is_used_and_followed():
+    @jax.custom_vjp
+    def cross_entropy(w, x):
+        return jnp.sum(jax.nn.logsumexp(x @ w, -1))
+
+    def backward(kept, ct):
+        w, x = kept
+        p = jax.nn.softmax(x @ w, -1) * ct * 3.0  # so that it shows
+        return x.T @ p, p @ w.T
+
+    cross_entropy.defvjp(lambda w, x: (cross_entropy(w, x), (w, x)), backward)
+    fun = lambda w, x: cross_entropy(w, x) / x.shape[0]
+    tiled = tile(fun, in_axes=(None, 0), tiles=5)
+    assert_trees_close(jax.grad(tiled, (0, 1))(W, X), jax.grad(fun, (0, 1))(W, X), rtol=1e-4)
+
+
+def test_a_rule_that_couples_in_its_derivative_alone_is_refused():
+    @jax.custom_vjp
+    def fun(x):
+        return x * 2.0
+
+    fun.defvjp(lambda x: (x * 2.0, None), lambda _, ct: (ct - jnp.mean(ct, 0),))
+    with pytest.raises(TilingError):
+        jax.grad(summed(tile(fun, in_axes=0, tiles=2)))(X)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize("tiles", [0, -1, 1.5, True, "2"])
+def test_the_number_of_tiles_is_a_positive_whole_number(tiles):
+    with pytest.raises(ArgumentError, match="tiles must be a whole number of at least 1"):
+        tile(mlp, in_axes=(None, 0), tiles=tiles)
+
+
+@pytest.mark.parametrize("in_axes", [None, (None, None), (0, "1"), (0, 1.0), (True, 0)])
+def test_axes_are_ints_or_none(in_axes):
+    with pytest.raises(ArgumentError, match="in_axes must be an int"):
+        tile(mlp, in_axes=in_axes, tiles=2)
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "args", "message"),
+    [
+        ((None, 2), (W, X), r"args\[1\] must be an array that has axis 2"),
+        ((None, 0), (W, 3.0), r"args\[1\] must be an array that has axis 0"),
+        ((0, 0), (W, X), r"args\[1\] must be an array with 8 rows along axis 0, as args\[0\] has along axis 0"),
+        ((None, 0, 0), (W, X), "in_axes must be .* each of the 2 positional arguments"),
+        ((None, {"x": 0}), (W, X), r"in_axes\[1\] must be a prefix"),
+        ((None, 0), (W, X[:3]), "tiles must be at most the size of the axis, 3"),
+    ],
+)
+def test_arguments_that_do_not_fit(in_axes, args, message):
+    with pytest.raises(ArgumentError, match=message):
+        tile(mlp, in_axes=in_axes, tiles=4)(*args)
+
+
+@pytest.mark.parametrize("out_axes", [1, None, (0,)])
+def test_results_have_the_axis_where_out_axes_says(out_axes):
+    with pytest.raises(ArgumentError, match="out_axes"):
+        tile(mlp, in_axes=(None, 0), tiles=4, out_axes=out_axes)(W, X)
+
+
+def test_an_array_that_is_given_twice_with_different_axes():
+    square = jnp.arange(16.0).reshape(4, 4)
+    fun = lambda a, b, c, mode=None: a + b.T + c[0]
+    tiled = tile(fun, in_axes=(0, 1, None), tiles=2)
+    assert_trees_close(tiled(square, square, square), fun(square, square, square))
+    with pytest.raises(ArgumentError, match="Give a copy"):
+        tiled(square, square, square, mode="text")
+    copies = square, square + 0.0, square * 1.0
+    assert_trees_close(tiled(*copies, mode="text"), fun(*copies))
+
+
+def test_side_effects_are_refused():
+    def fun(x):
+        jax.debug.print("{}", x[0])
+        return x
+
+    with pytest.raises(EffectsError, match="must have no side effects to be tiled"):
+        tile(fun, in_axes=0, tiles=2)(X)
+    seen = []
+    with pytest.raises(EffectsError, match="Python objects"):
+        tile(lambda x: seen.append(x) or x, in_axes=0, tiles=2)(X)
+
+
+def test_the_error_names_the_operation_its_line_and_what_to_do():
+    with pytest.raises(TilingError) as raised:
+        tile(lambda x: x - jnp.mean(x, 0), in_axes=0, tiles=2)(X)
+    error = raised.value
+    assert error.operation == "sub" and "test_tile.py" in error.line
+    assert "the sum over all rows that reduce_sum at" in error.reason
+    assert str(error).startswith("fun must not couple the rows along the tiled axis")
+    assert str(error).endswith("Tile another axis, or leave this operation out of the tiled function.")
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def peaks(fun, tiled, args, target):
+    step = lambda f: jax.value_and_grad(f, (0, 1))
+    return [jaxckpt.measure(step(f), *args, target=target).peak_bytes for f in (fun, tiled)]
+
+
+BIG = [
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (((64, 8192), jnp.float32), ((4096, 64), jnp.float32), ((4096,), jnp.int32))
+]
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda), pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)],
+)
+@pytest.mark.parametrize("kind", ["loss", "rows"])
+def test_the_compiled_peak_falls(kind, target):
+    if kind == "loss":
+        whole, tiled = peaks(head, tiled_head(16), BIG, target)
+    else:
+        of = lambda fun: lambda w, x: jnp.sum(fun(w, x) ** 2)
+        whole, tiled = peaks(of(mlp), of(functools.partial(tiled_mlp(16))), BIG[:2], target)
+    assert tiled < whole / 4, (whole, tiled)
