@@ -88,8 +88,8 @@ class Primitive:
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
       elementwise: whether element i of each result is computed from elements i of its operands, which have the result's
-        shape, a 1 in place of some of its sizes, or no axis: so any axis passes through it. `core/axes.py` has the
-        rules of the others.
+        shape, a 1 in place of some of its sizes, or no axis: so any axis passes through it. `core/tiling/axes.py` has
+        the rules of the others.
     """
 
     flops: FlopsRule = rules.each_output

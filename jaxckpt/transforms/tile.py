@@ -3,8 +3,8 @@
 No checkpoint lowers what a single stretch needs at once. A tile of the rows needs less: the logits of a language
 model's head for some tokens, the scores of some queries, the hidden values of an MLP for some of its inputs.
 
-The function is traced once, with all rows. The axis is followed through every operation (`core/axes.py`), the program
-is divided (`core/tiling.py`), and the middle part runs as a loop with its own derivative (`core/tiles.py`). The
+The function is traced once, with all rows. In `core/tiling/`, the axis is followed through every operation (`axes.py`),
+the program is divided (`divide.py`), and the middle part runs as a loop with its own derivative (`loop.py`). The
 function is not called again with fewer rows, because it may read their number.
 """
 
@@ -20,8 +20,8 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
 from jaxckpt.core import lift, purity
 from jaxckpt.core.leaves import array, is_array, is_given
-from jaxckpt.core.shares import WHOLE, Kind, Share, rows
-from jaxckpt.core.tiling import Tiling, divided
+from jaxckpt.core.tiling.divide import Tiling, divided
+from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows
 
 
 def tile(

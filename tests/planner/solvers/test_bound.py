@@ -52,7 +52,6 @@ def row(length, time=1.0, size=4, kept=8):
     return segments
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("seed", range(8))
 def test_no_nested_solution_is_below_it_and_what_was_found_is_not_below_it(seed):
     chain = as_built(random_chain(seed, 4 + seed % 3))
@@ -69,7 +68,6 @@ def test_no_nested_solution_is_below_it_and_what_was_found_is_not_below_it(seed)
                 assert tree.time >= found.least_time * (1 - 1e-6)
 
 
-@pytest.mark.once
 def test_without_skips_it_is_the_optimum_of_nested_solutions():
     equal = asked = 0
     for seed in range(6):
@@ -119,7 +117,6 @@ def test_no_stages():
     assert bound(Chain(0, {}), -1, 1.0).least_time == NONE
 
 
-@pytest.mark.once
 def test_the_solver_takes_sixty_stages_and_says_what_is_proved():
     chain = deep_chain(60, period=4, candidates=3, wide=1)
     milp, table = Milp(seconds=4), Table(chain)

@@ -1,4 +1,4 @@
-"""What a tile has of a value, and what is needed to take it: the types that `core/axes.py` and its callers share.
+"""What a tile has of a value, and what is needed to take it: the types that the rules and their callers share.
 
 An axis of size n is followed through a program. Its place in a value may be a whole dimension, or a factor of one: a
 reshape of (k, n, m) to (k * n * m) makes a dimension in which each of the n rows has `block = m` consecutive entries,
@@ -134,7 +134,7 @@ class Axis:
     Attributes:
       size: its rows.
       follow: returns a program followed from the shares of its inputs, to shares of its results that are given or
-        found; see `core/follow.py`.
+        found; see `core/tiling/follow.py`.
     """
 
     size: int

@@ -13,13 +13,14 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core import axes, surgery
-from jaxckpt.core import gathers as gathers  # these two note their rules
-from jaxckpt.core import nested as nested
-from jaxckpt.core.follow import Lines, ShareKey, axis_of, differentiable, error, located
+from jaxckpt.core import surgery
 from jaxckpt.core.inline import inline, without_checkpoints
-from jaxckpt.core.shares import SUM, WHOLE, CoupledError, Kind, Share, shape_of
-from jaxckpt.core.tiles import Tiles
+from jaxckpt.core.tiling import axes
+from jaxckpt.core.tiling import gathers as gathers  # these two note their rules
+from jaxckpt.core.tiling import nested as nested
+from jaxckpt.core.tiling.follow import Lines, ShareKey, axis_of, differentiable, error, located
+from jaxckpt.core.tiling.loop import Tiles
+from jaxckpt.core.tiling.shares import SUM, WHOLE, CoupledError, Kind, Share, shape_of
 
 
 @dataclass(frozen=True, eq=False)

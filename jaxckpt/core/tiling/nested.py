@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core.axes import rule
-from jaxckpt.core.follow import Followed, error, joined
 from jaxckpt.core.inline import inline
-from jaxckpt.core.shares import SUM, WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable, rows
+from jaxckpt.core.tiling.axes import rule
+from jaxckpt.core.tiling.follow import Followed, error, joined
+from jaxckpt.core.tiling.shares import SUM, WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable, rows
 
 _TRIES = 50
 """Rounds until the places of the axis in a loop's carry do not change; each round changes one carry at least."""

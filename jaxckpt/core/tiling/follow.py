@@ -2,8 +2,8 @@
 
 The program is traced once, with all rows. Nothing is traced again with fewer: a function may read a size (a mean
 divides by the number of rows). So a tile runs the equations as they are, with other parameters where they hold the
-axis's size. `core/axes.py` says how the axis passes through an operation, and which parameters these are;
-`core/nested.py` says it for operations that hold programs.
+axis's size. `core/tiling/axes.py` says how the axis passes through an operation, and which parameters these are;
+`core/tiling/nested.py` says it for operations that hold programs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core import axes, primitives, surgery
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import inline
-from jaxckpt.core.shares import WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable
+from jaxckpt.core.tiling import axes
+from jaxckpt.core.tiling.shares import WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable
 
 ShareKey = tuple[Any, Share]
 """A variable, and what a tile has of it."""

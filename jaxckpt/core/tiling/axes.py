@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
-from jaxckpt.core.shares import (
+from jaxckpt.core.tiling.shares import (
     SUM,
     WHOLE,
     At,

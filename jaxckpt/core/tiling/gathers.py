@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core.axes import one_place, rule, sized
-from jaxckpt.core.shares import SUM, WHOLE, Axis, CoupledError, Kind, Passage, Share, rows, shape_of
+from jaxckpt.core.tiling.axes import one_place, rule, sized
+from jaxckpt.core.tiling.shares import SUM, WHOLE, Axis, CoupledError, Kind, Passage, Share, rows, shape_of
 
 
 @rule("gather")

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core.follow import Line, ShareKey, differentiable, evaluate
-from jaxckpt.core.shares import SUM, At, Kind, Share, is_differentiable, shape_of, unfolded, wide, zeros
+from jaxckpt.core.tiling.follow import Line, ShareKey, differentiable, evaluate
+from jaxckpt.core.tiling.shares import SUM, At, Kind, Share, is_differentiable, shape_of, unfolded, wide, zeros
 
 _Values = list[Any]
 
