@@ -98,8 +98,8 @@ def candidates_of(
         again = [joint.forward[place] for place in cut.again]
         own = [index for index in cut.kept if index not in anyway]
         # What is kept may be written over when it is used for the last time. What goes out is kept in any case, until
-        # the stretches that use it are done: if this one needs it too, it is there for longer.
-        there = [*joint.arriving, *cut.kept]
+        # the stretches that use it are done; if this one needs it too, it is there for longer. See `QUICK`.
+        there = [*joint.arriving, *(cut.kept if context.quick else own)]
         peak = stretch_peak(graph, [*again, *joint.backward], joint.results, there, target.platform)
         # The region has to be told that it needs what goes out.
         kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))

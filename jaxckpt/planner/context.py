@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxckpt.actions import SAVE, Action
-from jaxckpt.core.graph import Body
+from jaxckpt.core.constants import QUICK
+from jaxckpt.core.graph import Body, Graph
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -23,6 +24,7 @@ class Context:
       actions: the ways to keep a value.
       programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
         and those.
+      quick: whether the program is small: see `is_quick`.
       once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
     """
 
@@ -31,6 +33,12 @@ class Context:
     timed: bool = False
     actions: tuple[Action, ...] = (SAVE,)
     once: bool = True
+    quick: bool = False
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(
         default_factory=dict, compare=False
     )
+
+
+def is_quick(graph: Graph) -> bool:
+    """Whether a program is so small that to compile or to trace it takes little time: of up to `QUICK` operations."""
+    return sum(1 for _ in graph.walk()) <= QUICK

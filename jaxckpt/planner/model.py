@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxckpt.actions import Action
-from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, QUICK, SLIGHT, WIDEST
+from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, SLIGHT, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
@@ -23,7 +23,7 @@ from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
-from jaxckpt.planner.context import Context
+from jaxckpt.planner.context import Context, is_quick
 from jaxckpt.planner.costs import Time
 from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -85,8 +85,8 @@ class Model:
         """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all
         that is before and after the blocks as lean as it can be; and a preset's checkpoint around each block.
         """
-        few = sum(1 for _ in self.graph.walk()) <= QUICK  # else each takes a trace of a long step
-        insides = (barest, leanest, tightest) if few else (leanest, tightest)
+        # Of others each takes the trace of a long step.
+        insides = (barest, leanest, tightest) if is_quick(self.graph) else (leanest, tightest)
         for run in _runs(len(self.units) - 1):
             whole = (len(self.units) - 1) // run * run
             ends = [*self.units[:whole:run], *self.units[whole:]]

@@ -34,7 +34,7 @@ from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
-from jaxckpt.planner.context import Context
+from jaxckpt.planner.context import Context, is_quick
 from jaxckpt.planner.inside import Inside, innermost
 from jaxckpt.planner.measured import Asked, Measured
 from jaxckpt.planner.model import Model, build
@@ -201,7 +201,8 @@ def problem_of(
                 progress(0, 1, "reading how the compiler shards")
             shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
             traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
-        context = Context(resolved, shards, costs == "measured", kept, reverse_only and not seen.again)
+        once = reverse_only and not seen.again
+        context = Context(resolved, shards, costs == "measured", kept, once, is_quick(graph))
         model = inside.run(lambda: build(inside.graph, inside.differentiated, context, progress))
         placed = replace(
             model,

@@ -34,7 +34,6 @@ from jaxckpt.core.constants import (
     MORE,
     NESTED,
     OVERTIMED,
-    QUICK,
     QUICK_AIMS,
     QUICK_COMPILES,
     STEEP,
@@ -49,6 +48,7 @@ from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.report import MemoryReport
 from jaxckpt.planner import refusal
 from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
+from jaxckpt.planner.context import is_quick
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.measured import Measured, Traced, Try
 from jaxckpt.planner.shards import is_sharded
@@ -78,7 +78,7 @@ class Search:
         self.tries: list[Try] = []
         self.compiles = 0
         self.effort = 0.0  # of the plan that was found
-        self.quick = not is_sharded(problem.args) and sum(1 for _ in problem.graph.walk()) <= QUICK
+        self.quick = not is_sharded(problem.args) and is_quick(problem.graph)
         self.most = QUICK_COMPILES if self.quick else COMPILES
         self._most_overstated = PLATFORMS[problem.target.platform].overstated
 

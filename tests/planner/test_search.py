@@ -23,7 +23,7 @@ from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.core.constants import COMPILES, QUICK_COMPILES
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
-from jaxckpt.planner import model, search
+from jaxckpt.planner import context, model, search
 from jaxckpt.planner.chain import cost
 from jaxckpt.planner.problems import problem_of
 from tests.helpers import chain_in_segments
@@ -169,7 +169,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
 
         monkeypatch.setattr(type(fresh.model), "plan", plan_of)
         monkeypatch.setattr(fresh, "measure_planned", compiled)
-        monkeypatch.setattr(search, "QUICK", 0)  # as of a large program
+        monkeypatch.setattr(context, "QUICK", 0)  # as of a large program
         monkeypatch.setattr(search, "STEEP", steep)
         plan = fresh.plan(fresh.argument_bytes + round(1.15 * place))
         monkeypatch.undo()
