@@ -11,6 +11,7 @@ function is not called again with fewer rows, because it may read their number.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ def tile(
     @functools.wraps(fun)
     def tiled(*args: Any, **kwargs: Any) -> Any:
         if kwargs and not isinstance(in_axes, int):
-            args, kwargs = lift.by_position(signature, args, kwargs) if len(args) < len(in_axes) else (args, kwargs)
+            args, kwargs = _by_position(signature, args, kwargs, len(in_axes))
         axes = _axes_of(in_axes, args)
         size = _size(axes)
         if tiles > size:
@@ -88,6 +89,17 @@ def tile(
         return lift.attempt(fun, args, kwargs, use)
 
     return tiled
+
+
+def _by_position(
+    signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with so many by position, those by keyword among them."""
+    if len(args) >= count or signature is None:
+        return args, kwargs
+    placed, others = lift.by_position(signature, args, kwargs)
+    names = list(signature.parameters)[: len(placed)]
+    return placed[:count], {**dict(zip(names[count:], placed[count:])), **others}
 
 
 def _leaves(axes: Any) -> list[Any]:
@@ -233,20 +245,21 @@ def _divide(
         )
     tiling = divided(closed, shares, size, of_tile)
     if call.lifted is None:
-        _check_out_axes(out_axes, trees[-1], tiling.outs)
+        shapes = [atom.aval.shape for atom in tiling.program.outvars]
+        _check_out_axes(out_axes, trees[-1], tiling.outs, shapes)
     run = lambda *values: tiling.run(*values)
     run.__name__ = run.__qualname__ = f"tiled_{getattr(call.fun, '__name__', 'fun')}"
     return tiling, jax.jit(run), trees[-1]
 
 
-def _check_out_axes(out_axes: Any, tree: Any, outs: Sequence[Share]) -> None:
+def _check_out_axes(out_axes: Any, tree: Any, outs: Sequence[Share], shapes: Sequence[tuple[int, ...]]) -> None:
     """Raises ArgumentError where results have the axis elsewhere than `out_axes` says."""
     whole = jax.tree.unflatten(tree, range(len(outs)))
-    for axis, share, (path, _) in zip(
-        _broadcast(out_axes, whole, "out_axes"), outs, jax.tree_util.tree_leaves_with_path(whole)
+    for axis, share, shape, (path, _) in zip(
+        _broadcast(out_axes, whole, "out_axes"), outs, shapes, jax.tree_util.tree_leaves_with_path(whole)
     ):
         name = f"the result{jax.tree_util.keystr(path)}"
         if share.kind is Kind.ROWS and axis is None:
             raise ArgumentError("out_axes", f"{share.dim} for {name}, which has the axis there", axis)
-        if share.kind is Kind.ROWS and share.dim != axis and axis >= 0:
+        if share.kind is Kind.ROWS and share.dim != (axis % len(shape) if -len(shape) <= axis < 0 else axis):
             raise ArgumentError("out_axes", f"{share.dim} for {name}, which has the axis there", axis)

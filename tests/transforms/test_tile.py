@@ -423,6 +423,92 @@ def test_the_error_names_the_operation_its_line_and_what_to_do():
     assert str(error).endswith("Tile another axis, or leave this operation out of the tiled function.")
 
 
+@jax.custom_vjp
+def clipped(x):
+    """Clips the gradient that comes back."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -1e-2, 1e-2),))
+
+
+def test_a_backward_rule_that_clips_sees_the_cotangents_that_it_saw():
+    fun = lambda w, x: jnp.mean(jnp.tanh(clipped(x @ w)) ** 2)
+    args = jnp.asarray(np.random.default_rng(0).normal(size=(WIDTH, 3)), jnp.float32), X
+    for scale in (1.0, 1e-3, 1e3):
+        scaled = lambda f, scale=scale: lambda *args: scale * f(*args)
+        tiled = tile(fun, in_axes=(None, 0), tiles=3)
+        expected = jax.grad(scaled(fun), (0, 1))(*args)
+        assert_trees_close(jax.grad(scaled(tiled), (0, 1))(*args), expected)
+    unclipped = jax.grad(lambda w, x: 1e3 * jnp.mean(jnp.tanh(x @ w) ** 2))(*args)
+    assert not np.allclose(unclipped, jax.grad(scaled(fun))(*args)), "else nothing was clipped"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32])
+def test_counts_are_those_of_all_rows_in_narrow_dtypes_too(dtype):
+    rows = 5_000
+    fun = lambda x: x + jnp.arange(rows, dtype=dtype).astype(jnp.float32)
+    assert np.array_equal(tile(fun, in_axes=0, tiles=7)(jnp.zeros(rows)), fun(jnp.zeros(rows)))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_loss_with_collectives_inside_of_shard_map(check):
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.PartitionSpec()
+
+    def fun(w, x):
+        return jnp.mean(lax.psum(jnp.tanh(x @ w) @ w.T, "a") ** 2)
+
+    mapped = lambda f: jax.shard_map(
+        f, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(None, "a"), whole), out_specs=whole, check_vma=check
+    )
+    args = jnp.asarray(np.random.default_rng(0).normal(size=(WIDTH, 4)), jnp.float32), X
+    tiled = mapped(tile(fun, in_axes=(None, 0), tiles=3))
+    assert_trees_close(tiled(*args), mapped(fun)(*args))
+    assert_trees_close(jax.grad(tiled, (0, 1))(*args), jax.grad(mapped(fun), (0, 1))(*args))
+    expected = jax.jvp(mapped(fun), args, args)[1]
+    assert_trees_close(jax.jvp(tiled, args, args)[1], expected)
+
+
+def test_a_metric_behind_stop_gradient_leaves_the_loss_as_cheap():
+    def fun(w, x, t):
+        loss = head(w, x, t)
+        return loss, lax.stop_gradient(jnp.mean(jnp.max(x @ w, -1)))
+
+    step = lambda f: jax.value_and_grad(f, (0, 1), has_aux=True)
+    tiled = tile(fun, in_axes=(None, 0, 0), tiles=4)
+    args = W, X, T
+    assert_trees_close(step(tiled)(*args), step(fun)(*args))
+    assert jaxckpt.count_flops(step(tiled), *args) < 1.1 * jaxckpt.count_flops(step(fun), *args)
+
+
+def test_what_follows_several_sums_and_has_no_rule_runs_after_the_tiles():
+    fun = lambda x: jax.nn.relu(jnp.sum(x) + jnp.sum(x**2)) + jax.nn.softplus(jnp.mean(x) + jnp.mean(jnp.sin(x)))
+    tiled = tile(fun, in_axes=0, tiles=3)
+    assert_trees_close(jax.value_and_grad(tiled)(X), jax.value_and_grad(fun)(X))
+
+
+def test_keywords_beside_the_tiled_arguments():
+    fun = lambda x, mode, train=False: x * (2.0 if train else 3.0) if mode == "b" else x
+    tiled = tile(fun, in_axes=(0, None), tiles=2)
+    assert_trees_close(tiled(X, mode="b", train=True), 2 * X)
+    assert_trees_close(tiled(X, "b"), 3 * X)
+
+
+def test_out_axes_count_from_the_end_too():
+    fun = lambda x: jnp.tanh(x).T
+    assert_trees_close(tile(fun, in_axes=0, tiles=2, out_axes=-1)(X), fun(X))
+    for wrong in (-2, -9, 0):
+        with pytest.raises(ArgumentError, match="out_axes must be 1 for the result"):
+            tile(fun, in_axes=0, tiles=2, out_axes=wrong)(X)
+
+
+def test_an_array_without_elements():
+    fun = lambda x: (x.reshape(4, 3, 0), jnp.sum(x))
+    with pytest.raises(TilingError, match="without elements"):
+        tile(fun, in_axes=0, tiles=2)(jnp.zeros((4, 0, 3)))
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 

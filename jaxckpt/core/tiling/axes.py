@@ -155,6 +155,8 @@ def _reshape(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     after = 1
     if eqn.params["dimensions"] is not None:
         raise CoupledError("reorders dimensions in a reshape")
+    if 0 in sizes:
+        raise CoupledError("makes an array without elements")
     for dim in reversed(range(len(sizes))):
         if below % after == 0 and sizes[dim] and sizes[dim] % (axis.size * (below // after)) == 0:
             out = rows(dim, below // after)
@@ -400,8 +402,8 @@ def narrowed(eqn: Any, share: Share, axis: Axis) -> Passage | None:
             return None
 
         def count(at: At, operands: list[Any]) -> list[Any]:
-            start = jnp.asarray(at.start).astype(eqn.params["dtype"])
-            counted = jnp.arange(at.size, dtype=eqn.params["dtype"]) + start
+            # A narrow dtype would round the start and what is added to it.
+            counted = (jnp.arange(at.size, dtype=jnp.int32) + at.start).astype(eqn.params["dtype"])
             wide = [at.size if dim == share.dim else 1 for dim in range(len(shape))]
             return [jnp.broadcast_to(counted.reshape(wide), at.sized(shape, share))]
 

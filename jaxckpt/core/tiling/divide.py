@@ -7,13 +7,14 @@ dividing by a count, a logarithm, another loss. An operation that needs both a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core import surgery
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import inline, without_checkpoints
 from jaxckpt.core.tiling import axes
 from jaxckpt.core.tiling import gathers as gathers  # these two note their rules
@@ -93,10 +94,27 @@ def _divided(program: Any, shares: Sequence[Share], size: int, rows: int) -> Til
     sums = plain.losses()
     if len(sums) > 1 and all(share == SUM and not shape_of(var) for var, share in sums):
         # Several sums that lead linearly to one: what is linear is computed in tiles, so that there is one loss.
-        single = _Division(program, shares, size, folded=True)
-        if len(single.losses()) == 1:
-            return single.tiling(rows)
+        with contextlib.suppress(TilingError):  # where what follows the sums has no rule, it runs after the tiles
+            single = _Division(program, shares, size, folded=True)
+            if len(single.losses()) == 1:
+                return single.tiling(rows)
     return plain.tiling(rows)
+
+
+def _unscaled(name: str) -> bool:
+    """Whether the derivative of a scaled result need not be the derivative, scaled: a backward rule of the user's may
+    clip it, and what devices send one another depends on what each of them has.
+    """
+    return name.startswith("custom_vjp") or primitives.of(name).collective
+
+
+def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:
+    """Whether the name of one of these operations, or of one inside of them, passes a test."""
+    return any(
+        test(_compat.primitive_name(eqn))
+        or any(_holds(_compat.open_jaxpr(inner).eqns, test) for inner in _compat.inner_jaxprs(eqn))
+        for eqn in eqns
+    )
 
 
 class _Division:
@@ -201,5 +219,6 @@ class _Division:
         """Returns the program divided, for tiles of so many rows."""
         tiles = None
         if self.results:
-            tiles = Tiles(list(self.operands), list(self.results), self.lines.lines, self.size, rows)
+            lines, scales = self.lines.lines, not _holds(self.jaxpr.eqns, _unscaled)
+            tiles = Tiles(list(self.operands), list(self.results), lines, self.size, rows, scales=scales)
         return Tiling(self.jaxpr, tuple(self.consts), tiles, tuple(self.before), tuple(self.after), self.outs)

@@ -32,11 +32,13 @@ class Line:
       inputs: keys, or literals.
       outputs: keys.
       run: computes the results.
+      stops: whether no derivative passes through it.
     """
 
     inputs: tuple[Any, ...]
     outputs: tuple[ShareKey, ...]
     run: Callable[[At, list[Any]], Sequence[Any]]
+    stops: bool = False
 
 
 class Lines:
@@ -77,7 +79,8 @@ class Lines:
         """
         inputs = tuple(self.need(atom, want) for atom, want in zip(eqn.invars, passage.wants, strict=True))
         outputs = tuple(zip(eqn.outvars, passage.outs, strict=True))
-        self.lines.append(Line(inputs, outputs, self._run(eqn, passage)))
+        stops = _compat.primitive_name(eqn) == "stop_gradient"
+        self.lines.append(Line(inputs, outputs, self._run(eqn, passage), stops))
         self._there.update(outputs)
         self.shares.update(outputs)
 
@@ -272,6 +275,6 @@ def differentiable(lines: Sequence[Line], operands: Sequence[ShareKey]) -> dict[
     found = {key: {place} if smooth(key) else set() for place, key in enumerate(operands)}
     for line in lines:
         inputs = [found[key] for key in line.inputs if not isinstance(key, _compat.Literal)]
-        given = set().union(*inputs)
+        given = set() if line.stops else set().union(*inputs)
         found.update({key: given if smooth(key) else set() for key in line.outputs})
     return found

@@ -10,7 +10,9 @@ has two derivatives.
 - Where all that has a derivative is one sum of scalars, a loss, each tile computes its gradients at once, in the
   forward pass. The tangent is the product of these gradients and the operands' tangents, and the backward pass only
   scales them. Nothing is computed twice, and nothing but the gradients is kept (Hsu et al., "Liger Kernel", 2024, do
-  that for a language model's head). Such a gradient of a whole operand is float32 or wider.
+  that for a language model's head). Such a gradient of a whole operand is float32 or wider. Not so where a backward
+  rule of the user's may not be linear, or where devices send one another something: there the gradients of the loss,
+  scaled, need not be those of the scaled loss.
 
 A `jax.custom_vjp` would do for reverse mode, but it has no forward mode. Rows of the results are written in place, into
 what the loop carries, so a result is in memory once.
@@ -41,12 +43,21 @@ class Tiles:
       lines: what a tile computes.
       total: rows of the axis.
       size: rows of a tile; the last one may have fewer.
+      scales: whether the gradients of a scaled loss are its gradients, scaled.
     """
 
     def __init__(
-        self, operands: Sequence[ShareKey], results: Sequence[ShareKey], lines: Sequence[Line], total: int, size: int
+        self,
+        operands: Sequence[ShareKey],
+        results: Sequence[ShareKey],
+        lines: Sequence[Line],
+        total: int,
+        size: int,
+        *,
+        scales: bool,
     ) -> None:
         self.operands, self.results, self.lines, self.total, self.size = operands, results, lines, total, size
+        self.scales = scales
         found = differentiable(lines, operands)
         self._depends = [found[key] for key in results]
         self._loop = self._with_derivative()
@@ -228,7 +239,7 @@ class Tiles:
             found: dict[int, Any] = {}
             if not outs:
                 results = list(loop(*primals))
-            elif len(outs) == 1 and self._is_loss(outs[0]):
+            elif self.scales and len(outs) == 1 and self._is_loss(outs[0]):
                 results, slopes = self.gradients(primals, list(moving), outs[0])
                 products = (_product(slope, tangent) for slope, tangent in zip(slopes, moving.values()))
                 found[outs[0]] = functools.reduce(jnp.add, products).astype(self.results[outs[0]][0].aval.dtype)
