@@ -16,7 +16,7 @@ from tests.helpers import assert_trees_close, executions, kept_bytes
 
 TOKENS, WIDTH, WORDS = 24, 8, 64
 KEYS = jax.random.split(jax.random.key(0), 4)
-W = jax.random.normal(KEYS[0], (WIDTH, WORDS))
+W = jax.random.normal(KEYS[0], (WIDTH, WORDS)) / WIDTH**0.5  # so that what sines are taken of is of size one
 X = jax.random.normal(KEYS[1], (TOKENS, WIDTH))
 T = jax.random.randint(KEYS[2], (TOKENS,), 0, WORDS)
 
@@ -354,6 +354,11 @@ def test_a_rule_that_couples_in_its_derivative_alone_is_refused():
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_results_are_arrays():
+    with pytest.raises(ArgumentError, match="fun must be a function that returns arrays; got 'a'"):
+        tile(lambda x: (x, "a"), in_axes=0, tiles=2)(X)
 
 
 @pytest.mark.parametrize("tiles", [0, -1, 1.5, True, "2"])
