@@ -33,7 +33,7 @@ from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
-from jaxckpt.core.regions import Loop, Region
+from jaxckpt.core.regions import Loop, Region, TiledStretch
 from jaxckpt.memory.compare import Comparison, compare
 from jaxckpt.memory.estimate import estimate_memory_savings
 from jaxckpt.memory.report import MemoryReport, measure
@@ -87,6 +87,7 @@ __all__ = [
     "StructureError",
     "Target",
     "TargetError",
+    "TiledStretch",
     "TilingError",
     "UnknownTargetError",
     "UnmatchedTagError",

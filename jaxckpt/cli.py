@@ -105,6 +105,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="plan as if the model had no checkpoints of its own; the plan takes them out",
     )
+    _add(
+        parser,
+        "--tile",
+        action="store_true",
+        help="let stretches that need too much at once run tile by tile, where nothing fits or less time is taken",
+    )
     _add(parser, "--no-verify", action="store_true", help="do not compile the plan; its peak is only predicted")
     _add(
         parser,
@@ -150,6 +156,7 @@ def _plan(options: argparse.Namespace) -> None:
             target=target,
             costs=options.costs,
             respect_checkpoints=not options.ignore_checkpoints,
+            tile=options.tile,
             cache=options.cache,
             progress=progress,
         )

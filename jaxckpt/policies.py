@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, UnmatchedTagError, did_you_mean
 from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from, given
@@ -77,12 +79,21 @@ class Selector:
 LENIENT = " Or pass strict=False to the Policy."
 """The last sentence in errors of a strict policy. The command line removes it, because it has no such argument."""
 
+
+def _said(predicate: Callable[[Value], Any], value: Value) -> bool:
+    said = predicate(value)
+    try:
+        return bool(said)
+    except (ValueError, TypeError, jax.errors.JAXTypeError) as error:  # an array: of several, or that is being traced
+        raise ArgumentError("predicate", "a function of a Value that returns True or False", said) from error
+
+
 PICKS: dict[str, Callable[..., bool]] = {
     "tagged": lambda v, glob: any(fnmatch.fnmatchcase(tag, glob) for tag in v.tags),
     "op": lambda v, glob: bool(v.primitive) and fnmatch.fnmatchcase(v.primitive, glob),
     "larger_than": lambda v, size: v.kept_bytes > size,
     "intensity_above": lambda v, flops_per_byte: v.flops > flops_per_byte * max(v.bytes, 1),
-    "where": lambda v, predicate: bool(predicate(v)),
+    "where": lambda v, predicate: _said(predicate, v),
     "&": lambda v, left, right: left.picks(v) and right.picks(v),
     "|": lambda v, left, right: left.picks(v) or right.picks(v),
     "~": lambda v, inner: not inner.picks(v),

@@ -5,6 +5,8 @@ agree.
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -67,3 +69,21 @@ def chain_in_segments(wrap: Callable, segment: int = 1) -> Callable:
 def mib(shape: tuple[int, ...], itemsize: int = 4) -> float:
     """MiB of an array."""
     return math.prod(shape) * itemsize / 2**20
+
+
+def time_ratio(first: Callable[[], object], second: Callable[[], object], turns: int) -> tuple[float, list[float]]:
+    """Seconds of `first` by seconds of `second`: the median over `turns` pairs, and the pairs' ratios for a message.
+
+    Seconds are this process's own work. The two calls of a pair follow one another, so that both find the machine as
+    busy; each function runs once before, for what is made once in a process. What another process does to one or two
+    calls moves the least of several turns, and not the median of the pairs.
+    """
+
+    def seconds(call: Callable[[], object]) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    seconds(first), seconds(second)
+    ratios = sorted(seconds(first) / seconds(second) for _ in range(turns))
+    return statistics.median(ratios), ratios

@@ -286,3 +286,10 @@ def test_a_selector_of_nothing_is_refused_at_once(make):
 def test_an_action_of_another_kind_is_refused_at_once():
     with pytest.raises(ArgumentError, match=r"kind must be one of recompute, save, offload; got 'foo'"):
         jaxckpt.Action("foo")
+
+
+@pytest.mark.parametrize("said", [jnp.ones(3), jnp.ones((2, 1))])
+def test_a_predicate_says_true_or_false(said):
+    policy = Policy({where(lambda value: said): SAVE})
+    with pytest.raises(ArgumentError, match="predicate must be a function of a Value that returns True or False"):
+        jax.grad(jaxckpt.checkpoint(lambda x: jnp.sin(jnp.sin(x)), policy=policy))(1.0)

@@ -110,6 +110,7 @@ from jaxckpt._compat.traces import (
     manual_axes,
     shaped_array,
     tangent_aval,
+    trace_context,
     trace_state,
     unmapped_aval,
     varying_axes,

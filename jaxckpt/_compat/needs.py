@@ -95,6 +95,7 @@ NEEDS: tuple[Need, ...] = (
         has=("filter_not_in",),
     ),
     Need("jax._src.util.cache", "remember what it derives for each configuration of JAX"),
+    Need("jax._src.config.trace_context", "trace a function once for plans under the same settings", positional=0),
     Need("jax._src.util.weakref_lru_cache", "remember functions as long as they live", positional=1),
     # What is being traced, and over which axes.
     Need("jax.core.Tracer", "tell what is being traced"),

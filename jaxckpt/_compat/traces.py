@@ -23,6 +23,9 @@ cache_in_context = util.cache()
 flags.)
 """
 
+trace_context = config.trace_context
+"""Returns a value that is equal as long as those of JAX's settings are the same that change a trace."""
+
 weakref_lru_cache = util.weakref_lru_cache
 """The same; a result is cached as long as the first argument lives."""
 

@@ -248,6 +248,32 @@ LONGEST_RUN = 64
 LOG_BASE = 4
 """Segments of a level of the schedule "log": 2 and 4 keep equally many carries, and 4 runs iterations half as often."""
 
+MOST_TILES = 64
+"""Tiles that the planner divides a stretch into, at most. More of them are small matmuls and many loop iterations."""
+
+SHARED_PARTS = 2000
+"""Regions that the planner's traces of a program share, at most. A plan has up to a few hundred. It bounds memory."""
+
+FAR = 1.1
+"""Where the leanest plan is estimated to need this many times a budget, plans with tiles are looked for at once. The
+model errs by a few percent of the peak."""
+
+LITTLE = 0.1
+"""A stretch is tiled by itself if at its ends at most this share of what it needs passes. No measurement is on record.
+"""
+
+TILE_REACH = 8
+"""Stages by which a stretch that is tiled may reach beyond those that need too much. No measurement is on record."""
+
+TILED_AXES = 4
+"""Axes along which the planner tries to divide a stretch, of those that go through: each takes a trace of it."""
+
+TILE_TRIES = 6
+"""Sets of tiles that are planned for one budget, at most: after one that fits, those with fewer tiles."""
+
+TILE_ROUNDS = 4
+"""Times that tiles are looked for in a function that has some. No measurement is on record."""
+
 # ------------------------------------------------------------------------------------------------------ results on disk
 
 CACHE_BYTES = 2**30

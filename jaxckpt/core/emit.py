@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action
-from jaxckpt.core import primitives, reads, stored, surgery
+from jaxckpt.core import looks, primitives, reads, stored, surgery
 from jaxckpt.core.constants import MUCH
 from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
 from jaxckpt.core.leaves import array
@@ -30,7 +30,6 @@ from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body
 from jaxckpt.core.rules import Rule
-from jaxckpt.core.scopes import in_scope
 from jaxckpt.core.tie import tie
 
 
@@ -271,6 +270,21 @@ def _rewrite(
     return groups
 
 
+def grouped(body: Body) -> list[list[Any]]:
+    """Returns for each operation of a body its equations: itself, and the names that follow it; with the first one
+    those before it.
+    """
+    groups: list[list[Any]] = []
+    pending: list[Any] = []
+    for eqn in body.jaxpr.eqns:
+        if not _is_alias(eqn):
+            groups.append([*pending, eqn])
+            pending = []
+        else:
+            (groups[-1] if groups else pending).append(eqn)
+    return [*groups, pending] if pending else groups
+
+
 def _is_alias(eqn: Any) -> bool:
     return _compat.equation_name(eqn) is not None and not isinstance(eqn.invars[0], _compat.Literal)
 
@@ -446,9 +460,25 @@ class _Program:
     prevent_cse: bool | tuple[bool, ...]
     folded: Callable[[list[Any]], list[Any]]
 
-    def place(self) -> tuple[str, Address]:
-        """Returns the program's fingerprint, and the body's address."""
-        return self.names.graph.fingerprint, self.names.addresses[id(self.body)]
+    def part(
+        self, make: Callable[[], Flat], start: int, stop: int, region: Region | None, variables: tuple[Hashable, ...]
+    ) -> Flat:
+        """Returns the function that `make` returns of a region, or of what lies between two: see `looks.part`.
+
+        Args:
+          make, start, stop, region: see above.
+          variables: what it depends on besides the region and what is inside of operations.
+        """
+        names, own = self.names, self.names.addresses[id(self.body)]
+
+        def key() -> Hashable:
+            others = tuple(each for address, regions in names.regions.items() if address != own for each in regions)
+            loops = tuple(loop for each in names.loops.values() for loop in each.values())
+            kept = sorted(i for each in (region, *others) if each is not None for i in _all_actions(each))
+            named = tuple((i, names(i), i in names.read) for i in kept)
+            return region, others, loops, self.prevent_cse, named, variables
+
+        return looks.part(make, start, stop, names.graph, own, key, region is not None and bool(region.regions))
 
     @functools.cached_property
     def parts(self) -> Mapping[Any, Any]:
@@ -504,7 +534,8 @@ def _region(region: Region, program: _Program) -> Flat:
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
-    return _checkpointed(inner, region, program.names, program.prevent_cse)
+    made = lambda: _checkpointed(inner, region, program.names, program.prevent_cse)
+    return program.part(made, region.start, region.stop, region, ())
 
 
 def _checkpointed(
@@ -519,8 +550,7 @@ def _checkpointed(
         if not names.read.isdisjoint(region.actions):
             fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
-    fun = _tied(fun, parts) if region.tied else fun
-    return in_scope(fun, region.start, region.stop, lambda: (names.graph.fingerprint, region.body))
+    return _tied(fun, parts) if region.tied else fun
 
 
 def _tied(fun: Flat, parts: Collection[int]) -> Flat:
@@ -591,16 +621,10 @@ def _stretch(
         outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
         eqns = eqns if region is None else program.with_views(eqns)
         ins = surgery.used(eqns)
-        if region is not None and region.regions:
-            fun = _stretch(begin, end, region.regions, program, ins, outs)
-        else:
-            jaxpr = surgery.stretch(program.folded(eqns), ins, outs, program.body.jaxpr)
-            fun = functools.partial(surgery.evaluate, jaxpr)
-        if region is not None:
-            parts = [place for place, var in enumerate(ins) if var in program.parts]
-            fun = _checkpointed(fun, region, program.names, program.prevent_cse, parts)
-        else:
-            fun = in_scope(fun, begin, end, program.place)
+        make = functools.partial(_part, begin, end, region, program, eqns, ins, outs)
+        views = tuple(place for place, var in enumerate(ins) if var in program.parts)
+        given = tuple(name for eqn in eqns if (name := _compat.equation_name(eqn)) is not None)
+        fun = program.part(make, begin, end, region, (begin, end, *ins, None, *outs, None, *views, None, *given))
         stretches.append((fun, ins, outs))
         needed |= set(ins)
 
@@ -620,6 +644,27 @@ def _stretch(
         return [var.val if isinstance(var, _compat.Literal) else read(var) for var in outputs]
 
     return call
+
+
+def _part(
+    start: int,
+    stop: int,
+    region: Region | None,
+    program: _Program,
+    eqns: list[Any],
+    inputs: list[Any],
+    outputs: list[Any],
+) -> Flat:
+    """Returns the function of one region of a stretch, or of what lies between two of them: `eqns`."""
+    if region is not None and region.regions:
+        fun = _stretch(start, stop, region.regions, program, inputs, outputs)
+    else:
+        jaxpr = surgery.stretch(program.folded(eqns), inputs, outputs, program.body.jaxpr)
+        fun = functools.partial(surgery.evaluate, jaxpr)
+    if region is None:
+        return fun
+    parts = [place for place, var in enumerate(inputs) if var in program.parts]
+    return _checkpointed(fun, region, program.names, program.prevent_cse, parts)
 
 
 def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int, int, Region | None]]:

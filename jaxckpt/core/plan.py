@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import jax
+
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
@@ -25,12 +27,24 @@ from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
 from jaxckpt.core.graph import Body, Graph, Op, Value, trace
 from jaxckpt.core.lift import transformed
+from jaxckpt.core.looks import traced_once
 from jaxckpt.core.loops import check_loop
-from jaxckpt.core.regions import Address, Loop, Region, all_of, by_body, check_flag, check_order, set_fields
+from jaxckpt.core.regions import (
+    Address,
+    Loop,
+    Region,
+    TiledStretch,
+    all_of,
+    by_body,
+    check_flag,
+    check_order,
+    set_fields,
+)
 from jaxckpt.core.schedule import schedule_from
+from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 6
+FORMAT = 7
 """Version of the JSON form."""
 
 
@@ -65,6 +79,9 @@ class Plan:
       loops: how scans of the function are run, where not as they stand.
       respect_checkpoints: whether the function keeps the checkpoints that are in it. False: the plan is one for
         `jaxckpt.without_checkpoints` of the function.
+      tiles: stretches that run tile by tile, the first round's first, and of a round the last one first. Regions and
+        loops are of the function that has all of them in tiles.
+      tiled_fingerprint: that of the graph of the function with its tiles; "" without tiles.
       report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
         equal, and have one hash, whatever their reports and notes say.
     """
@@ -76,9 +93,15 @@ class Plan:
     loops: tuple[Loop, ...] = ()
     respect_checkpoints: bool = True
     report: PlanReport | None = field(default=None, compare=False, repr=False)
+    tiles: tuple[TiledStretch, ...] = ()
+    tiled_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
+        set_fields(self, tiles=all_of(self.tiles, TiledStretch, "tiles"))
+        rounds = [tile.round for tile in self.tiles]
+        if rounds != sorted(rounds) or not isinstance(self.tiled_fingerprint, str):
+            raise PlanMismatchError(f"tiles must be in the order of their rounds; got {self.tiles!r:.200}. Plan anew.")
         set_fields(self, notes=all_of(self.notes, str, "notes"))
         check_flag(self.prevent_cse, "prevent_cse")
         check_flag(self.respect_checkpoints, "respect_checkpoints")
@@ -143,8 +166,8 @@ class Plan:
         @functools.wraps(fun)
         def planned(*args: Any, **kwargs: Any) -> Any:
             with _compat.working_checkpoints():
-                graph = trace(source, *args, **kwargs)
-                self.check(graph)
+                graph = traced_once(lambda: trace(source, *args, **kwargs), fun, args, kwargs, self.fingerprint)
+                graph = self._checked(graph, args, kwargs)
                 return run_emitted(graph, emit(graph, self.regions, self.prevent_cse, self.loops), args, kwargs)
 
         return planned
@@ -153,8 +176,33 @@ class Plan:
         """Raises `PlanMismatchError` where the plan was not made for this graph, or names what is not in it.
 
         Regions must lie within the graph, the values that they keep be made by their operations and be such as can be
-        kept; loops must be scans that their schedules can run.
+        kept; loops must be scans that their schedules can run; tiles must be of its operations.
         """
+        self.tiled_graph(graph)
+
+    def tiled_graph(self, graph: Graph) -> Graph:
+        """Returns the graph that regions and loops are of, from that of the function; both are checked: see `check`."""
+        if not self.tiles:
+            return self._checked(graph, (), {})
+        avals = [var.aval for var in graph.body.jaxpr.invars]
+        weak = [bool(getattr(aval, "weak_type", False)) for aval in avals]
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=w) for aval, w in zip(avals, weak)]
+        return self._checked(graph, *jax.tree.unflatten(graph.in_tree, leaves))
+
+    def _checked(self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+        """Returns the graph of the function in its tiles; args, kwargs: of the function, or arrays like them."""
+        self._check_made_for(graph)
+        found = with_tiles(graph, self.tiles, args, kwargs)
+        if self.tiles and self.tiled_fingerprint not in ("", found.fingerprint):
+            raise PlanMismatchError(
+                f"The plan's regions are of the tiled program {self.tiled_fingerprint}, this one is "
+                f"{found.fingerprint}: it was made by another version of jax or jaxckpt. Plan anew."
+            )
+        _check_regions(self.regions, found)
+        _check_loops(self.loops, found)
+        return found
+
+    def _check_made_for(self, graph: Graph) -> None:
         if graph.fingerprint != self.fingerprint:
             stop = max((region.stop for region in self.regions if not region.body), default=0)
             size = (
@@ -172,8 +220,6 @@ class Plan:
                 "that selects it. "
                 "Make a plan for this function."
             )
-        _check_regions(self.regions, graph)
-        _check_loops(self.loops, graph)
 
     def to_json(self) -> str:
         """Returns the plan as JSON text; `Plan.from_json` reads it back."""
@@ -185,6 +231,8 @@ class Plan:
             "respect_checkpoints": self.respect_checkpoints,
             "regions": [_region_to_json(region) for region in self.regions],
             "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
+            "tiles": [asdict(tile) for tile in self.tiles],
+            "tiled_fingerprint": self.tiled_fingerprint,
             "report": None if self.report is None else _report_to_json(self.report),
         }
         return json.dumps({**content, "digest": _digest(content)}, indent=1)
@@ -212,6 +260,8 @@ class Plan:
             loops = tuple(Loop(loop["op"], schedule_from(loop["schedule"]), loop["body"]) for loop in raw["loops"])
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
             plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, raw["respect_checkpoints"])
+            tiles = tuple(TiledStretch(**tile) for tile in raw["tiles"])
+            plan = replace(plan, tiles=tiles, tiled_fingerprint=raw["tiled_fingerprint"])
             return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
             raise
@@ -246,7 +296,7 @@ class Plan:
 
     def describe(self, graph: Graph) -> str:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
-        self.check(graph)
+        graph, whole = self.tiled_graph(graph), graph
         kept = sum(_stored(region.actions, graph) for region in every_region(self.regions))
         for loop in self.loops:
             length = _op(loop, graph).params["length"]
@@ -256,6 +306,7 @@ class Plan:
             f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, "
             f"{format_bytes(kept)} kept in them"
         ]
+        lines += [f"├─ {line}" for line in self.tile_lines(whole)]
         regions, loops = by_body(self.regions), by_body(self.loops)
         for address in sorted({*regions, *loops}):
             indent = "│  " if address else ""
@@ -266,6 +317,15 @@ class Plan:
                 indent + line for line in _describe_loops(loops.get(address, ()), _body(address, graph).ops, graph)
             )
         return "\n".join(lines)
+
+    def tile_lines(self, graph: Graph) -> list[str]:
+        """Returns a line for each tiled stretch; with its value for those of the function's own graph."""
+        lines: list[str] = []
+        for tile in self.tiles:
+            value = None if tile.round else graph.values[tile.value]
+            along = "" if value is None else f" along axis {tile.axis} of {value.label} {list(value.shape)}"
+            lines.append(f"operations {tile.start}..{tile.stop} in {counted(tile.tiles, 'tile')}{along}")
+        return lines
 
     def __str__(self) -> str:
         lines = [f"Plan for {self.fingerprint}{'' if self.target is None else f' on {self.target}'}"]
@@ -284,6 +344,8 @@ class Plan:
         for region, note in zip(self.regions, notes):
             kept = f"keeps {counted(len(region.actions), 'value')} " if region.checkpoint else ""
             lines.append(f"  ops {region.start}..{region.stop}{_inside(region.body)}: {kept}{note}".rstrip())
+        for tile in self.tiles:
+            lines.append(f"  ops {tile.start}..{tile.stop} in {counted(tile.tiles, 'tile')}")
         for loop in self.loops:
             lines.append(f"  scan at {loop.op}{_inside(loop.body)}: {loop.schedule}")
         return "\n".join(lines)

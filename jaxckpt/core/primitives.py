@@ -87,6 +87,7 @@ class Primitive:
       shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
+      flat: whether its derivative is zero, whatever its operands are.
       elementwise: whether element i of each result is computed from elements i of its operands, which have the result's
         shape, a 1 in place of some of its sizes, or no axis: so any axis passes through it. `core/tiling/axes.py` has
         the rules of the others.
@@ -103,6 +104,7 @@ class Primitive:
     shows: bool = False
     holds: Holds = Holds.PROGRAMS
     opaque: bool = False
+    flat: bool = False
     elementwise: bool = False
 
     @property
@@ -158,7 +160,8 @@ _LOOP = Primitive(holds=Holds.LOOP, asks_result=False, writes_over=True)
 
 _ROWS: tuple[tuple[str, Primitive], ...] = (
     # Only moved: no FLOPs.
-    ("copy name stop_gradient", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True)),
+    ("copy name", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True)),
+    ("stop_gradient", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True, flat=True)),
     ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True)),
     ("transpose", replace(_MOVED, result=Result.REORDERED, linear=True)),
     ("broadcast_in_dim", replace(_MOVED, linear=True)),
@@ -179,7 +182,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("dynamic_update_slice", Primitive(rules.free, dear=False, writes_over=True, asks_result=False)),
     # Elementwise, and computed where they are used.
     ("add add_any sub neg", replace(_EACH_SIMPLE, linear=True)),
-    ("mul square sin cos log log1p abs sign floor ceil round complex conj clamp select_n", _EACH_SIMPLE),
+    ("mul square sin cos log log1p abs complex conj clamp select_n", _EACH_SIMPLE),
+    ("sign floor ceil round", replace(_EACH_SIMPLE, flat=True)),
     ("eq ne lt le gt ge and or xor not is_finite", _EACH_SIMPLE),
     ("integer_pow", replace(_EACH_SIMPLE, flops=rules.integer_pow)),
     ("div rem max min pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _EACH),

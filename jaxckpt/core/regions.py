@@ -82,6 +82,36 @@ class Loop:
         all_of([self.schedule], LoopSchedule, "schedule")
 
 
+@dataclass(frozen=True)
+class TiledStretch:
+    """A stretch of operations that is run tile by tile, as `jaxckpt.tile` runs a function.
+
+    Attributes:
+      start, stop: the stretch, a half-open interval of `Graph.ops`.
+      value: index of a value that the stretch reads.
+      axis: the axis of that value that is divided; the stretch's other values have it where the operations put it.
+      tiles: into how many tiles. If it does not divide the axis, each has ceil(rows / tiles) rows, and the last one
+        what is left.
+      round: 0 for a stretch of the function itself, 1 for one of the function that has those of round 0 in tiles, and
+        so on.
+    """
+
+    start: int
+    stop: int
+    value: int
+    axis: int
+    tiles: int
+    round: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop", "value", "axis", "tiles", "round"):
+            set_fields(self, **{name: whole(getattr(self, name), f"a tiled stretch's {name}")})
+        if self.start >= self.stop or self.tiles < 1:
+            raise PlanMismatchError(
+                f"a tiled stretch must have operations, and tiles must be at least 1; got {self}. Plan anew."
+            )
+
+
 # ------------------------------------------------------------------------------------------------- what fields may hold
 
 

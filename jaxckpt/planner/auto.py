@@ -71,6 +71,7 @@ def autocheckpoint(
     verify: bool = True,
     solver: str | Solver = "chain",
     respect_checkpoints: bool = True,
+    tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -88,6 +89,7 @@ def autocheckpoint(
     verify: bool = True,
     solver: str | Solver = "chain",
     respect_checkpoints: bool = True,
+    tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -104,6 +106,7 @@ def autocheckpoint(
     verify: bool = True,
     solver: str | Solver = "chain",
     respect_checkpoints: bool = True,
+    tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -120,7 +123,7 @@ def autocheckpoint(
         bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`.
       target: None for the local backend.
       step: makes the training step from `fun`; the step takes the arguments of `fun`.
-      actions, costs, verify, solver, respect_checkpoints, cache: see `jaxckpt.plan`.
+      actions, costs, verify, solver, respect_checkpoints, tile, cache: see `jaxckpt.plan`.
       path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
         versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
@@ -145,7 +148,7 @@ def autocheckpoint(
     (4, 4)
     """
     solver_for(solver)
-    check_flags(verify=verify, respect_checkpoints=respect_checkpoints)
+    check_flags(verify=verify, respect_checkpoints=respect_checkpoints, tile=tile)
     folder_of(cache)
     numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
@@ -159,6 +162,7 @@ def autocheckpoint(
         verify,
         solver,
         respect_checkpoints,
+        tile,
         cache,
         static_argnums,
     )
@@ -180,6 +184,7 @@ class _Settings:
     verify: bool
     solver: str | Solver
     respect_checkpoints: bool
+    tile: bool
     cache: str | os.PathLike[str] | bool | None
     static_argnums: int | Sequence[int]
 
@@ -352,6 +357,7 @@ class _Auto:
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
             respect_checkpoints=settings.respect_checkpoints,
+            tile=settings.tile,
             cache=settings.cache,
             reverse_only=False,  # what it returns may be differentiated in any way
         )
@@ -402,6 +408,7 @@ class _Auto:
             "costs": str(settings.costs),
             "solver": _solver_title(settings.solver),
             "respect_checkpoints": settings.respect_checkpoints,
+            "tile": settings.tile,
             "verify": settings.verify,
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

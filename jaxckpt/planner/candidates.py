@@ -108,9 +108,8 @@ def candidates_of(
         return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
 
     cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
-    nothing = mincut.of_values(operations, joint.needed, {}, ())
     if anyway.intersection(cuts[0].kept):  # a checkpoint without a policy: what goes out is not there for longer
-        cuts.insert(0, nothing)
+        cuts.insert(0, mincut.of_values(operations, joint.needed, {}, ()))
     inner = held.programs(named.graph, named.body, start, stop, active)
     numbers: dict[str, int] = {}
     for name, values in presets.items() if not inner else ():

@@ -24,7 +24,7 @@ class Context:
       actions: the ways to keep a value.
       programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
         and those.
-      quick: whether the program is small: see `is_quick`.
+      quick: whether the program is small, and on one device: see `is_quick`.
       once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
     """
 

@@ -71,7 +71,7 @@ def active_in(graph: Graph, around: Body, op: Op, body: Body, active: Collection
 def spread(graph: Graph, body: Body, active: set[int]) -> None:
     """Adds to `active` what the operations of a body compute from it, and can be differentiated."""
     for op in body.ops:
-        if op.primitive == "stop_gradient" or not active.intersection(op.inputs):
+        if primitives.of(op.primitive).flat or not active.intersection(op.inputs):
             continue
         active.update(index for index in op.outputs if is_inexact(graph.values[index]))
 

@@ -9,7 +9,7 @@ arrays lie, which stays a call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ class Inside:
     Attributes:
       graph: this body as a function: see `jaxckpt.planner.held.program_of`.
       differentiated: the values that go into it and are differentiated in.
+      results: those that come out of it and are differentiated.
       address: where it lies in the function.
       around: the operations that it lies in, the outermost first.
       outside_bytes: of the values that the function computes around it, on one device.
@@ -39,6 +40,7 @@ class Inside:
 
     graph: Graph
     differentiated: tuple[int, ...]
+    results: tuple[int, ...]
     address: Address = ()
     around: tuple[Op, ...] = ()
     outside_bytes: int = 0
@@ -48,6 +50,11 @@ class Inside:
         """Whether it is what one device of several runs."""
         return any(_is_mapped(op) for op in self.around)
 
+    @property
+    def active(self) -> frozenset[int]:
+        """The values that the derivative passes through."""
+        return stages.active_values(self.graph, self.differentiated, self.results)
+
     def run(self, fun: Callable[[], Returned]) -> Returned:
         """Returns what `fun()` returns, called where the body can be traced: its mapped axes are there."""
         for op in reversed(self.around):
@@ -56,23 +63,35 @@ class Inside:
         return fun()
 
 
-def innermost(graph: Graph, differentiated: Collection[int], share: float = INNERMOST_SHARE) -> Inside:
+def whole(graph: Graph, differentiated: Collection[int], results: Iterable[int | None] | None = None) -> Inside:
+    """Returns a function, or a body as one, that is planned as it stands.
+
+    Args:
+      differentiated: as of `Inside`.
+      results: as of `Inside`; None for all that comes out.
+    """
+    out = graph.body.outputs if results is None else results
+    return Inside(graph, tuple(differentiated), tuple(index for index in out if index is not None))
+
+
+def innermost(found: Inside, share: float = INNERMOST_SHARE) -> Inside:
     """Returns the innermost body that holds most of what a function computes.
 
     Args:
-      graph: the function as traced.
-      differentiated: the indices of the arguments that are differentiated in.
+      found: the function as traced.
       share: a body counts if it computes more than this share of the bytes.
     """
-    found = Inside(graph, tuple(differentiated))
     while (op := _largest(found.graph)) is not None:
         held, rest = _computed(found.graph, op), _around(found.graph, op)
         if held <= share * (held + rest):
             break
-        active = stages.active_values(found.graph, found.differentiated)
+        active = found.active
+        body = op.bodies[0]
+        ends = zip(body.outputs, op.outputs, strict=True)
         found = Inside(
             program_of(found.graph, op),
-            fed(found.graph, found.graph.body, op, op.bodies[0], active),
+            fed(found.graph, found.graph.body, op, body, active),
+            tuple(index for index, outer in ends if index is not None and outer in active),
             (*found.address, (op.index, 0)),
             (*found.around, op),
             found.outside_bytes + rest,

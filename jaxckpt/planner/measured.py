@@ -16,8 +16,8 @@ from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_profile
+from jaxckpt.core.looks import Looks
 from jaxckpt.core.plan import Plan
-from jaxckpt.core.scopes import regions_in_scopes
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
 from jaxckpt.memory.targets import Target
@@ -161,6 +161,10 @@ class Measured:
         return self.model.mapped or is_sharded(self.args)
 
     @functools.cached_property
+    def _looks(self) -> Looks:
+        return Looks(self.asked.fun, self.model.fingerprint, self.model.address)
+
+    @functools.cached_property
     def plain(self) -> Traced:
         """The step without a plan, as traced."""
         return self._look(None)
@@ -171,8 +175,7 @@ class Measured:
         """
         step, shards = self.step(self.fun) if made is None else self.planned(made), self.model.shards
         scoped = made is not None and not self.divided  # of several devices a trace does not say what one holds
-        place = self.model.fingerprint, self.model.address
-        with regions_in_scopes(*place) if scoped else contextlib.nullcontext():
+        with self._looks.another(scoped):
             stage = self._stage(step)
             with self._one_signature():
                 graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
@@ -200,7 +203,7 @@ class Measured:
         self._stages.clear()  # the others were only looked at
         if step is not None and stage is not None:
             return measure_traced(stage, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
-        with self._one_signature():
+        with self._one_signature(), self._looks.another():
             step = self.step(self.fun) if made is None else self.planned(made)
             return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
 

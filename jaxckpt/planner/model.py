@@ -23,8 +23,9 @@ from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
-from jaxckpt.planner.context import Context, is_quick
+from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
+from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.optimal import Table
@@ -60,6 +61,8 @@ class Model:
       address: of the body that is planned, whose view `graph` is: see `jaxckpt.planner.inside`.
       outside_bytes: of what the function computes around that body, on one device.
       mapped: whether that body is what one device of several runs.
+      quick: whether the program is small, and on one device: see `jaxckpt.planner.context.is_quick`.
+      active: the values that a derivative goes through.
       units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
       presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
         what it keeps.
@@ -80,13 +83,15 @@ class Model:
     address: Address = ()
     outside_bytes: int = 0
     mapped: bool = False
+    quick: bool = False
+    active: frozenset[int] = frozenset()
 
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all
         that is before and after the blocks as lean as it can be; and a preset's checkpoint around each block.
         """
-        # Of others each takes the trace of a long step.
-        insides = (barest, leanest, tightest) if is_quick(self.graph) else (leanest, tightest)
+        # Of other programs each takes the trace of a long step.
+        insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
         for run in _runs(len(self.units) - 1):
             whole = (len(self.units) - 1) // run * run
             ends = [*self.units[:whole:run], *self.units[whole:]]
@@ -200,26 +205,18 @@ class Model:
         return f"({format_bytes(kept)})"
 
 
-def build(
-    graph: Graph,
-    differentiated: Collection[int],
-    context: Context,
-    progress: Progress | None = None,
-    *,
-    looped: bool = False,
-) -> Model:
+def build(inside: Inside, context: Context, progress: Progress | None = None, *, looped: bool = False) -> Model:
     """Returns the chain of a function, every stretch of it analysed.
 
     Args:
-      graph: the function as traced.
-      differentiated: the indices of arguments that are differentiated in.
+      inside: the function as traced, or a body of it.
       context: what it is planned for.
       progress: called as `progress(done, total, what)`.
       looped: whether it is a loop's body. All iterations run forward before the last one's backward pass begins, so
         the compiler moves nothing between the two.
     """
     report = progress or (lambda done, total, what: None)
-    return _Builder(graph, differentiated, context, report, looped).build()
+    return _Builder(inside, context, report, looped).build()
 
 
 def _untied(region: Region) -> Region:
@@ -234,7 +231,7 @@ def _planned(
     """
     if not stages.loops(body) and len(stages.repeats(body)) < 3:
         return None
-    inner = replace(build(body, differentiated, replace(context, timed=False), looped=True), address=address)
+    inner = replace(build(whole(body, differentiated), replace(context, timed=False), looped=True), address=address)
     table = Table(inner.chain)
     limits = [limit for limit, _ in table.frontier()]
     chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
@@ -250,12 +247,11 @@ def _planned(
 
 
 class _Builder:
-    def __init__(
-        self, graph: Graph, differentiated: Collection[int], context: Context, progress: Progress, looped: bool
-    ) -> None:
-        self.graph, self.context, self.progress, self.looped = graph, context, progress, looped
-        self.differentiated = frozenset(differentiated)
-        self.active = stages.active_values(graph, differentiated)
+    def __init__(self, inside: Inside, context: Context, progress: Progress, looped: bool) -> None:
+        self.graph, self.context, self.progress, self.looped = inside.graph, context, progress, looped
+        graph = inside.graph
+        self.differentiated = frozenset(inside.differentiated)
+        self.active = inside.active
         self.last = stages.last_uses(graph)
         self.loops = stages.loops(graph)
         self.named = Named(graph, graph.body)
@@ -324,6 +320,8 @@ class _Builder:
             units=self.units,
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
+            quick=self.context.quick,
+            active=frozenset(self.active),
         )
 
     def _finer(self, places: list[int], blocks: Collection[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a step does with its function: the arguments that it calls it with, and which of them it differentiates in."""
+"""What a step does with its function: what it calls it with, in what it differentiates it, and which results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxckpt.planner.calls import abstract as abstract_leaf
 
 @dataclass
 class Seen:
-    """What a step does with its function: the arguments that it calls it with, and which of their leaves it
-    differentiates in; `again` says whether it differentiates the gradient too.
+    """What a step does with its function: the arguments that it calls it with, which of their leaves it differentiates
+    in, and which leaves of the results it differentiates; `again` says whether it differentiates the gradient too.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -28,14 +28,15 @@ class Seen:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     differentiated: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
     again: bool = False
 
 
 def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> Seen:
-    """Traces the step around the function, each differentiable leaf behind an identity whose derivative says that it
-    was asked for.
+    """Traces the step around the function, each differentiable leaf that goes in or comes out behind an identity whose
+    derivative says that it was asked for.
     """
-    calls: list[tuple[Seen, set[int], set[int]]] = []
+    calls: list[tuple[Seen, set[int], set[int], set[int]]] = []
 
     def watch(call: lift.Taken) -> Any:
         purity.refuse_ref_arguments(fun, call.paths())
@@ -44,13 +45,19 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         abstract_args, abstract_kwargs = jax.tree.unflatten(tree, abstract)
         asked: set[int] = set()
         again: set[int] = set()
-        calls.append((Seen(call.fun, abstract_args, abstract_kwargs), asked, again))
+        ends: set[int] = set()
+        calls.append((Seen(call.fun, abstract_args, abstract_kwargs), asked, again, ends))
         leaves = [
             _watch(asked, again, place)(leaf) if is_inexact(leaf) else _traced(leaf) if is_number(leaf) else leaf
             for place, leaf in enumerate(leaves)
         ]
         args, kwargs = jax.tree.unflatten(tree, leaves)
-        return call.fun(*args, **kwargs)
+        results, tree = jax.tree.flatten(call.fun(*args, **kwargs))
+        results = [
+            _watch(ends, set(), place)(leaf) if isinstance(leaf, jax.Array) and is_inexact(leaf) else leaf
+            for place, leaf in enumerate(results)
+        ]
+        return jax.tree.unflatten(tree, results)
 
     watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
     try:
@@ -62,10 +69,10 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
             "step must differentiate the function that it is given in reverse mode, as jax.value_and_grad does: forward "
             "mode (jax.jvp, jax.jacfwd) keeps nothing for a backward pass."
         ) from error
-    twice = any(again for _, _, again in calls)
-    for seen, asked, _ in calls:
+    twice = any(again for _, _, again, _ in calls)
+    for seen, asked, _, ends in calls:
         if asked:
-            return replace(seen, differentiated=tuple(sorted(asked)), again=twice)
+            return replace(seen, differentiated=tuple(sorted(asked)), results=tuple(sorted(ends)), again=twice)
     raise NotDifferentiableError(
         "step must differentiate the function that it is given, as jax.value_and_grad does; it "
         f"{'calls it without taking a gradient' if calls else 'does not call it'}. Then there is nothing to keep or "

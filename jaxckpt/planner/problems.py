@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax
 from jaxckpt._errors import (
     ArgumentError,
     InfeasibleBudgetError,
+    TilingError,
     check_flags,
 )
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
@@ -24,18 +25,25 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import (
     CLOSE,
+    FAR,
     INNERMOST_SHARE,
+    TILE_ROUNDS,
+    TILE_TRIES,
+    WORTH,
 )
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan
+from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress
+from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
+from jaxckpt.planner.chain import cost
 from jaxckpt.planner.context import Context, is_quick
-from jaxckpt.planner.inside import Inside, innermost
+from jaxckpt.planner.inside import Inside, innermost, whole
 from jaxckpt.planner.measured import Asked, Measured
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.observe import observe
@@ -43,6 +51,8 @@ from jaxckpt.planner.search import Search
 from jaxckpt.planner.shards import WHOLE, is_sharded, read
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
+from jaxckpt.planner.solvers.sqrt import fastest, single
+from jaxckpt.planner.tiles import Tiler
 
 logger = logging.getLogger("jaxckpt")
 
@@ -61,6 +71,7 @@ def plan(
     solver: str | Solver = "chain",
     reverse_only: bool = True,
     respect_checkpoints: bool = True,
+    tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -92,6 +103,10 @@ def plan(
       respect_checkpoints: False plans for the function without the checkpoints that are in it (see
         `jaxckpt.without_checkpoints`), and so may place them better; `plan.apply(fun)` takes them out too. Shares of
         the peak are then shares of the peak without any checkpoint. True leaves them as they are.
+      tile: whether stretches that need too much at once may run tile by tile, as of `jaxckpt.tile`, where no plan fits
+        without, or where that takes less time: the logits of a large vocabulary, the scores of an attention, a block.
+        Values and gradients are those of `fun`, up to the order in which sums over tiles are added. Not for sharded
+        arguments, nor inside of loops and `jax.shard_map`.
       cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
       progress: called before each piece of work.
 
@@ -127,6 +142,7 @@ def plan(
         costs=costs,
         reverse_only=reverse_only,
         respect_checkpoints=respect_checkpoints,
+        tile=tile,
         cache=cache,
         progress=progress,
     )
@@ -142,6 +158,7 @@ def problem_of(
     costs: str = "roofline",
     reverse_only: bool = True,
     respect_checkpoints: bool = True,
+    tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
 ) -> Problem:
@@ -151,7 +168,7 @@ def problem_of(
     if not callable(step):
         raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
     wanted = actions_of(actions)
-    check_flags(reverse_only=reverse_only, respect_checkpoints=respect_checkpoints)
+    check_flags(reverse_only=reverse_only, respect_checkpoints=respect_checkpoints, tile=tile)
     if progress is not None and not callable(progress):
         raise ArgumentError("progress", "a function of (done, total, what), or None", progress)
     if costs not in COSTS:
@@ -202,8 +219,9 @@ def problem_of(
             shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
             traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
         once = reverse_only and not seen.again
-        context = Context(resolved, shards, costs == "measured", kept, once, is_quick(graph))
-        model = inside.run(lambda: build(inside.graph, inside.differentiated, context, progress))
+        quick = is_quick(graph) and not is_sharded(args)
+        context = Context(resolved, shards, costs == "measured", kept, once, quick)
+        model = inside.run(lambda: build(inside, context, progress))
         placed = replace(
             model,
             fingerprint=graph.fingerprint,
@@ -213,9 +231,9 @@ def problem_of(
         )
         return Problem(asked, traced, placed)
 
-    whole = Inside(graph, tuple(differentiated))
-    inner, smaller = (innermost(graph, differentiated, share) for share in (INNERMOST_SHARE, 0.0))
-    other: Inside | None = whole
+    all_of_it = whole(graph, differentiated, [graph.body.outputs[place] for place in seen.results])
+    inner, smaller = (innermost(all_of_it, share) for share in (INNERMOST_SHARE, 0.0))
+    other: Inside | None = all_of_it
     if inner.address:
         purity.refuse_refs(fun, inner.graph)
     else:
@@ -224,6 +242,26 @@ def problem_of(
     found = problem(inner)
     found.other = None if other is None else functools.cache(lambda: problem(other))
     found.saving = None if keeping == (SAVE,) else functools.cache(lambda: problem(inner, (SAVE,)))
+    if tile and (is_sharded(args) or inner.mapped):
+        logger.warning("%s has sharded arguments or is mapped: tile=True changes nothing", lift.title(fun))
+    elif tile:
+        source = (lambda plain: plain) if respect_checkpoints else bare
+
+        def with_tiles(tiles: tuple[TiledStretch, ...]) -> Problem:
+            made = problem_of(
+                lift.transformed(lambda plain: tiled(source(plain), tiles), fun),
+                *args,
+                target=resolved,
+                step=step,
+                actions=wanted,
+                costs=costs,
+                reverse_only=reverse_only,
+                cache=cache,
+                progress=progress,
+            )
+            return made.whole()
+
+        found.tiled = Tiled(found, with_tiles)
     return found
 
 
@@ -250,13 +288,19 @@ class Problem(Measured):
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
       saving: makes the problem where SAVE alone keeps values, for budgets that other actions come nowhere near: what
         the compiler makes of those is hard to predict. None where there are no others.
+      tiled: plans with tiles, where they are wanted.
     """
 
     def __init__(self, asked: Asked, graph: Graph, model: Model) -> None:
         super().__init__(asked, graph, model)
         self.other: Callable[[], Problem] | None = None
         self.saving: Callable[[], Problem] | None = None
+        self.tiled: Tiled | None = None
         self._made: list[Problem] = []
+
+    def whole(self) -> Problem:
+        """Returns the problem of the function's own body."""
+        return self._shared(self.other()) if self.model.address and self.other is not None else self
 
     def plan(
         self,
@@ -272,7 +316,8 @@ class Problem(Measured):
         wanted = self.budget_bytes(budget)
         if wanted < self.argument_bytes and wanted < (needed := self.used_argument_bytes):
             raise refusal.below_arguments(budget, wanted, needed)
-        found = self._best(wanted, chosen, verify, report).report
+        best = functools.partial(self._best, wanted, chosen, verify, report)
+        found = (best() if self.tiled is None else self.tiled.or_tiled(best, wanted, chosen, verify, report)).report
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
@@ -317,6 +362,150 @@ class Problem(Measured):
         searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
         found = [known.plan for search in searches if (known := search.known()) is not None]
         return min(found, key=lambda plan: plan.overhead or 0.0, default=None)
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """How much is to be tiled.
+
+    Attributes:
+      keep: whether such that everything can be kept; else such that the leanest plan fits.
+      share: of the budget that the chain's moments may need.
+      more: how many times as many tiles as the chain says.
+    """
+
+    keep: bool
+    share: float
+    more: float = 1.0
+
+    def with_fewer(self, times: float) -> _Extent:
+        """Returns this with so many times fewer tiles."""
+        return replace(self, more=self.more / times)
+
+
+def _how_many_fewer(plan: Plan, budget: int) -> int:
+    """Returns how many times fewer tiles, a power of two, a budget has room for, if all that a plan needs besides the
+    arguments and the results is divided by the tiles.
+    """
+    said = plan.measured
+    if said is None:  # not verified: there is nothing to go by
+        return 1
+    whole = said.argument_bytes + said.output_bytes - said.alias_bytes
+    room = (budget - whole) // max(said.peak_bytes - whole, 1)
+    most = max(tile.tiles for tile in plan.tiles) // 2
+    return 1 << max(min(room, most), 1).bit_length() - 1
+
+
+class Tiled:
+    """Plans of a function with stretches of it in tiles.
+
+    Args:
+      problem: of the function.
+      make: returns the problem of the function with tiles.
+    """
+
+    def __init__(self, problem: Problem, make: Callable[[tuple[TiledStretch, ...]], Problem]) -> None:
+        self.problem, self._make = problem, functools.cache(make)
+
+    def or_tiled(self, best: Callable[[], Plan], budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
+        """Returns the cheapest plan within a budget, with tiles or without.
+
+        Args:
+          best: returns the one without.
+          budget, solver, verify, report: as of `Search`.
+        """
+        plans: list[Plan] = []
+        errors: list[InfeasibleBudgetError] = []
+        refused: list[TilingError] = []
+
+        def look(made: Callable[[], Plan]) -> None:
+            try:
+                plans.append(made())
+            except InfeasibleBudgetError as error:
+                errors.append(error)
+
+        if not self._is_hopeless(budget, solver, verify, report):
+            look(best)
+            if plans and (plans[0].overhead or 0.0) < WORTH:
+                return plans[0]
+        without = len(plans)
+        seen: set[tuple[TiledStretch, ...]] = {()}
+        extents = [_Extent(True, 0.98), *([] if plans else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)])]
+        while extents and len(seen) <= TILE_TRIES:
+            extent, before = extents.pop(0), len(plans)
+            tiles, problem = self._tiled(extent, budget, solver, verify, report, refused)
+            if tiles in seen:
+                continue
+            seen.add(tiles)
+            look(lambda: self._told(problem._best(budget, solver, verify, report), tiles))  # noqa: B023
+            if len(plans) > before:
+                fewer = _how_many_fewer(plans[-1], budget)
+                extents = [extent.with_fewer(fewer)] if fewer > 1 else []
+            elif len(plans) > without:  # of so few no plan fits
+                extents = [extent.with_fewer(0.5)]
+        if not plans and not errors:
+            look(best)
+        if not plans:
+            raise refusal.no_plan_with_tiles(min(errors, key=lambda each: each.least_bytes or math.inf), refused)
+        return min(plans, key=lambda plan: plan.overhead or 0.0)
+
+    def _is_hopeless(self, budget: int, solver: Solver, verify: bool, report: Progress) -> bool:
+        """Whether the leanest plan without tiles is estimated to be far above a budget."""
+        problem = self.problem.whole()
+        least = solver.least(problem.model.chain)
+        if least is None:
+            return False
+        standing = Search(problem, budget, solver, verify, report).standing(least)
+        return cost(problem.model.chain, least).peak + standing > FAR * budget
+
+    def _tiled(
+        self, extent: _Extent, budget: int, solver: Solver, verify: bool, report: Progress, refused: list[TilingError]
+    ) -> tuple[tuple[TiledStretch, ...], Problem]:
+        """Returns the tiles that a budget asks for, and the problem with them. Adds what stood in the way of more to
+        `refused`.
+        """
+        tiles: tuple[TiledStretch, ...] = ()
+        problem = self.problem.whole()
+        for place in range(TILE_ROUNDS):
+            chain = problem.model.chain
+            solution = single(chain, fastest) if extent.keep else solver.least(chain)
+            if solution is None:
+                break
+            standing = Search(problem, budget, solver, verify, report).standing(solution)
+            report(0, 1, "looking for what can be tiled")
+            tiler = Tiler(problem.graph, problem.model, problem.target.platform, place)
+            found = tiler.tiles(solution, round((budget - standing) * extent.share), extent.more, alone=extent.keep)
+            refused += tiler.refused
+            if not found:
+                break
+            tiles = (*tiles, *found)
+            problem = self._make(tiles)
+        return tiles, problem
+
+    def _told(self, plan: Plan, tiles: tuple[TiledStretch, ...]) -> Plan:
+        """Returns a plan of the function with tiles as one of the function itself."""
+        whole, said = self.problem, plan.report
+        assert said is not None
+        made = replace(
+            plan,
+            fingerprint=whole.model.fingerprint,
+            tiles=tiles,
+            tiled_fingerprint=plan.fingerprint,
+            respect_checkpoints=whole.asked.respect_checkpoints,
+            report=None,
+        )
+        told = replace(
+            said,
+            plan=made,
+            unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
+            unplanned_flops=whole.plain.flops,
+            unplanned_seconds=whole.plain.time.seconds,
+        )
+        if told.seconds is not None:
+            return replace(told, overhead=told.slowdown).plan
+        with_tiles = self._make(tiles)  # it is not verified: what it recomputes is the chain's word
+        seconds = with_tiles.plain.time.seconds + (said.overhead or 0.0) * with_tiles.model.step_seconds
+        return replace(told, overhead=seconds / whole.plain.time.seconds - 1).plan
 
 
 def _is_near(plan: Plan, budget: int) -> bool:

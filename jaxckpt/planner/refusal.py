@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 
-from jaxckpt._errors import InfeasibleBudgetError
+from jaxckpt._errors import InfeasibleBudgetError, TilingError
 from jaxckpt.core.units import format_bytes
 from jaxckpt.planner.measured import Measured
+
+REASONS = 3
+"""Operations that stand in the way of tiles that an error names, at most."""
 
 _OPAQUE = {
     "shard_map": "A jax.shard_map that is not most of the function is kept or run again as a whole: checkpoint parts "
@@ -37,13 +41,27 @@ def no_plan(
         )
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
-    stretch, said = _widest(measured)
+    stretch, said = _widest(measured, least)
     return InfeasibleBudgetError(
         f"budget must be enough for the plan that keeps least; got {format_bytes(budget)} ({budget} bytes). {advice} "
         f"{said}",
         least_bytes=least,
         budget_bytes=budget,
         stretch=stretch,
+    )
+
+
+def no_plan_with_tiles(error: InfeasibleBudgetError, refused: Sequence[TilingError]) -> InfeasibleBudgetError:
+    """Returns the error for a budget that no plan fits with tiles either.
+
+    Args:
+      error: the one that names the least budget.
+      refused: what stood in the way of more tiles.
+    """
+    reasons = list(dict.fromkeys(str(each) for each in reversed(refused)))[:REASONS]
+    why = f" No axis goes through more of it: {' '.join(reasons)}" if reasons else ""
+    return InfeasibleBudgetError(
+        f"{error}{why}", least_bytes=error.least_bytes, budget_bytes=error.budget_bytes, stretch=error.stretch
     )
 
 
@@ -65,8 +83,12 @@ def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBud
     )
 
 
-def _widest(measured: Measured) -> tuple[str | None, str]:
-    """Returns (which stretch needs most, what is said of it); None where the function has no operations."""
+def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
+    """Returns (which stretch needs most, what is said of it); None where the function has no operations.
+
+    Args:
+      least: as of `no_plan`.
+    """
     graph, model = measured.graph, measured.model
     if not model.graph.ops:
         return None, "The function itself has no operations."
@@ -79,4 +101,11 @@ def _widest(measured: Measured) -> tuple[str | None, str]:
         stretch += f" inside of {around.primitive}"
     where = f"{stretch}, {largest.primitive}{f' at {place}' if place else ''}"
     text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
+    rest = 0 if least is None else least - measured.argument_bytes - needed
+    if rest > needed:  # a leaner stretch would change little
+        text += (
+            f" Of the least budget {format_bytes(measured.argument_bytes)} are arguments, and {format_bytes(rest)} what "
+            "no stretch of this function needs: gradients, what the step around it computes (updates, gradients of each "
+            "example), and values that pass between stretches."
+        )
     return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text

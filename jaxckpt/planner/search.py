@@ -48,10 +48,8 @@ from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.report import MemoryReport
 from jaxckpt.planner import refusal
 from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
-from jaxckpt.planner.context import is_quick
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.measured import Measured, Traced, Try
-from jaxckpt.planner.shards import is_sharded
 from jaxckpt.planner.solvers import Infeasible, Solver
 from jaxckpt.planner.solvers.sqrt import leanest, single
 
@@ -78,7 +76,7 @@ class Search:
         self.tries: list[Try] = []
         self.compiles = 0
         self.effort = 0.0  # of the plan that was found
-        self.quick = not is_sharded(problem.args) and is_quick(problem.graph)
+        self.quick = problem.model.quick
         self.most = QUICK_COMPILES if self.quick else COMPILES
         self._most_overstated = PLATFORMS[problem.target.platform].overstated
 
@@ -93,7 +91,7 @@ class Search:
         purity.refuse_effects(self.problem.asked.fun, self.problem.graph)
         least = self.solver.least(self.chain)
         traced = least if least is not None and self._is_traced(least) else single(self.chain, leanest)
-        standing = self._standing(traced)
+        standing = self.standing(traced)
         if not self.verify:
             solution = self._solve(self.budget - standing) or least
             if solution is None:
@@ -111,7 +109,7 @@ class Search:
     def known(self) -> Try | None:
         """Returns the cheapest plan that was compiled for another budget and fits this one."""
         least = self.solver.least(self.chain)
-        return None if least is None else self._known(self._standing(least))
+        return None if least is None else self._known(self.standing(least))
 
     def _search(self, least: Solution | None, standing: int) -> Try | None:
         """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the
@@ -401,26 +399,24 @@ class Search:
         """Asks for plans within less than the leanest one needs, as the caller may after an error that names it, until
         none is leaner. Returns one that fits, or None.
         """
-        leanest = self._leanest()
+        if not self._compiled_peaks():
+            return None
         for _ in range(FLOORS):
-            before = leanest
-            for share in LEANER:
-                if leanest is None:
-                    return None
-                lower = Search(self.problem, int(leanest * share) - 1, self.solver, self.verify, self.report)
-                lower._search(least, standing)
+            before = leanest = min(self._compiled_peaks())
+            for share in (None, *LEANER):  # at first for the leanest itself, as the caller will
+                budget = leanest if share is None else int(leanest * share) - 1
+                Search(self.problem, budget, self.solver, self.verify, self.report)._search(least, standing)
                 if (found := self._known(standing)) is not None:
                     return found
-                leanest = self._leanest()
+                leanest = min(self._compiled_peaks())
             if leanest == before:
                 return None
         return None
 
-    def _leanest(self) -> int | None:
-        """Returns the least compiled peak of all plans of the problem; None before there is one."""
+    def _compiled_peaks(self) -> list[int]:
+        """Returns the compiled peaks of all plans of the problem that were compiled."""
         with self.problem.lock:
-            made = list(self.problem.tries.values())
-        return min((each.compiled for each in made if each.report is not None), default=None)
+            return [each.compiled for each in self.problem.tries.values() if each.report is not None]
 
     def _solve(self, limit: int, corrected: Chain | None = None) -> Solution | None:
         """Returns the solver's solution within a limit, or None: of the chain, or of the corrected one.
@@ -480,7 +476,7 @@ class Search:
         empty = Plan((), self.problem.graph.fingerprint, notes=("fits as it is",))
         return self._record(empty, MemoryEstimate(peak, self.problem.argument_bytes, 0, 0), None, self.problem.plain)
 
-    def _standing(self, solution: Solution) -> int:
+    def standing(self, solution: Solution) -> int:
         """Estimates the bytes that the chain does not count: arguments, the optimiser's work, results."""
         problem = self.problem
         return max(problem.estimate(solution) - cost(self.chain, solution).peak, problem.argument_bytes)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED, UNLIKE
 from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
@@ -36,16 +37,22 @@ class Stretch:
     outputs: tuple[int, ...]
 
 
-def active_values(graph: Graph, differentiated: Collection[int]) -> frozenset[int]:
-    """Returns the values that the derivative passes through: computed from differentiated arguments, and of an inexact
-    dtype.
+def active_values(graph: Graph, differentiated: Collection[int], results: Collection[int]) -> frozenset[int]:
+    """Returns the values that the derivative passes through: computed from differentiated arguments, of an inexact
+    dtype, and used for what is differentiated.
+
+    What is computed but not differentiated (an output beside the loss, what `stop_gradient` ends) may have no
+    derivative at all, as a while loop has none in reverse.
 
     Args:
       differentiated: the indices of values that are differentiated in.
+      results: of the values that are differentiated.
     """
     active = set(differentiated)
     spread(graph, graph.body, active)
-    return frozenset(active)
+    read = lambda op: () if primitives.of(op.primitive).flat else active.intersection(op.inputs)
+    ending = surgery.live(graph.ops, results, lambda op: op.outputs, read)
+    return frozenset(active.intersection(results).union(*map(read, ending)))
 
 
 def last_uses(graph: Graph) -> dict[int, int]:

@@ -104,7 +104,7 @@ def _title(report: PlanReport) -> str:
 def _recipe(report: PlanReport) -> str:
     """Returns a sentence on what a plan does."""
     plan = report.plan
-    if not plan.regions and not plan.loops:
+    if not plan.regions and not plan.loops and not plan.tiles:
         return nothing(plan)
     regions = list(every_region(plan.regions))
     actions = [
@@ -115,6 +115,7 @@ def _recipe(report: PlanReport) -> str:
     values = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(kept.items()))
     parts = [counted(len(regions), "region")] if regions else []
     parts += [counted(len(plan.loops), "planned loop")] if plan.loops else []
+    parts += [f"tiles in {counted(len(plan.tiles), 'place')}"] if plan.tiles else []
     return f"{' and '.join(parts)}: {values or 'keep nothing but what goes in'}."
 
 

@@ -47,11 +47,12 @@ def plan_lines(plan: Plan, graph: Graph) -> list[str]:
 
     Parts that repeat (the blocks of a model) are printed once, with their number.
     """
-    plan.check(graph)
+    graph, whole = plan.tiled_graph(graph), graph
+    tiles = [f"First, {line}." for line in plan.tile_lines(whole)]
     if not plan.regions and not plan.loops:
-        return [nothing(plan)]
+        return tiles or [nothing(plan)]
     regions, loops = by_body(plan.regions), by_body(plan.loops)
-    lines = ["In the order in which it runs:"]
+    lines = [*tiles, "In the order in which it runs:"]
     for address in sorted({(), *regions, *loops}):
         inside = replace(graph, body=graph.at(address))
         if address:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, JaxckptError, StructureError
+from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags
 from jaxckpt.core.lift import result_of
 from jaxckpt.transforms.checkpoint import checkpoint
 
@@ -46,6 +46,7 @@ def checkpoint_sequential(
     """
     if not isinstance(layers, Iterable):
         raise ArgumentError("layers", "a sequence of functions x -> x", layers)
+    check_flags(checkpoint_last=checkpoint_last)
     layers = tuple(layers)
     for i, layer in enumerate(layers):
         if not callable(layer):

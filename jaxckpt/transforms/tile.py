@@ -20,7 +20,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
 from jaxckpt.core import lift, purity
-from jaxckpt.core.leaves import array, is_array, is_given
+from jaxckpt.core.leaves import array, is_array, is_given, is_operand
 from jaxckpt.core.tiling.divide import Tiling, divided
 from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows
 
@@ -233,6 +233,8 @@ def _divide(
     def flat(*values: Any) -> list[Any]:
         args, kwargs = jax.tree.unflatten(in_tree, values)
         out, tree = jax.tree.flatten(pure(*args, **kwargs))
+        if strange := [leaf for leaf in out if not is_operand(leaf)]:
+            raise ArgumentError("fun", "a function that returns arrays", strange[0])
         trees.append(tree)
         return out
 

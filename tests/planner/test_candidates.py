@@ -11,10 +11,10 @@ from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import trace
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.planner import inside
 from jaxckpt.planner.candidates import candidates_of
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.scans import loop_candidates_of
-from jaxckpt.planner.stages import active_values
 from jaxckpt.schedules import Mixed, Nested
 
 CPU = Target("cpu")
@@ -56,7 +56,7 @@ def programs():
 def whole(fun, args, target=CPU):
     graph = trace(fun, *args)
     count = len(jax.tree.leaves(args[0]))
-    active = active_values(graph, range(count) if graph.values[0].kind == "argument" else _first(graph, count))
+    active = inside.whole(graph, range(count) if graph.values[0].kind == "argument" else _first(graph, count)).active
     outputs = [index for index in graph.body.outputs if index is not None]
     return graph, candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(target))
 
@@ -127,7 +127,7 @@ def test_gradients_of_arguments_that_nobody_asks_for_need_nothing():
     outputs = [index for index in graph.body.outputs if index is not None]
 
     def least(differentiated):
-        active = active_values(graph, differentiated)
+        active = inside.whole(graph, differentiated).active
         return (
             candidates_of(Named(graph, graph.body), 0, len(graph.ops), outputs, active, Context(CPU)).candidates[0].work
         )
@@ -149,7 +149,7 @@ def scanned():
     graph = trace(layers, *SCAN_ARGS)
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     weights = next(value.index for value in graph.values if value.kind == "argument")
-    found = loop_candidates_of(graph, graph.ops[place], active_values(graph, [weights]), Context(CPU))
+    found = loop_candidates_of(graph, graph.ops[place], inside.whole(graph, [weights]).active, Context(CPU))
     return graph, place, found
 
 

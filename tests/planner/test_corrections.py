@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.models import gpt, unet
+from jaxckpt import Plan, PlanMismatchError, Region
 from jaxckpt.core.graph import trace
-from jaxckpt.core.scopes import regions_in_scopes
+from jaxckpt.core.looks import Looks
 from jaxckpt.memory.report import measure
 from jaxckpt.planner import corrections
 from jaxckpt.planner.chain import Drop, Phase, cost, items, moments
@@ -74,13 +76,96 @@ def test_regions_are_in_scopes_only_where_that_is_asked_for(problem):
     step = jax.value_and_grad(plan.apply(problem.fun))
     scopes = lambda: " ".join(op.scope for op in trace(step, *problem.args).walk())
     plain = scopes()
-    with regions_in_scopes(plan.fingerprint, ()):
+    with Looks(problem.fun, plan.fingerprint, ()).another(scoped=True):
         scoped = scopes()
     assert "jaxckpt0_" in scoped
     for other in (("another program", ()), (plan.fingerprint, ((3, 0),))):  # a planned function in this one; a body
-        with regions_in_scopes(*other):
+        with Looks(problem.fun, *other).another(scoped=True):
             assert scopes() == plain
     assert scopes() == plain and "jaxckpt0_" not in plain
+
+
+def _calls():
+    """Blocks that are calls of one program, with a loop and a custom derivative in each."""
+
+    @jax.jit
+    def block(x, w):
+        h = jax.nn.silu(x @ w)
+        h, _ = jax.lax.scan(lambda c, _: (jnp.sin(c) * h, None), h, None, length=3)
+        return x + jnp.tanh(h @ w.T)
+
+    def loss(ws, x):
+        for w in ws:
+            x = block(x, w)
+        return jnp.mean(x**2)
+
+    return loss, ([jax.ShapeDtypeStruct((32, 96), jnp.float32)] * 6, jax.ShapeDtypeStruct((512, 32), jnp.float32))
+
+
+@pytest.mark.parametrize("make", [GPT, UNET, _calls], ids=["gpt", "unet", "calls"])
+def test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each(make):
+    loss, args = make()
+    problem = problem_of(loss, *args, target="cuda:h100")
+    called = []
+
+    def counted(*args):
+        called.append(args)
+        return loss(*args)
+
+    problem.asked = dataclasses.replace(problem.asked, fun=counted)
+    plans = list(map(problem.model.plan, _solutions(problem, 4)))
+    shared = list(map(problem._look, plans))
+    assert len(called) == 1
+    for plan in plans:
+        with problem._looks.another():
+            again = str(jax.make_jaxpr(jax.value_and_grad(plan.apply(counted)))(*args))
+        assert again == str(jax.make_jaxpr(jax.value_and_grad(plan.apply(loss)))(*args))
+    assert len(called) == 1
+    problem._looks = Looks(None, plans[0].fingerprint, ())  # of another function, with which nothing is shared
+    assert list(map(problem._look, plans)) == shared and len(called) == 1 + len(plans)
+
+
+def test_programs_that_differ_in_what_their_fingerprint_leaves_out_share_nothing():
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["s"])
+    @dataclasses.dataclass
+    class Module:
+        w: jax.Array
+        s: float
+
+    def fun(module, x):
+        return jnp.sum(jnp.tanh(x @ module.w) * module.s)
+
+    w, x = jnp.eye(4), jnp.ones((3, 4))
+    graph = trace(fun, Module(w, 2.0), x)
+    plan = Plan((Region(0, len(graph.ops)),), graph.fingerprint)
+    step = lambda fun: lambda w, x: (fun(Module(w, 2.0), x), fun(Module(w, 3.0), x))
+    with Looks(fun, plan.fingerprint, ()).another():
+        assert step(plan.apply(fun))(w, x) == step(fun)(w, x)
+
+
+def test_a_function_that_a_step_changes_between_its_calls_is_traced_again():
+    mode = {"training": True}
+
+    def fun(w, x):
+        return jnp.sum(jnp.tanh(x @ w)) if mode["training"] else jnp.sum(jnp.cos(x @ w) ** 2)
+
+    def step(fun):
+        def both(w, x):
+            mode["training"] = True
+            gradient = jax.grad(fun)(w, x)
+            mode["training"] = False
+            return gradient, fun(w, x)
+
+        return both
+
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    mode["training"] = True
+    graph = trace(fun, *args)
+    plan = Plan((Region(0, len(graph.ops)),), graph.fingerprint)
+    looks = Looks(fun, plan.fingerprint, ())
+    for _ in range(2):
+        with looks.another(), pytest.raises(PlanMismatchError):
+            jax.eval_shape(step(plan.apply(fun)), *args)
 
 
 def test_users_see_no_scopes_and_a_plan_is_not_compiled_twice(tmp_path):
@@ -153,9 +238,7 @@ def test_what_a_solution_teaches_holds_for_the_next(problem):
         single.append(abs(cost(chain, other).peak + offset - peak[other]) / peak[other])
         corrected.append(abs(cost(learned.chain, other).peak - peak[other]) / peak[other])
     print(problem.target.name, sum(single), sum(corrected))
-    # The chain as it is has come nearer to the trace, so one offset is as good for these.
-    assert sum(corrected) <= sum(single) + 0.005 * len(solutions)
-    assert sum(corrected) < 0.03 * len(solutions)
+    assert sum(corrected) < max(0.9 * sum(single), 0.02 * len(solutions))
 
 
 def test_a_step_that_has_the_loss_in_a_loop_of_its_own_is_planned_all_the_same():

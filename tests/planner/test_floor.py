@@ -18,6 +18,7 @@ from jaxckpt import InfeasibleBudgetError
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import stages
 from jaxckpt.planner.frontier import cost_of
+from jaxckpt.planner.inside import whole
 from jaxckpt.planner.model import BLOCK_PRESETS, LeanLoops
 from jaxckpt.planner.problems import Problem, problem_of
 from tests.helpers import chain_in_segments
@@ -194,7 +195,7 @@ def test_more_memory_never_costs_more(problem):
 
 def test_the_blocks_of_a_model_are_found_and_lie_where_least_crosses():
     graph = trace(loss_of(residual), *arguments())
-    active = stages.active_values(graph, [v.index for v in graph.values if v.kind == "argument"])
+    active = whole(graph, [v.index for v in graph.values if v.kind == "argument"]).active
     blocks = stages.repeats(graph)
     assert len(blocks) == BLOCKS + 1
     last = stages.last_uses(graph)

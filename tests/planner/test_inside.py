@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import ArgumentError, InfeasibleBudgetError, Plan, PlanMismatchError
 from jaxckpt.core.graph import trace
-from jaxckpt.planner.inside import innermost
+from jaxckpt.planner.inside import innermost, whole
 from tests.actions.half import HALF, half_is_known
 from tests.helpers import assert_trees_close
 
@@ -122,7 +122,7 @@ def test_what_is_the_smaller_part_of_a_function_is_not_entered():
     for fun, entered in ((mostly_outside, False), (mapped(unrolled), True), (unrolled, False)):
         graph = trace(fun, WS, X)
         arguments = [value.index for value in graph.values if value.kind == "argument"]
-        found = innermost(graph, arguments)
+        found = innermost(whole(graph, arguments))
         assert bool(found.address) == found.mapped == entered
         assert len(found.differentiated) == len(arguments)
 
@@ -164,7 +164,7 @@ def test_where_no_plan_of_the_body_fits_the_function_is_planned_from_outside():
 
     graph = trace(loss, first, X)
     arguments = [value.index for value in graph.values if value.kind == "argument"]
-    assert innermost(graph, arguments).address, "the body is planned first"
+    assert innermost(whole(graph, arguments)).address, "the body is planned first"
     with pytest.raises(InfeasibleBudgetError) as error:
         jaxckpt.plan(loss, first, X, budget="20%", target="cpu")
     peak = jaxckpt.measure(jax.value_and_grad(loss), first, X, target="cpu").peak_bytes
@@ -178,7 +178,7 @@ def test_where_no_plan_of_the_body_fits_the_function_is_planned_from_outside():
 def test_of_equal_mapped_functions_none_is_most():
     each = mapped(lambda ws, x: block(x, jax.tree.map(lambda w: w[0], ws)).sum())
     graph = trace(lambda ws, x: sum(each(ws, x * i) for i in range(4)), WS, X)
-    assert not innermost(graph, []).address
+    assert not innermost(whole(graph, [])).address
 
 
 def test_parts_of_what_is_mapped_cannot_be_timed():

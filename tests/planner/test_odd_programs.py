@@ -13,6 +13,7 @@ from jax import lax
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError
 from jaxckpt.core.liveness import estimate_peak
+from jaxckpt.planner.inside import whole
 from jaxckpt.planner.problems import problem_of
 from tests.helpers import assert_trees_close, executions
 
@@ -212,3 +213,33 @@ def test_a_derivative_may_call_jitted_functions_whose_results_are_planned():
     x = jnp.eye(8) * 0.5 + 0.1
     found = jaxckpt.plan(loss, x, budget="1MiB", target="cpu", verify=False)
     assert_trees_close(jax.grad(found.apply(loss))(x), jax.grad(loss)(x), rtol=1e-4)
+
+
+def halved(x):
+    """Has no derivative in reverse mode."""
+    return lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.sin(s[0]) / 2, s[1] + 1), (x, 0))[0]
+
+
+def test_what_nobody_differentiates_is_not_differentiated():
+    """A while loop's results pass from block to block, and out of the function beside the loss."""
+
+    def loss(ws, x):
+        z = x
+        for w in ws:
+            h = jnp.tanh(x @ w)
+            x = x + jnp.sin(h) * jnp.max(jnp.round(z)) + jnp.cos(h @ w) * jnp.mean(lax.stop_gradient(z))
+            z = halved(h)
+        return jnp.mean(x**2), z
+
+    ws, x = [jax.random.normal(jax.random.key(i), (32, 32)) / 6 for i in range(6)], jnp.ones((512, 32))
+    step = lambda fun: jax.value_and_grad(fun, has_aux=True)
+    peak = jaxckpt.measure(step(loss), ws, x).peak_bytes
+    plan = jaxckpt.plan(loss, ws, x, budget=peak * 6 // 10, step=step)
+    assert plan.measured_bytes <= peak * 6 // 10 and plan.regions
+    assert_trees_close(step(plan.apply(loss))(ws, x), step(loss)(ws, x))
+    graph = jaxckpt.trace(loss, ws, x)
+    arguments = [value.index for value in graph.values if value.kind == "argument"]
+    loops = [op.outputs[0] for op in graph.ops if op.primitive == "while"]
+    assert len(loops) == 6
+    assert not whole(graph, arguments, graph.body.outputs[:1]).active.intersection(loops)
+    assert set(whole(graph, arguments).active).intersection(loops) == {loops[-1]}, "it comes out"

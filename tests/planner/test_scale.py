@@ -76,8 +76,8 @@ def test_of_a_large_program_no_regions_in_regions_are_traced_for_an_estimate(nes
     problem = problem_of(fun, *args, target="cpu")
     assert not all(isinstance(item, Keep) for item in problem.table.solution(problem.table.least))
     seen = []
-    standing = Search._standing
-    monkeypatch.setattr(Search, "_standing", lambda self, each: seen.append(each) or standing(self, each))
+    standing = Search.standing
+    monkeypatch.setattr(Search, "standing", lambda self, each: seen.append(each) or standing(self, each))
     problem.plan(needing_a_plan(fun, args), verify=False)
     assert [all(isinstance(item, Keep) for item in solution) for solution in seen] == [flat]
 

@@ -13,9 +13,9 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop, Plan
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.context import Context
+from jaxckpt.planner.inside import whole
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.scans import loop_candidates_of
-from jaxckpt.planner.stages import active_values
 from tests.helpers import assert_trees_close, gradient_executions, kept_bytes
 
 WIDTH, ROWS, LENGTH = 16, 512, 300
@@ -35,7 +35,7 @@ def candidates(length=LENGTH, once=True, fun=loss):
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     weights = next(value.index for value in graph.values if value.kind == "argument")
     context = Context(target_of("cpu"), once=once)
-    return graph, place, loop_candidates_of(graph, graph.ops[place], active_values(graph, [weights]), context)
+    return graph, place, loop_candidates_of(graph, graph.ops[place], whole(graph, [weights]).active, context)
 
 
 def test_slots_are_offered_below_what_nested_segments_reach_and_only_where_they_pay():

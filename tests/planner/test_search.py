@@ -23,9 +23,10 @@ from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError
 from jaxckpt.core.constants import COMPILES, QUICK_COMPILES
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
-from jaxckpt.planner import context, model, search
+from jaxckpt.planner import model, search
 from jaxckpt.planner.chain import cost
 from jaxckpt.planner.problems import problem_of
+from jaxckpt.planner.solvers.sqrt import fastest, single
 from tests.helpers import chain_in_segments
 
 pytestmark = pytest.mark.usefixtures("shared_answers")
@@ -154,6 +155,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
 
     def search_with(steep):
         fresh = problem_of(loss, *ARGS, target="cpu")
+        fresh.model = replace(fresh.model, quick=False)  # as of a large program
         fresh.known_unplanned, peaks = problem.unplanned, []
         made = fresh.model.plan
 
@@ -169,7 +171,6 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
 
         monkeypatch.setattr(type(fresh.model), "plan", plan_of)
         monkeypatch.setattr(fresh, "measure_planned", compiled)
-        monkeypatch.setattr(context, "QUICK", 0)  # as of a large program
         monkeypatch.setattr(search, "STEEP", steep)
         plan = fresh.plan(fresh.argument_bytes + round(1.15 * place))
         monkeypatch.undo()
@@ -200,7 +201,7 @@ def test_a_plan_is_predicted_before_it_is_compiled_and_the_next_one_by_what_that
     assert second.predicted == pytest.approx(second.compiled, rel=0.05)
 
 
-def test_a_step_is_traced_once_and_under_a_plan_once_more_without_scopes_to_be_compiled():
+def test_a_step_is_traced_once_and_the_function_once_for_all_plans_and_their_compilations():
     calls = []
 
     def counted(*args):
@@ -215,8 +216,10 @@ def test_a_step_is_traced_once_and_under_a_plan_once_more_without_scopes_to_be_c
     assert fresh.estimate(solution) and fresh.effort(solution) > 0
     assert fresh.traced(solution).moments
     once = len(calls)
+    assert once == before + 2
+    assert fresh.traced(single(fresh.model.chain, fastest)).moments
     assert fresh.measure_planned(fresh.model.plan(solution)).peak_bytes
-    assert len(calls) == once + 1
+    assert len(calls) == once
 
 
 def test_without_verification_nothing_is_compiled(problem):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from benchmarks.models import gpt
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import stages
+from jaxckpt.planner.inside import whole
 
 
 def cut(fun, args):
@@ -30,7 +31,7 @@ def test_equal_blocks_have_equal_digests_and_others_have_not():
     graph, places = cut(fun, args)
     last, active = (
         stages.last_uses(graph),
-        stages.active_values(graph, [v.index for v in graph.values if v.kind == "argument"]),
+        whole(graph, [v.index for v in graph.values if v.kind == "argument"]).active,
     )
     texts = [
         stages.digest(graph, stages.stretch(graph, a, b, last), active, {}) for a, b in itertools.pairwise(places[2:-1])

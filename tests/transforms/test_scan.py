@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,14 @@ from jaxckpt.policies import Policy, op
 from jaxckpt.schedules import Nested, Slots, extra_steps, pullback, schedule_of
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
-from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes, kept_shapes
+from tests.helpers import (
+    assert_trees_close,
+    executions,
+    gradient_executions,
+    kept_bytes,
+    kept_shapes,
+    time_ratio,
+)
 
 TARGETS = [
     pytest.param("cpu", id="cpu"),
@@ -721,11 +727,7 @@ def test_no_step_and_one_step(schedule: Any, length: int) -> None:
 
 
 def test_compiling_slots_takes_as_long_at_length_100000_as_at_100() -> None:
-    """Traced, lowered and compiled in turn, five times; the least of each counts, in seconds of this process's own
-    work.
-    """
-
-    def seconds(length: int) -> float:
+    def compiled(length: int) -> None:
         def loss(w: Any, carry: Any, xs: Any) -> Any:
             def step(carry: Any, x: Any) -> Any:
                 carry = jnp.tanh(carry @ w + x)
@@ -735,11 +737,7 @@ def test_compiling_slots_takes_as_long_at_length_100000_as_at_100() -> None:
             return (carry**2).sum() + ys.sum()
 
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (4, 16), (length, 4, 16))]
-        start = time.process_time()
         jax.jit(jax.grad(loss)).lower(*shapes).compile()
-        return time.process_time() - start
 
-    seconds(100)  # what is made once in a process
-    rounds = [(seconds(100), seconds(100_000)) for _ in range(5)]
-    short, long = map(min, zip(*rounds))
-    assert long <= 1.3 * short, rounds
+    ratio, ratios = time_ratio(lambda: compiled(100_000), lambda: compiled(100), turns=9)
+    assert ratio <= 1.3, ratios

@@ -70,6 +70,11 @@ def test_segment_sizes_that_are_none(segment_size):
     assert repr(segment_size) in str(caught.value)
 
 
+def test_checkpoint_last_is_a_bool():
+    with pytest.raises(ArgumentError, match="checkpoint_last must be True or False; got 'no'"):
+        checkpoint_sequential([jnp.sin], checkpoint_last="no")
+
+
 def test_a_layer_that_is_no_function_is_named():
     with pytest.raises(ArgumentError, match=r"layers\[1\] must be a function x -> x; got 3"):
         checkpoint_sequential([jnp.sin, 3])

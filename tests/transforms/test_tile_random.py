@@ -199,6 +199,15 @@ def arrays(rank: int, axis: int) -> tuple[Any, Any]:
     return jax.random.normal(keys[0], (WIDE, WIDE)) * 0.5, jax.random.normal(keys[1], shape)
 
 
+def made(drawn: Any, through: bool) -> tuple[Callable, tuple[Any, Any], Any, Callable[[int], Callable]]:
+    """Returns a drawn function, its arguments, the shapes of its results, and what tiles it by axes of the results."""
+    rank, axis, ways, end, tiles = drawn
+    fun, args = program(rank, axis, ways, end, through=through), arrays(rank, axis % rank)
+    in_axes = (None, axis % rank)
+    tiled = lambda out_axes: jaxckpt.tile(fun, in_axes=in_axes, tiles=tiles, out_axes=out_axes)
+    return fun, args, jax.eval_shape(fun, *args), tiled
+
+
 def agree(fun: Callable, tiled: Callable, w: Any, x: Any) -> None:
     """Values, and gradients of a random sum of the results, are equal. One program computes both."""
 
@@ -257,13 +266,10 @@ def program(rank: int, axis: int, ways: list[tuple[str, int]], end: str, *, thro
 @given(FUNCTIONS)
 @QUICK
 def test_functions_that_the_axis_goes_through(drawn: Any) -> None:
-    rank, axis, ways, end, tiles = drawn
-    w, x = arrays(rank, axis % rank)
-    fun = program(rank, axis, ways, end, through=True)
-    out = jax.eval_shape(fun, w, x)
+    fun, args, out, tiled = made(drawn, through=True)
     first = jax.tree.leaves(out)[0]
-    out_axes = first.shape.index(ROWS) if end in ("rows", "both") and ROWS in first.shape else 0
-    agree(fun, jaxckpt.tile(fun, in_axes=(None, axis % rank), tiles=tiles, out_axes=out_axes), w, x)
+    out_axes = first.shape.index(ROWS) if drawn[3] in ("rows", "both") and ROWS in first.shape else 0
+    agree(fun, tiled(out_axes), *args)
 
 
 def test_functions_that_may_couple_are_equal_or_refused() -> None:
@@ -272,19 +278,15 @@ def test_functions_that_may_couple_are_equal_or_refused() -> None:
     @given(FUNCTIONS)
     @QUICK
     def check(drawn: Any) -> None:
-        rank, axis, ways, end, tiles = drawn
-        w, x = arrays(rank, axis % rank)
-        fun = program(rank, axis, ways, end, through=False)
-        out = jax.eval_shape(fun, w, x)
+        fun, args, out, tiled = made(drawn, through=False)
         error: Any = None
         for out_axes in range(max((leaf.ndim for leaf in jax.tree.leaves(out)), default=0) or 1):
-            tiled = jaxckpt.tile(fun, in_axes=(None, axis % rank), tiles=tiles, out_axes=out_axes)
             try:
-                jax.eval_shape(tiled, w, x)
+                jax.eval_shape(tiled(out_axes), *args)
             except (TilingError, jaxckpt.ArgumentError) as raised:
                 error = raised
                 continue
-            agree(fun, tiled, w, x)
+            agree(fun, tiled(out_axes), *args)
             seen["equal"] += 1
             return
         assert isinstance(error, TilingError) and error.operation and "test_tile_random.py" in error.line

@@ -79,7 +79,7 @@ class Lines:
         """
         inputs = tuple(self.need(atom, want) for atom, want in zip(eqn.invars, passage.wants, strict=True))
         outputs = tuple(zip(eqn.outvars, passage.outs, strict=True))
-        stops = _compat.primitive_name(eqn) == "stop_gradient"
+        stops = primitives.of(_compat.primitive_name(eqn)).flat
         self.lines.append(Line(inputs, outputs, self._run(eqn, passage), stops))
         self._there.update(outputs)
         self.shares.update(outputs)

@@ -1,0 +1,221 @@
+"""Which stretches of a function are to run tile by tile.
+
+What bounds a plan from below is the stretch that needs most at once. The chain says at which moments its leanest plan
+needs more than there is. The operations of such a moment are divided along an axis of a value that they read, if one
+goes through all of them: into as many tiles as it takes. The function with these tiles is planned like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxckpt import _compat
+from jaxckpt._errors import TilingError
+from jaxckpt.core.constants import LITTLE, MOST_TILES, TILE_REACH, TILED_AXES
+from jaxckpt.core.graph import Graph, aval_bytes, trace
+from jaxckpt.core.liveness import graph_profile
+from jaxckpt.core.regions import TiledStretch
+from jaxckpt.core.tiling.stretches import SCOPE, Stretches
+from jaxckpt.planner.chain import Keep, Phase, Solution, moments
+from jaxckpt.planner.model import Model
+
+logger = logging.getLogger("jaxckpt")
+
+Moves = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""For each value that a stretch reads, and for each that it makes, whether the derivative passes through it."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """An axis along which a stretch can be divided.
+
+    Attributes:
+      place: of the value among those that the stretch reads.
+      axis: of it.
+      bytes: that the stretch and its derivative need, in as many tiles as were asked for.
+      flops: of both.
+    """
+
+    place: int
+    axis: int
+    bytes: int
+    flops: int
+
+
+class Tiler:
+    """Finds tiles for a function that was made into a chain.
+
+    Args:
+      graph, model: the function, planned as a whole: not a body of it, and on one device.
+      platform: of the target.
+      round: of the tiles: see `TiledStretch`.
+    """
+
+    def __init__(self, graph: Graph, model: Model, platform: str, round: int = 0) -> None:
+        self.graph, self.model, self.platform, self.round = graph, model, platform, round
+        self.stretches = Stretches(graph)
+        self.refused: list[TilingError] = []
+        self._ways: dict[tuple[str, Moves, int], _Way | None] = {}
+
+    def tiles(self, solution: Solution, limit: int, more: float = 1.0, *, alone: bool = False) -> list[TiledStretch]:
+        """Returns tiles for the moments of a solution that need more than a limit; those of the last operations first.
+
+        Args:
+          solution: the leanest one, or the one that keeps most.
+          limit: bytes, besides the arguments.
+          more: how many times as many tiles as the chain says.
+          alone: whether to leave out stretches that need too much in however many tiles.
+        """
+        found: list[TiledStretch] = []
+        chosen: list[tuple[int, int]] = []
+        too_big = self._too_big(solution, limit)
+        for start, stop in sorted(too_big, key=lambda each: each[1] - each[0]):
+            size, work = too_big[start, stop]
+            for s, t in self._around(start, stop, size):
+                if any(s < b and a < t for a, b in chosen) or self._is_tiled(s, t):
+                    continue
+                less = min(work + self._inside(solution, start, stop, s, t), size)
+                left = max(less - (size - limit), less // MOST_TILES)
+                if alone and less - (size - limit) < left:
+                    continue
+                tile = self._tile(self.model.places[s], self.model.places[t], -(-less // max(left, 1)), more)
+                if tile is not None:
+                    found.append(tile)
+                    chosen.append((s, t))
+                    break
+        return sorted(found, key=lambda tile: -tile.start)
+
+    def _around(self, start: int, stop: int, size: int) -> list[tuple[int, int]]:
+        """Returns stretches around stages start..stop, first choices first: the shortest between whose ends little of
+        `size` bytes passes (a head with all that is made of its logits, an attention with all that is made of its
+        scores); the one between whose ends least passes; and the whole function, in microbatches.
+        """
+        passing, most = self._passing, self.model.chain.length
+        near = [
+            (passing[s] + passing[t], t - s, s, t)
+            for s in range(max(start - TILE_REACH, 0), start + 1)
+            for t in range(stop, min(stop + TILE_REACH, most) + 1)
+        ]
+        little = [(length, bytes, s, t) for bytes, length, s, t in near if bytes <= LITTLE * size]
+        chosen = [min(little)[2:]] if little else []
+        return list(dict.fromkeys([*chosen, min(near)[2:], (0, most)]))
+
+    @functools.cached_property
+    def _passing(self) -> list[int]:
+        """The bytes of the values that pass from before each stage to it and later ones."""
+        chain = self.model.chain
+        found = [0] * (chain.length + 1)
+        for carried in chain.carried:
+            for place in range(carried.made + 1, max(carried.uses) + 1):
+                found[place] += carried.bytes
+        return found
+
+    def _too_big(self, solution: Solution, limit: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """Returns (start, stop) of stages -> (the most bytes that are needed at a moment of theirs, those of it that
+        they need themselves).
+        """
+        chain = self.model.chain
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for (start, stop, phase), size in moments(chain, solution).items():
+            if size > limit:
+                segment = chain.segment(start, stop)
+                work = segment.forward_work
+                if phase is Phase.BACKWARD:
+                    work = max((each.work + each.kept for each in segment.candidates), default=0)
+                found[start, stop] = max(found.get((start, stop), (0, 0)), (size, work))
+        return found
+
+    def _inside(self, solution: Solution, start: int, stop: int, s: int, t: int) -> int:
+        """Returns the bytes that stages s..t keep for, or hand to, one another, besides stages start..stop."""
+        chain = self.model.chain
+        keeps = [item for item in solution if isinstance(item, Keep) and s <= item.start and item.stop <= t]
+        found = sum(chain.candidate(item).kept for item in keeps if (item.start, item.stop) != (start, stop))
+        return found + sum(each.bytes for each in chain.carried if s <= each.made and max(each.uses) < t)
+
+    def _is_tiled(self, start: int, stop: int) -> bool:
+        places = self.model.places
+        return any(SCOPE in op.scope for op in self.graph.ops[places[start] : places[stop]])
+
+    def _tile(self, start: int, stop: int, count: int, more: float) -> TiledStretch | None:
+        """Returns operations start..stop in at least so many tiles, or as many as there can be, times `more`; None
+        where no axis goes through.
+        """
+        program, ins, outs = self.stretches.program(start, stop)
+        count = min(1 << max(count - 1, 1).bit_length(), MOST_TILES)
+        count = min(max(round(count * more), 2), MOST_TILES)
+        if not ins or not outs or _compat.side_effects(program):
+            return None
+        of, active = self.graph.body.values, self.model.active
+        moves = tuple(of.get(var) in active for var in ins), tuple(of.get(var) in active for var in outs)
+        key = str(program), moves, count
+        if key not in self._ways:
+            self._ways[key] = self._best(start, stop, program, ins, moves, count)
+        way = self._ways[key]
+        if way is None:
+            return None
+        value = self.graph.body.values[ins[way.place]]
+        size = self.graph.values[value].shape[way.axis]
+        count = min(count, size)
+        return TiledStretch(start, stop, value, way.axis, -(-size // -(-size // count)), self.round)
+
+    def _best(self, start: int, stop: int, program: Any, ins: Sequence[Any], moves: Moves, count: int) -> _Way | None:
+        """Returns the way that needs least; of those that need about as little, the one with the fewest FLOPs."""
+        try:
+            whole, _ = self._needs(lambda *values: _compat.eval_jaxpr(program, (), *values), ins, moves)
+        except (ValueError, TypeError, NotImplementedError) as error:  # it has a result that nobody differentiates
+            logger.info("operations %d to %d are not tiled: %s", start, stop, error)
+            return None
+        found = list(self._all(start, stop, ins, moves, count))
+        least = min((way.bytes for way in found), default=whole)
+        near = [way for way in found if way.bytes <= 1.1 * least and way.bytes < 0.9 * whole]
+        return min(near, key=lambda way: way.flops, default=None)
+
+    def _all(self, start: int, stop: int, ins: Sequence[Any], moves: Moves, count: int) -> Iterator[_Way]:
+        """Yields the ways in which a stretch can be divided, activations first."""
+        kinds = [self.graph.values[self.graph.body.values[var]].kind for var in ins]
+        fixed = [not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in ins]
+        order = sorted(
+            range(len(ins)), key=lambda i: (kinds[i] != "intermediate", not fixed[i], -aval_bytes(ins[i].aval))
+        )
+        yielded = 0
+        for place in order:
+            for axis, size in enumerate(ins[place].aval.shape):
+                if size < 2 or yielded >= TILED_AXES:
+                    continue
+                tile = TiledStretch(start, stop, self.graph.body.values[ins[place]], axis, min(count, size))
+                try:
+                    tiling, _, _ = self.stretches.tiling(tile)
+                    needed, flops = self._needs(tiling.run, ins, moves)
+                except TilingError as error:
+                    self.refused.append(error)
+                    continue
+                yielded += 1
+                yield _Way(place, axis, needed, flops)
+
+    def _needs(self, run: Callable[..., Any], ins: Sequence[Any], moves: Moves) -> tuple[int, int]:
+        """Returns the bytes that a function of variables like `ins` and its derivative need besides its operands, and
+        their FLOPs.
+        """
+        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in ins]
+        moving = [place for place, it_moves in enumerate(moves[0]) if it_moves]
+        through = [place for place, it_moves in enumerate(moves[1]) if it_moves]
+
+        def step(*values: Any) -> Any:
+            def some(*those: Any) -> Any:
+                given = dict(zip(moving, those))
+                out = run(*(given.get(place, value) for place, value in enumerate(values)))
+                return [out[place] for place in through]
+
+            out, pull = jax.vjp(some, *(values[place] for place in moving))
+            return pull([jnp.ones_like(each) for each in out])
+
+        graph = trace(step if moving else run, *avals)
+        peak = max((size for _, size in graph_profile(graph, self.platform)), default=0)
+        return peak, graph.flops
