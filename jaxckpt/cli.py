@@ -97,7 +97,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default="roofline",
         metavar="KIND",
-        help="the source of seconds: roofline (the default), or measured, on this machine",
+        help="the source of seconds: roofline (the default); measured, on this machine; compiler, of a TPU",
     )
     _add(
         parser,

@@ -89,7 +89,7 @@ def _factory(size: Size, checkpoint: common.Transform | None, segment_size: int 
         embedding = layout.of(params["embedding"], *BACK)
         x = layout.of(embedding[inputs], "data")
         x, _ = blocks(params["blocks"], x)
-        logits = layout.of(_norm(x, params["norm"]) @ layout.of(params["head"], *ACROSS), "data", None, "model")
+        logits = layout.of(norm(x, params["norm"]) @ layout.of(params["head"], *ACROSS), "data", None, "model")
         return common.cross_entropy(logits, targets)
 
     return loss, (_parameters(size, layout, real), *_batch(size, layout, real))
@@ -112,13 +112,14 @@ class _Layout:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns x over its root mean square, times the scale; taken in float32."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
     return wide.astype(x.dtype) * scale
 
 
-def _rotate(x: jax.Array) -> jax.Array:
+def rotate(x: jax.Array) -> jax.Array:
     """Turns pairs of x (batch, tokens, heads, head) by their positions' angles; J. Su et al. 2021
     (arXiv:2104.09864).
     """
@@ -131,8 +132,8 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 def _block(size: Size, layout: _Layout, params: Any, x: jax.Array) -> jax.Array:
     """Returns (batch, tokens, width), as x."""
-    x = x + layout.of(_attention(size, layout, params, _norm(x, params["norm_attention"])), "data")
-    hidden = _norm(x, params["norm_mlp"])
+    x = x + layout.of(_attention(size, layout, params, norm(x, params["norm_attention"])), "data")
+    hidden = norm(x, params["norm_mlp"])
     gate, up = (layout.of(hidden @ params[name], "data", None, "model") for name in ("gate", "up"))
     hidden = jax.nn.silu(checkpoint_name(gate, "gate")) * checkpoint_name(up, "up")
     return x + layout.of(hidden @ params["down"], "data")
@@ -144,7 +145,7 @@ def _attention(size: Size, layout: _Layout, params: Any, x: jax.Array) -> jax.Ar
     key, value = ((x @ params[name]).reshape(batch, tokens, size.key_heads, size.head) for name in ("key", "value"))
     query, key, value = (
         layout.of(checkpoint_name(v, name), "data", None, "model")
-        for v, name in ((_rotate(query), "query"), (_rotate(key), "key"), (value, "value"))
+        for v, name in ((rotate(query), "query"), (rotate(key), "key"), (value, "value"))
     )
     query = query.reshape(batch, tokens, size.key_heads, -1, size.head)
     scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key) * size.head**-0.5

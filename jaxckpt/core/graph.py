@@ -217,6 +217,26 @@ class Graph:
         return tuple(sorted({tag for value in self.values if value.addressable for tag in value.tags}))
 
     @functools.cached_property
+    def backward(self) -> frozenset[int]:
+        """The operations (`Op.index`) of backward passes, as far as the scopes say that JAX traces them in. What is
+        computed again is none.
+        """
+        found: set[int] = set()
+
+        def look(body: Body, backward: bool) -> None:
+            for op in body.ops:
+                scope = op.scope
+                again = "rematted_computation" in scope
+                here = not again and (backward or "transpose(" in scope)
+                if here:
+                    found.add(op.index)
+                for inner in op.bodies:
+                    look(inner, here)
+
+        look(self.body, False)
+        return frozenset(found)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of operations, shapes, types and wiring: equal for equal programs, in any process."""
         digest = hashlib.sha256()

@@ -37,6 +37,7 @@ class Chip:
       link_bandwidth: bytes/s of the links to other devices along one axis of a mesh, in one direction.
       gpu: the properties of this GPU for the compiler: see `jaxckpt.memory.platforms.cuda.target_config`.
       slice: for the compiler, the smallest slice of TPUs that has whole hosts, "2x2".
+      clock: Hz of the cycles that its compiler counts; 0 if the compiler counts none.
     """
 
     platform: str
@@ -48,6 +49,7 @@ class Chip:
     link_bandwidth: float
     gpu: Mapping[str, Any] = field(default_factory=dict)
     slice: str = ""
+    clock: float = 0.0
 
 
 def _tera(
@@ -90,7 +92,9 @@ _AMPERE = {"capability": (8, 0), "cores": 108, "units": 64, "shared": 164, "shar
 # Usable memory is what libtpu reports when a program does not fit ("exceeds available HBM (15.75G)"). Google publishes
 # no rate of the host link. The book "How to Scale Your Model" (Austin et al., 2025) assumes a PCIe link of generation 3
 # x16, and for v6e one like generation 4. The rate of a link between chips is from the same book; an axis of a mesh has
-# two such links.
+# two such links. The clocks of v4, v5e and v5p are those that the peak rates imply: a matrix unit has 128 x 128 cells;
+# v4 and v5p have eight of them, v5e four. By the compiler's cycles a large matmul then runs at 90 to 98% of the peak
+# rate. The clock of v6e is taken to be v5p's; there it runs at 85 to 110%.
 CHIPS: dict[str, Chip] = {
     "h100": Chip(
         "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9, 450e9,
@@ -112,10 +116,22 @@ CHIPS: dict[str, Chip] = {
         "cuda", r"A100", 85_100_068_864, _tera(156, 312, 312, 624, 312, float64=19.5), 2.039e12, 32e9, 300e9,
         gpu=_AMPERE | {"name": "NVIDIA A100-SXM4-80GB", "bandwidth": 2_039_040_000_000},
     ),
-    "v5e": Chip("tpu", r"TPU v5 ?(lite|e)$", int(15.75 * GIB), _tera(197, 197, 197, 393, 197), 8.19e11, 16e9, 9e10, slice="2x2"),
-    "v5p": Chip("tpu", r"TPU v5p?$", int(95.74 * GIB), _tera(459, 459, 459, 918, 459), 2.765e12, 16e9, 1.8e11, slice="2x2x1"),
-    "v6e": Chip("tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, 1.8e11, slice="2x2"),
-    "v4": Chip("tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10, slice="2x2x1"),
+    "v5e": Chip(
+        "tpu", r"TPU v5 ?(lite|e)$", int(15.75 * GIB), _tera(197, 197, 197, 393, 197), 8.19e11, 16e9, 9e10,
+        slice="2x2", clock=1.5e9,
+    ),
+    "v5p": Chip(
+        "tpu", r"TPU v5p?$", int(95.74 * GIB), _tera(459, 459, 459, 918, 459), 2.765e12, 16e9, 1.8e11,
+        slice="2x2x1", clock=1.75e9,
+    ),
+    "v6e": Chip(
+        "tpu", r"TPU v6 ?(lite|e)$", int(31.25 * GIB), _tera(918, 918, 918, 1836, 918), 1.64e12, 32e9, 1.8e11,
+        slice="2x2", clock=1.75e9,
+    ),
+    "v4": Chip(
+        "tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10,
+        slice="2x2x1", clock=1.05e9,
+    ),
 }  # fmt: skip
 """Name of the chip in targets' names -> its row."""
 

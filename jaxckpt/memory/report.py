@@ -239,7 +239,7 @@ def measure_traced(
     """
     options = options_for(resolved) if options is None else options
     folder = results.folder_of(cache)
-    lowered = _lower(traced, resolved)
+    lowered = lowered_for(traced, resolved)
     entry = None
     if folder is not None:
         entry = results.entry(folder, lowered, resolved.name, devices_of(lift.leaves(fun, args), resolved), options)
@@ -249,7 +249,7 @@ def measure_traced(
     report, content = (None, None) if generate_code else _assign(lowered, options, resolved)
     if report is None:
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as dumps:
-            compiled, seconds = _compile(lowered, options | _compat.dump_options(dumps), resolved)
+            compiled, seconds = compiled_for(lowered, options | _compat.dump_options(dumps), resolved)
             content = _dumped(dumps)
         report = _report(compiled, content, resolved, seconds)
     if entry is not None:
@@ -275,7 +275,7 @@ def output_shardings(fun: Callable[..., Any], *args: Any, target: Target) -> lis
       fun, *args: as in `measure`.
       target: a target of several devices.
     """
-    compiled, _ = _compile(_lower(traced_for(fun, args, target), target), options_for(target), target)
+    compiled, _ = compiled_for(lowered_for(traced_for(fun, args, target), target), options_for(target), target)
     return list(jax.tree.leaves(compiled.output_shardings))
 
 
@@ -300,7 +300,8 @@ def traced_for(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -
     return lift.attempt(fun, args, {}, traced)
 
 
-def _lower(traced: Any, target: Target) -> Any:
+def lowered_for(traced: Any, target: Target) -> Any:
+    """Returns a function of `traced_for` lowered for the target: a `jax.stages.Lowered`."""
     with jax.default_device(target.devices[0]):
         lowered = traced.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
     while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
@@ -356,7 +357,7 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
     return SingleDeviceSharding(target.devices[0], memory_kind=sharding.memory_kind) if host else None
 
 
-def _compile(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any, float]:
+def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any, float]:
     """Returns the compiled program, and the seconds that the compiler took."""
     options = PLATFORMS[target.platform].own_options(target.local) | options
     try:

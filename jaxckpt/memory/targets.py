@@ -114,8 +114,14 @@ class Target:
         """Bandwidth from one device to others along one axis of a mesh in bytes/s, in one direction."""
         return self._chip.link_bandwidth
 
+    @property
+    def clock(self) -> float:
+        """Hz of the cycles that the compiler's own cost model counts, on a TPU; 0 where a compiler tells none."""
+        return self._chip.clock
+
     def mesh(self, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:
-        """Returns a mesh of all devices, for the shardings of arguments.
+        """Returns a mesh of all devices, for the shardings of arguments. Each axis is an axis of a slice of TPUs, or a
+        product of some, where that is possible; otherwise axes of the slice are split.
 
         Args:
           shape: size of each axis; their product is the number of devices.
@@ -132,7 +138,7 @@ class Target:
                 f"sizes for {len(names)} axes whose product is the {len(devices)} devices of {self.name}",
                 shape,
             )
-        return jax.sharding.Mesh(_compat.create_device_mesh(shape, list(devices)), names, axis_types=axis_types)
+        return jax.sharding.Mesh(_laid_out(shape, list(devices)), names, axis_types=axis_types)
 
     @property
     def _parts(self) -> _Parts:
@@ -152,6 +158,14 @@ class Target:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _laid_out(shape: tuple[int, ...], devices: list[jax.Device]) -> Any:
+    """Returns the devices as an array of a shape."""
+    try:
+        return _compat.create_device_mesh(shape, devices)
+    except NotImplementedError:  # an axis is none of the slice's, and no product of them
+        return _compat.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 @dataclass(frozen=True)

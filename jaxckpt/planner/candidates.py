@@ -29,7 +29,7 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner import held, mincut
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, keeping, passes, scaled, timer, total, written
+from jaxckpt.planner.costs import Time, keeping, passes, roofline, scaled, timer, total, written
 from jaxckpt.planner.timing import run_seconds
 
 
@@ -85,7 +85,10 @@ def candidates_of(
     target, shards = context.target, context.shards
     joint = _Joint(named, None, *named.stretch(start, stop, outputs), outputs, active)
     graph = shards.applied(joint.graph)
-    time, factor = timer(graph, target, shards.devices), 1.0
+    if context.cycles is not None:
+        both = [*joint.forward, *joint.backward]
+        context.cycles.learn(graph, both, graph.body, roofline(graph, target, shards.devices))
+    time, factor = timer(graph, target, shards.devices, context.known), 1.0
     if context.timed and (expected := total(map(time, joint.forward)).seconds):
         factor = run_seconds(named.stretch(start, stop, outputs)[0]) / expected
         time = scaled(time, factor)
@@ -221,7 +224,7 @@ def _checkpointed(
     checkpointed = named.checkpointed(asked.start, asked.stop, outputs, actions)
     joint = _Joint(named, *checkpointed, outputs, asked.active)
     graph = context.shards.applied(joint.graph)
-    time = scaled(timer(graph, context.target, context.shards.devices), factor)
+    time = scaled(timer(graph, context.target, context.shards.devices, context.known), factor)
     write = written(graph, context.target)
     same = {op.outputs[0]: op.inputs[0] for op in joint.forward if op.inputs and passes(graph, op)}
 

@@ -10,6 +10,8 @@ from jaxckpt.core.constants import QUICK
 from jaxckpt.core.graph import Body, Graph
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Candidate
+from jaxckpt.planner.costs import Known
+from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.shards import WHOLE, Shards
 
 
@@ -21,6 +23,7 @@ class Context:
       target: what the program will run on.
       shards: how arrays lie over the target's devices; all bytes are those on one.
       timed: whether each stretch is run on the local device, and the roofline's times are scaled to what that took.
+      cycles: what the target's compiler says that operations take; None where it is not asked.
       actions: the ways to keep a value.
       programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
         and those.
@@ -31,12 +34,18 @@ class Context:
     target: Target
     shards: Shards = WHOLE
     timed: bool = False
+    cycles: Cycles | None = None
     actions: tuple[Action, ...] = (SAVE,)
     once: bool = True
     quick: bool = False
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(
         default_factory=dict, compare=False
     )
+
+    @property
+    def known(self) -> Known | None:
+        """What is known of operations' seconds beside the target's rates."""
+        return None if self.cycles is None else self.cycles.seconds
 
 
 def is_quick(graph: Graph) -> bool:

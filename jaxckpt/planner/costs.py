@@ -55,14 +55,17 @@ def total(times: Iterable[Time]) -> Time:
 
 Seconds = Callable[[Op], float]
 """Seconds of one execution of an operation."""
+Known = Callable[[Graph, Op], float | None]
+"""Seconds of one execution of an operation of a graph, if they are known from elsewhere."""
 
 
-def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
+def roofline(graph: Graph, target: Target, devices: int = 1, known: Known | None = None) -> Seconds:
     """Returns the function that says how long an operation of the graph takes on the target.
 
     Args:
       graph: its values' bytes are those on one device.
       devices: how many share the computation.
+      known: what is known better: see `jaxckpt.planner.cycles`.
     """
     rates, bandwidth = target.flops, target.bandwidth
     ops = list(graph.walk())
@@ -74,6 +77,8 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
         if op.bodies:
             each = [float(sum(map(seconds, body.ops))) for body in op.bodies]
             return primitives.altogether(op.primitive, op.params, each)
+        if known is not None and (better := known(graph, op)) is not None:
+            return better
         if passes(graph, op) or op in turned:
             return 0.0
         rate = devices * _rate(graph, op, rates)
@@ -91,9 +96,9 @@ def roofline(graph: Graph, target: Target, devices: int = 1) -> Seconds:
     return seconds
 
 
-def timer(graph: Graph, target: Target, devices: int = 1) -> Callable[[Op], Time]:
+def timer(graph: Graph, target: Target, devices: int = 1, known: Known | None = None) -> Callable[[Op], Time]:
     """Returns the function that says what an operation takes; arguments as of `roofline`."""
-    seconds = roofline(graph, target, devices)
+    seconds = roofline(graph, target, devices, known)
 
     def weight(op: Op) -> float:
         if op.bodies:

@@ -267,6 +267,11 @@ class _Builder:
     def build(self) -> Model:
         graph = self.graph
         blocks = stages.repeats(graph)
+        if self.context.cycles is not None:
+            # What the compiler says of an operation in a block is kept for its stages: it fuses there as in the step.
+            for start, stop in itertools.pairwise(blocks):
+                if self.loops.isdisjoint(range(start, stop)):
+                    self._found(start, stop)
         cuts = stages.cuts(graph, blocks, unlike=not blocks)
         places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
         self.units = _units(places, blocks)

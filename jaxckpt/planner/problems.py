@@ -43,6 +43,7 @@ from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.chain import cost
 from jaxckpt.planner.context import Context, is_quick
+from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.inside import Inside, innermost, whole
 from jaxckpt.planner.measured import Asked, Measured
 from jaxckpt.planner.model import Model, build
@@ -56,7 +57,7 @@ from jaxckpt.planner.tiles import Tiler
 
 logger = logging.getLogger("jaxckpt")
 
-COSTS = ("roofline", "measured")
+COSTS = ("roofline", "measured", "compiler")
 
 
 def plan(
@@ -92,7 +93,9 @@ def plan(
       actions: the allowed actions: RECOMPUTE, SAVE, and any others. For each value that is kept, the planner takes the
         cheapest of them.
       costs: "roofline": seconds from the target's rates; or "measured": each distinct stretch runs on the local device,
-        which must be the target, and the measured times correct the rates.
+        which must be the target, and the measured times correct the rates; or "compiler": each distinct stretch is
+        compiled to the end, and the cost model of the compiler says what its operations take. Only XLA for TPUs has
+        one that it tells.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in
         seconds.
       solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of
@@ -180,6 +183,11 @@ def problem_of(
     if costs == "measured" and not resolved.local:
         hint = "Leave out the target to plan for this machine."
         raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
+    if costs == "compiler" and not resolved.clock:
+        hint = f"XLA for {resolved.platform} writes no estimates into its programs; XLA for TPUs does."
+        raise ArgumentError(
+            "costs", f"'roofline' or, on the device itself, 'measured' for {resolved.name}", costs, hint
+        )
     if not args:
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
     if not callable(step(fun)):
@@ -205,22 +213,26 @@ def problem_of(
     differentiated = [arguments[place] for place in seen.differentiated]
     keeping = tuple(action for action in wanted if action.keeps)
 
-    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache)
+    cycles = Cycles(resolved, cache) if costs == "compiler" else None
+    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache, cycles)
 
     def problem(inside: Inside, kept: tuple[Action, ...] = keeping) -> Problem:
         shards, traced = WHOLE, graph
         if inside.mapped:  # its bytes are those of one device
-            if costs == "measured":
+            if costs != "roofline":
                 rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
                 raise ArgumentError("costs", rule, costs, hint)
         elif is_sharded(args):
+            if cycles is not None:
+                rule, hint = "'roofline' for sharded arguments", "Stretches are compiled for one device."
+                raise ArgumentError("costs", rule, costs, hint)
             if progress is not None:
                 progress(0, 1, "reading how the compiler shards")
             shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
             traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
         once = reverse_only and not seen.again
         quick = is_quick(graph) and not is_sharded(args)
-        context = Context(resolved, shards, costs == "measured", kept, once, quick)
+        context = Context(resolved, shards, costs == "measured", cycles, kept, once, quick)
         model = inside.run(lambda: build(inside, context, progress))
         placed = replace(
             model,
@@ -237,7 +249,7 @@ def problem_of(
     if inner.address:
         purity.refuse_refs(fun, inner.graph)
     else:
-        enters = smaller.address and costs != "measured" and purity.ref_in(smaller.graph) is None
+        enters = smaller.address and costs == "roofline" and purity.ref_in(smaller.graph) is None
         other = smaller if enters else None
     found = problem(inner)
     found.other = None if other is None else functools.cache(lambda: problem(other))

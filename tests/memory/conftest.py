@@ -7,8 +7,8 @@ from jaxckpt.memory import report as module
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """The compilations of this process, as they come: arguments of `report._compile`."""
+    """The compilations of this process, as they come: arguments of `report.compiled_for`."""
     count = []
-    compile_ = module._compile
-    monkeypatch.setattr(module, "_compile", lambda *args: (count.append(args), compile_(*args))[1])
+    compile_ = module.compiled_for
+    monkeypatch.setattr(module, "compiled_for", lambda *args: (count.append(args), compile_(*args))[1])
     return count

@@ -220,7 +220,7 @@ def test_it_is_gone_when_the_wait_is_interrupted(no_size_is_small, monkeypatch):
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path):
-    lowered = module._lower(module.traced_for(jax.grad(loss), (X,), Target(TPU)), Target(TPU))
+    lowered = module.lowered_for(module.traced_for(jax.grad(loss), (X,), Target(TPU)), Target(TPU))
     with jax.default_device(Target(TPU).devices[0]):
         _compat.compile_request(lowered, {}).write(tmp_path)
     command = [sys.executable, "-m", "jaxckpt.memory.assign", str(tmp_path), TPU]

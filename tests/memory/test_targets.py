@@ -154,6 +154,13 @@ def test_a_mesh_covers_all_devices():
         target.mesh((4,), ("data",))
 
 
+@pytest.mark.tpu
+def test_an_axis_of_a_mesh_may_be_a_part_of_a_slices_axis():
+    target = Target("tpu:v5p:4x4x4")
+    mesh = target.mesh((2, 8, 4), ("data", "expert", "tensor"))
+    assert mesh.devices.shape == (2, 8, 4) and set(mesh.devices.flat) == set(target.devices)
+
+
 def test_the_description_of_a_gpu_has_the_figures_of_the_table():
     text = target_config(CHIPS["h100"])
     for line in (
