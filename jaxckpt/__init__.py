@@ -28,7 +28,7 @@ from jaxckpt._errors import (
     UnsupportedJaxError,
     VerificationError,
 )
-from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action
+from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, compress
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.lift import count_flops
@@ -100,6 +100,7 @@ __all__ = [
     "checkpoint_sequential",
     "compare",
     "compiler_options",
+    "compress",
     "count_flops",
     "estimate_memory_savings",
     "frontier",

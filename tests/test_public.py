@@ -20,7 +20,7 @@ NAMES = """
     PlanMismatchError PlanReport Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StructureError Target TargetError TiledStretch
     UnknownTargetError
     TilingError UnmatchedTagError UnreadableDumpError UnsupportedJaxError Verification VerificationError
-    autocheckpoint checkpoint checkpoint_sequential compare compiler_options
+    autocheckpoint checkpoint checkpoint_sequential compare compiler_options compress
     count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules tag
     targets tile trace verify where without_checkpoints
 """.split()  # noqa: SIM905

@@ -18,6 +18,9 @@ from jaxckpt.actions.save import SAVE as SAVE
 # isort: split
 from jaxckpt.actions.offload import OFFLOAD as OFFLOAD
 
+# isort: split
+from jaxckpt.actions.compress import compress as compress
+
 
 def given(action: Action, value: Array) -> Action:
     """Returns the action if it admits the value, and SAVE otherwise."""

@@ -144,8 +144,10 @@ class _Storing:
                 # it runs.
                 env[eqn.outvars[0]] = _read(env, value)
             elif self.storing:
-                env[eqn.outvars[0]] = _read(env, value)
-                found[name] = action.encode(_read(env, value))
+                # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
+                # encodes it, right before that is decoded.
+                x = _read(env, value)
+                env[eqn.outvars[0]], found[name] = lax.optimization_barrier((x, action.encode(x)))
             else:
                 assert kept is not None, "the forward pass kept what is marked"
                 like = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)

@@ -1,0 +1,264 @@
+"""`jaxckpt.compress`: values in fewer bits, within the errors that it states."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxckpt
+from jaxckpt import RECOMPUTE, SAVE, ArgumentError, ForwardModeError, Policy, compress, tag
+from jaxckpt.actions import KINDS, action_from
+from jaxckpt.actions import given as admitted
+from jaxckpt.actions.compress import FORMS
+from jaxckpt.core.graph import Value
+from tests.helpers import assert_trees_close, executions
+
+FLOATS = [form for form in FORMS if form != "bits"]
+W = jax.random.normal(jax.random.key(0), (32, 256)) / 6
+X = jax.random.normal(jax.random.key(1), (64, 32))
+
+
+def value(shape: tuple[int, ...], dtype: Any) -> Value:
+    return Value(0, shape, jnp.dtype(dtype), int(np.prod(shape)) * jnp.dtype(dtype).itemsize)
+
+
+def restored(action: Any, x: jax.Array) -> jax.Array:
+    stored = action.encode(x)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == action.device_bytes(value(x.shape, x.dtype))
+    return action.decode(stored, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+
+def loss(w, x):
+    for _ in range(3):
+        x = jnp.sin(tag(jnp.tanh(x @ w), "hidden")) @ w.T + x
+    return jnp.sum(x**2)
+
+
+@given(
+    form=st.sampled_from(FLOATS),
+    shape=st.lists(st.integers(1, 9), max_size=2).flatmap(
+        lambda outer: st.integers(1, 300).map(lambda last: (*outer, last))
+    ),
+    block=st.sampled_from([1, 3, 32, 128, 1000]),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_what_is_restored_is_within_the_error(form, shape, block, scale, seed):
+    x = jax.random.normal(jax.random.key(seed), shape) * scale
+    action = compress(form, block=block)
+    got = np.asarray(restored(action, x), np.float64)
+    x = np.asarray(x, np.float64)
+    *outer, last = shape
+    blocks = -(-last // block)
+    padded = np.pad(np.abs(x), [(0, 0)] * len(outer) + [(0, blocks * block - last)]).reshape(*outer, blocks, block)
+    largest = np.repeat(padded.max(-1), block, -1)[..., :last]
+    bound = action.error(jnp.float32) * (largest if FORMS[form].uniform else np.maximum(np.abs(x), 2.0**-14 * largest))
+    nothing = (FORMS[form].most or 0) * float(
+        jnp.finfo(jnp.float32).tiny
+    )  # of a block that small no scale is a float32
+    assert (np.abs(got - x) <= 1.001 * bound + nothing).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("form", FLOATS)
+def test_every_float_comes_back_in_its_own_dtype_or_is_saved(form, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.linspace(-3, 5, 260, dtype=dtype).reshape(2, 130)
+        wider = jnp.dtype(dtype).itemsize * 8 > FORMS[form].bits
+        assert admitted(compress(form), value(x.shape, dtype)) == (compress(form) if wider else SAVE)
+        got = restored(compress(form), x) if wider else x
+        assert got.dtype == x.dtype and float(jnp.max(jnp.abs(got - x))) <= 5.01 * compress(form).error(dtype)
+
+
+@pytest.mark.parametrize("form", FLOATS)
+def test_infinities_and_nan_stay_visible_and_harm_no_neighbour(form):
+    x = jnp.concatenate([jnp.linspace(-1, 1, 61), jnp.array([jnp.inf, -jnp.inf, jnp.nan])])
+    got = restored(compress(form), x)
+    assert jnp.max(jnp.abs(got[:61] - x[:61])) <= 1.001 * compress(form).error(x.dtype)
+    keeps = form in ("bfloat16", "float16", "float8_e5m2")
+    expected = x[61:] if keeps else jnp.full(3, jnp.nan)
+    np.testing.assert_array_equal(got[61:], expected)
+
+
+@pytest.mark.parametrize("form", FLOATS)
+@pytest.mark.parametrize("x", [jnp.zeros((3, 40)), jnp.full((2, 7), 1e-45), jnp.full((2, 130), 3e38)], ids=str)
+def test_zeros_and_the_ends_of_the_range(form, x):
+    got = restored(compress(form), x)
+    assert jnp.all(jnp.isfinite(got)) and jnp.allclose(got, x, rtol=0.1, atol=1e-37)
+
+
+@pytest.mark.parametrize("shape", [(1,), (8,), (9,), (3, 5), (2, 3, 64)])
+def test_booleans_take_a_bit_and_are_exact(shape):
+    x = jax.random.bernoulli(jax.random.key(0), 0.4, shape)
+    np.testing.assert_array_equal(restored(compress("bits"), x), x)
+    assert compress("bits").error(bool) == 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        value((), "float32"),
+        value((0, 4), "float32"),
+        value((8,), "int32"),
+        value((8,), "complex64"),
+        value((8,), "bool"),
+    ],
+    ids=lambda kind: f"{kind.dtype}{kind.shape}",
+)
+def test_what_no_float_form_makes_smaller_is_saved(kind):
+    assert {admitted(compress(form), kind) for form in FLOATS} == {SAVE}
+    assert admitted(compress("bits"), kind) == (compress("bits") if kind.dtype == bool else SAVE)
+
+
+@pytest.mark.parametrize("form", FLOATS)
+def test_a_policy_keeps_that_form_and_the_forward_pass_is_exact(form):
+    saved, small = (jaxckpt.checkpoint(loss, policy=Policy({"hidden": a})) for a in (SAVE, compress(form)))
+    whole, less = (jaxckpt.residuals(f, W, X).kept_bytes for f in (saved, small))
+    one = value((64, 256), "float32")
+    assert whole - less == 3 * (one.bytes - compress(form).device_bytes(one))
+    (got, gradient), (expected, exact) = (jax.value_and_grad(f)(W, X) for f in (small, loss))
+    assert got == expected
+    difference = float(jnp.max(jnp.abs(gradient - exact)) / jnp.max(jnp.abs(exact)))
+    assert 0 < difference < 8 * compress(form).error(X.dtype)
+    for policy, tanh in ((Policy({"hidden": compress(form)}), 3), (Policy(default=RECOMPUTE), 6)):
+        assert executions(jax.grad(jaxckpt.checkpoint(loss, policy=policy)), W, X)["tanh"] == tanh
+
+
+def test_a_mask_in_a_scan_is_kept_as_bits():
+    def dropped(w, x, key):
+        def body(x, key):
+            mask = tag(jax.random.bernoulli(key, 0.5, x.shape), "mask")
+            return jnp.where(mask, jnp.tanh(x @ w @ w.T), 0), None
+
+        return jnp.sum(jax.lax.scan(jaxckpt.checkpoint(body, policy=policy), x, jax.random.split(key, 5))[0])
+
+    kept, gradients = [], []
+    for action in (SAVE, compress("bits")):
+        policy = Policy({"mask": action})
+        found = jaxckpt.residuals(dropped, W, X, jax.random.key(0)).residuals
+        kept.append(sum(each.bytes for each in found if each.name == "mask"))
+        gradients.append(jax.grad(dropped)(W, X, jax.random.key(0)))
+    assert kept == [5 * 64 * 32, 5 * 64 * 32 // 8]
+    assert_trees_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
+def test_under_vmap_jit_and_in_branches():
+    small = jaxckpt.checkpoint(loss, policy=Policy({"hidden": compress("int8")}))
+    many = jnp.stack([X, 2 * X])
+    each = jax.vmap(jax.jit(jax.grad(small)), (None, 0))(W, many)
+    for got, x in zip(each, many):
+        exact = jax.grad(loss)(W, x)
+        assert float(jnp.max(jnp.abs(got - exact)) / jnp.max(jnp.abs(exact))) < 0.03
+    either = lambda w, x: jax.lax.cond(jnp.sum(x) > 1e9, lambda x: jnp.sum(x), functools.partial(small, w), x)
+    np.testing.assert_allclose(jax.grad(either)(W, X), jax.grad(small)(W, X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FLOATS)
+def test_a_second_derivative_is_right_or_an_error(form):
+    small = jaxckpt.checkpoint(loss, policy=Policy({"hidden": compress(form)}))
+    reverse = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2))(W)
+    forward = lambda f: jax.jvp(jax.grad(f), (W, X), (W, X))[1]
+    for second in (reverse, forward):
+        if form == "bfloat16":
+            got, exact = second(small), second(loss)
+            assert float(jnp.max(jnp.abs(got - exact)) / jnp.max(jnp.abs(exact))) < 0.01
+            continue
+        with pytest.raises(ForwardModeError, match=r"compress\(.*\) keeps values for one derivative"):
+            second(small)
+
+
+def test_it_is_a_value():
+    assert compress("int8") == compress("int8", block=128) != compress("int8", block=64)
+    assert compress("int8") != compress("int4") and "compress" in KINDS
+    for action in (compress("float8_e4m3fn"), compress("int4", block=32)):
+        assert action_from(action.to_json()) == action and eval(repr(action)) == action
+    assert compress("int8").to_json() == {"kind": "compress", "form": "int8", "block": 128}
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: compress("int9"), "form must be one of bfloat16.*got 'int9'. Did you mean 'int8'"),
+        (lambda: compress(8), "form must be one of"),  # type: ignore[arg-type]
+        (lambda: compress("int8", block=0), "block must be an int of at least 1"),
+        (lambda: compress("int8", block=True), "block must be an int of at least 1"),
+        (lambda: compress("int8", block=2.5), "block must be an int of at least 1"),  # type: ignore[arg-type]
+        (lambda: action_from("compress"), "compress with the parameters that it has"),
+    ],
+)
+def test_bad_arguments(made, message):
+    with pytest.raises(ArgumentError, match=message):
+        made()
+
+
+def mlp(ws, x, policy, scanned):
+    def layer(x, w):
+        return x + jax.nn.gelu(tag(x @ w[0], "up")) @ w[1], None
+
+    if scanned:
+        x, _ = jax.lax.scan(jaxckpt.checkpoint(layer, policy=policy, prevent_cse=False), x, ws)
+    else:
+        for w in zip(*ws):
+            x, _ = jaxckpt.checkpoint(layer, policy=policy)(x, w)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+LAYERS, ROWS, WIDTH = 16, 2048, 1024
+UP = value((ROWS, 4 * WIDTH), "bfloat16")
+TARGETS = [pytest.param("cuda:h100", marks=pytest.mark.cuda), pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)]
+
+
+def measured(action: Any, target: str, scanned: bool) -> jaxckpt.MemoryReport:
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    ws = struct(LAYERS, WIDTH, 4 * WIDTH), struct(LAYERS, 4 * WIDTH, WIDTH)
+    args = ws if scanned else tuple([struct(*w.shape[1:])] * LAYERS for w in ws), struct(ROWS, WIDTH)
+    step = jax.value_and_grad(functools.partial(mlp, policy=Policy({"up": action}), scanned=scanned))
+    return jaxckpt.measure(step, *args, target=target, generate_code=False)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("form", ["bfloat16", "float8_e4m3fn", "int8", "int4"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_scan_keeps_the_bytes_of_the_form_on_the_device(target, form):
+    action = admitted(compress(form), UP)
+    report = measured(action, target, scanned=True)
+    kept = [b for b in report.largest(30) if f"[{LAYERS},{ROWS}," in b.shape and f",{WIDTH}]" not in b.shape]
+    # A TPU may hold scales, a 32nd of this, on the chip.
+    assert 0.93 < sum(b.bytes for b in kept) / (LAYERS * action.device_bytes(UP)) < 1.03
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "int4"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_unrolled_layers_need_less_by_what_is_kept_less(target, form):
+    """A compiler that is free to would keep the whole value, and encode it right before it is decoded."""
+    nothing, saved, small = (
+        measured(action, target, scanned=False).peak_bytes for action in (RECOMPUTE, SAVE, compress(form))
+    )
+    assert saved - small > 0.75 * (saved - nothing) > 0
+
+
+@pytest.mark.once
+@pytest.mark.cuda
+def test_the_planner_takes_it_where_it_pays():
+    shapes = [jax.ShapeDtypeStruct((512, 2048), jnp.float32)] * 6, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
+
+    def chain(ws, x):
+        for w in ws:
+            x = jnp.sin(jnp.tanh(x @ w)) @ w.T + x
+        return jnp.sum(x**2)
+
+    plain = jaxckpt.plan(chain, *shapes, budget="70%", target="cuda:h100")
+    small = jaxckpt.plan(chain, *shapes, budget="70%", target="cuda:h100", actions=(RECOMPUTE, SAVE, compress("int8")))
+    used = {action for region in small.regions for action in region.actions.values()}
+    assert compress("int8") in used
+    assert small.measured_bytes <= small.budget and small.overhead < plain.overhead
+    assert jaxckpt.Plan.from_json(small.to_json()).regions == small.regions
