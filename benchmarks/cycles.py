@@ -28,7 +28,8 @@ from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.cycles import compiled_kernels
 from jaxckpt.memory.targets import Target, start_backend, target_of
-from jaxckpt.planner.costs import Known, timer, total
+from jaxckpt.planner.costs import timer, total
+from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.problems import Problem, problem_of
 from jaxckpt.show.table import markdown
 
@@ -43,9 +44,9 @@ TARGETS = ("tpu:v5e:2x2", "tpu:v5p:2x2x1")
 SHARES = (40, 60)
 
 
-def seconds_of(graph: Graph, target: Target, known: Known | None) -> float:
+def seconds_of(graph: Graph, target: Target, cycles: Cycles | None) -> float:
     """Returns the seconds of a traced step."""
-    return total(map(timer(graph, target, known=known), graph.ops)).seconds
+    return total(map(timer(graph, target, cycles=cycles), graph.ops)).seconds
 
 
 def whole_seconds(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> float | None:
@@ -74,7 +75,7 @@ def run(model: str, target: Target) -> dict[str, Any]:
         rates, row["analysis_seconds"] = analysed("roofline")
         _, row["empty_seconds"] = analysed("compiler")
         compiler, row["full_seconds"] = analysed("compiler")
-    known = compiler.asked.known
+    known = compiler.asked.cycles
     graph = trace(step, *args)
     row |= {"rates": seconds_of(graph, target, None), "stretches": seconds_of(graph, target, known)}
     row["whole"] = whole_seconds(step, args, target)

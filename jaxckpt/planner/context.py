@@ -10,7 +10,6 @@ from jaxckpt.core.constants import QUICK
 from jaxckpt.core.graph import Body, Graph
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Candidate
-from jaxckpt.planner.costs import Known
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.shards import WHOLE, Shards
 
@@ -41,11 +40,6 @@ class Context:
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(
         default_factory=dict, compare=False
     )
-
-    @property
-    def known(self) -> Known | None:
-        """What is known of operations' seconds beside the target's rates."""
-        return None if self.cycles is None else self.cycles.seconds
 
 
 def is_quick(graph: Graph) -> bool:

@@ -27,6 +27,7 @@ from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.liveness import BARRIER
 from jaxckpt.core.primitives import Holds, Kernel
 from jaxckpt.memory.targets import Target
+from jaxckpt.planner.cycles import Cycles
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,15 @@ def total(times: Iterable[Time]) -> Time:
 
 Seconds = Callable[[Op], float]
 """Seconds of one execution of an operation."""
-Known = Callable[[Graph, Op], float | None]
-"""Seconds of one execution of an operation of a graph, if they are known from elsewhere."""
 
 
-def roofline(graph: Graph, target: Target, devices: int = 1, known: Known | None = None) -> Seconds:
+def roofline(graph: Graph, target: Target, devices: int = 1, cycles: Cycles | None = None) -> Seconds:
     """Returns the function that says how long an operation of the graph takes on the target.
 
     Args:
       graph: its values' bytes are those on one device.
       devices: how many share the computation.
-      known: what is known better: see `jaxckpt.planner.cycles`.
+      cycles: what the target's compiler says of operations, which goes before the rates; None where it is not asked.
     """
     rates, bandwidth = target.flops, target.bandwidth
     ops = list(graph.walk())
@@ -77,8 +76,8 @@ def roofline(graph: Graph, target: Target, devices: int = 1, known: Known | None
         if op.bodies:
             each = [float(sum(map(seconds, body.ops))) for body in op.bodies]
             return primitives.altogether(op.primitive, op.params, each)
-        if known is not None and (better := known(graph, op)) is not None:
-            return better
+        if cycles is not None and (said := cycles.seconds(graph, op)) is not None:
+            return said
         if passes(graph, op) or op in turned:
             return 0.0
         rate = devices * _rate(graph, op, rates)
@@ -96,9 +95,9 @@ def roofline(graph: Graph, target: Target, devices: int = 1, known: Known | None
     return seconds
 
 
-def timer(graph: Graph, target: Target, devices: int = 1, known: Known | None = None) -> Callable[[Op], Time]:
+def timer(graph: Graph, target: Target, devices: int = 1, cycles: Cycles | None = None) -> Callable[[Op], Time]:
     """Returns the function that says what an operation takes; arguments as of `roofline`."""
-    seconds = roofline(graph, target, devices, known)
+    seconds = roofline(graph, target, devices, cycles)
 
     def weight(op: Op) -> float:
         if op.bodies:

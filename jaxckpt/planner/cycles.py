@@ -1,10 +1,11 @@
 """Seconds of operations by the cost model of the target's own compiler: `costs="compiler"`.
 
-Each distinct stretch is compiled to the end, its forward and its backward half as a program of its own. Every operation
-is in a scope with its number, and XLA names in each kernel the operations in it, so the kernel's cycles can be given to
-them: to those that take time by the roofline, in proportion; to the kernel's own one if none does. What the compiler
-puts in of its own, such as copies, is shared among all. What is learned of an operation holds wherever one of the same
-parameters and shapes is, first of all in the same pass, forward or backward: what is fused with it is alike there.
+Each distinct stretch is compiled to the end, its forward and its backward half as one program: of halves by themselves
+XLA would write all that passes from one to the other. Every operation is in a scope with its number, and XLA names in
+each kernel the operations in it, so the kernel's cycles can be given to them: to those that take time by the roofline,
+in proportion; to the kernel's own one if none does. What the compiler puts in of its own, such as copies, is shared
+among all. What is learned of an operation holds wherever one of the same parameters and shapes is, first of all in the
+same pass, forward or backward: what is fused with it is alike there.
 
 Loops, branches and other operations that hold programs are left out of a stretch, and their programs are stretches of
 their own. Operations that only a kernel without an estimate names (a Pallas kernel, a sort) take what the roofline

@@ -25,7 +25,7 @@ from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, resident_bytes
 from jaxckpt.planner.chain import Moment, Solution, cost
 from jaxckpt.planner.corrections import traced_moments
-from jaxckpt.planner.costs import Known, Time, timer, total
+from jaxckpt.planner.costs import Time, timer, total
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.model import Model
 from jaxckpt.planner.shards import device_bytes, is_sharded
@@ -54,11 +54,6 @@ class Asked:
     respect_checkpoints: bool = True
     cache: str | os.PathLike[str] | bool | None = None
     cycles: Cycles | None = None
-
-    @property
-    def known(self) -> Known | None:
-        """What is known of operations' seconds beside the target's rates."""
-        return None if self.cycles is None else self.cycles.seconds
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,7 @@ class Measured:
                 graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
         if not scoped:
             self._stages[made] = step, stage
-        time = timer(shards.applied(graph), self.target, shards.devices, self.asked.known)
+        time = timer(shards.applied(graph), self.target, shards.devices, self.asked.cycles)
         profile = graph_profile(graph, self.target.platform)
         peak = max((size for _, size in profile), default=self.argument_bytes)
         moments = traced_moments(profile, self.model.places) if scoped else {}

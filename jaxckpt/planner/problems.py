@@ -164,8 +164,12 @@ def problem_of(
     tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
+    cycles: Cycles | None = None,
 ) -> Problem:
-    """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`."""
+    """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`.
+
+    `cycles`: what the compiler has said already, where `costs` is "compiler".
+    """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
     if not callable(step):
@@ -213,7 +217,8 @@ def problem_of(
     differentiated = [arguments[place] for place in seen.differentiated]
     keeping = tuple(action for action in wanted if action.keeps)
 
-    cycles = Cycles(resolved, cache) if costs == "compiler" else None
+    if costs == "compiler" and cycles is None:
+        cycles = Cycles(resolved, cache)
     asked = Asked(fun, args, step, resolved, respect_checkpoints, cache, cycles)
 
     def problem(inside: Inside, kept: tuple[Action, ...] = keeping) -> Problem:
@@ -270,6 +275,7 @@ def problem_of(
                 reverse_only=reverse_only,
                 cache=cache,
                 progress=progress,
+                cycles=cycles,
             )
             return made.whole()
 

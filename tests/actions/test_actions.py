@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Action, ArgumentError, Plan, PlanMismatchError, Policy, Region, tag
+from jaxckpt import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Action,
+    ArgumentError,
+    Plan,
+    PlanMismatchError,
+    Policy,
+    Region,
+    compress,
+    tag,
+)
 from jaxckpt.actions import KINDS, action_from, given
 from jaxckpt.core.plan import Loop
 from jaxckpt.schedules import checkpointed
@@ -167,7 +179,8 @@ def test_the_compiled_program_keeps_fewer_bytes(fun):
 
 
 @pytest.mark.cuda
-def test_the_planner_takes_it_where_it_pays():
+@pytest.mark.parametrize("action", [HALF, compress("int8")], ids=str)
+def test_the_planner_takes_it_where_it_pays(action):
     shapes = [jax.ShapeDtypeStruct((512, 2048), jnp.float32)] * 6, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
 
     def mlp(ws, x):
@@ -176,11 +189,11 @@ def test_the_planner_takes_it_where_it_pays():
         return jnp.sum(x**2)
 
     plain = jaxckpt.plan(mlp, *shapes, budget="75%", target="cuda:h100")
-    half = jaxckpt.plan(mlp, *shapes, budget="75%", target="cuda:h100", actions=(RECOMPUTE, SAVE, HALF))
-    used = {action for region in half.regions for action in region.actions.values()}
-    assert HALF in used
-    assert half.measured_bytes <= half.budget and half.overhead < plain.overhead
-    assert Plan.from_json(half.to_json()).regions == half.regions
+    changed = jaxckpt.plan(mlp, *shapes, budget="75%", target="cuda:h100", actions=(RECOMPUTE, SAVE, action))
+    used = {action for region in changed.regions for action in region.actions.values()}
+    assert action in used
+    assert changed.measured_bytes <= changed.budget and changed.overhead < plain.overhead
+    assert Plan.from_json(changed.to_json()).regions == changed.regions
 
 
 def test_actions_are_values():

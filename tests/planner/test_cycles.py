@@ -105,7 +105,7 @@ def test_stretches_add_up_to_the_whole_step_where_the_roofline_does_not():
     whole = sum(kernel.cycles or 0 for kernel in compiled_kernels(step, args, target)) / target.clock
     graph = trace(step, *args)
     rates = roofline(graph, target)
-    known = roofline(graph, target, known=problem.asked.known)
+    known = roofline(graph, target, cycles=problem.asked.cycles)
     stretches, modelled = (sum(map(seconds, graph.ops)) for seconds in (known, rates))
     assert 0.9 < stretches / whole < 1.25 < modelled / whole
     assert problem.plain.time.seconds == pytest.approx(stretches)
