@@ -28,6 +28,8 @@ from itertools import accumulate, pairwise
 
 from jaxckpt._errors import UnreadableDumpError
 from jaxckpt.core.units import format_bytes
+from jaxckpt.memory import collectives
+from jaxckpt.memory.collectives import CompiledCollective
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.wire import Message
 
@@ -124,6 +126,7 @@ class Assignment:
       host_bytes: bytes of all allocations in host memory.
       argument_bytes, output_bytes: bytes of device memory for arguments and for results.
       alias_bytes: bytes of arguments that results are written to, counted in both.
+      collectives: what devices send to one another.
     """
 
     standing: tuple[Buffer, ...]
@@ -134,6 +137,7 @@ class Assignment:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
+    collectives: tuple[CompiledCollective, ...] = ()
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -287,7 +291,17 @@ def _read(proto: Message, platform: str) -> Assignment:
             _agree(simulated, "the dump does not say when a temporary is live")
     main = spaces.pop(_MAIN)
     on_chip = max(spaces.values(), key=lambda space: sum(life.buffer.bytes for life in space), default=[])
-    return Assignment(tuple(standing), tuple(main), tuple(on_chip), program.labels, host, argument, output, alias)
+    return Assignment(
+        tuple(standing),
+        tuple(main),
+        tuple(on_chip),
+        program.labels,
+        host,
+        argument,
+        output,
+        alias,
+        collectives.read(proto.message(_Hlo.module), program.line),
+    )
 
 
 def _check(program: _Program, assignment: Message, values: Mapping[int, Message]) -> None:
@@ -471,6 +485,10 @@ class _Program:
             shape = parts[index] if index < len(parts) else Message()
         source = next((line for m in self._metadata(identity) if (line := self._sources.line(m))), "")
         return Buffer(instruction.text(_Instruction.name), size, _shape(shape), self._operation(identity), source, kind)
+
+    def line(self, metadata: Message) -> str:
+        """Returns the source line, "file.py:12", that an instruction's metadata names; "" if they name none."""
+        return self._sources.line(metadata)
 
     def _operation(self, identity: int) -> str:
         return next((name for m in self._metadata(identity) if (name := m.text(_Metadata.operation))), "")

@@ -25,6 +25,7 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import assign, buffers
 from jaxckpt.memory import cache as results
 from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
+from jaxckpt.memory.collectives import CompiledCollective, total
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, start_backend, target_of
 from jaxckpt.memory.targets import compiler_options as options_for
@@ -88,6 +89,11 @@ class MemoryReport:
         """Returns the largest buffers that are live at the peak, the largest first."""
         return self._read_assignment().largest(count)
 
+    @property
+    def collectives(self) -> tuple[CompiledCollective, ...]:
+        """What the devices send to one another, the compiler's own collectives included; none on one device."""
+        return () if self._assignment is None else self._assignment.collectives
+
     def timeline(self) -> Timeline:
         """Returns the live bytes at each position of the compiled schedule."""
         return self._read_assignment().timeline
@@ -128,6 +134,7 @@ class MemoryReport:
             "in host memory": self.host_bytes,
             "of the peak on the chip": self.on_chip_bytes,
             "program": self.code_bytes,
+            "sent to other devices": round(total(self.collectives)),
         }
         return [
             ("peak", format_bytes(self.peak_bytes)),

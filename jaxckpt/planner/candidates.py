@@ -87,8 +87,8 @@ def candidates_of(
     graph = shards.applied(joint.graph)
     if context.cycles is not None:
         both = [*joint.forward, *joint.backward]
-        context.cycles.learn(graph, both, graph.body, roofline(graph, target, shards.devices))
-    time, factor = timer(graph, target, shards.devices, context.cycles), 1.0
+        context.cycles.learn(graph, both, graph.body, roofline(graph, target, shards))
+    time, factor = timer(graph, target, shards, context.cycles), 1.0
     if context.timed and (expected := total(map(time, joint.forward)).seconds):
         factor = run_seconds(named.stretch(start, stop, outputs)[0]) / expected
         time = scaled(time, factor)
@@ -224,7 +224,7 @@ def _checkpointed(
     checkpointed = named.checkpointed(asked.start, asked.stop, outputs, actions)
     joint = _Joint(named, *checkpointed, outputs, asked.active)
     graph = context.shards.applied(joint.graph)
-    time = scaled(timer(graph, context.target, context.shards.devices, context.cycles), factor)
+    time = scaled(timer(graph, context.target, context.shards, context.cycles), factor)
     write = written(graph, context.target)
     same = {op.outputs[0]: op.inputs[0] for op in joint.forward if op.inputs and passes(graph, op)}
 

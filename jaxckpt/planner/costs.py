@@ -7,7 +7,8 @@ twice that, and tells two plans apart that move as much and compute differently.
 moves nothing, unless such a kernel wants its result in memory.
 
 A collective that the program names (under `jax.shard_map`) takes the bytes that each device sends over the bandwidth of
-its links, as rings of many devices send them; those that the compiler puts in of its own are not seen.
+its links, as rings of many devices send them. Those that the compiler puts in of its own are read from the compiled
+program: see `jaxckpt.planner.collectives`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jaxckpt.core.liveness import BARRIER
 from jaxckpt.core.primitives import Holds, Kernel
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.cycles import Cycles
+from jaxckpt.planner.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,15 @@ Seconds = Callable[[Op], float]
 """Seconds of one execution of an operation."""
 
 
-def roofline(graph: Graph, target: Target, devices: int = 1, cycles: Cycles | None = None) -> Seconds:
+def roofline(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycles | None = None) -> Seconds:
     """Returns the function that says how long an operation of the graph takes on the target.
 
     Args:
       graph: its values' bytes are those on one device.
-      devices: how many share the computation.
+      shards: how many devices share the computation, and what they send to one another.
       cycles: what the target's compiler says of operations, which goes before the rates; None where it is not asked.
     """
-    rates, bandwidth = target.flops, target.bandwidth
+    rates, bandwidth, devices = target.flops, target.bandwidth, shards.devices
     ops = list(graph.walk())
     wanted = _wanted_whole(graph)
     read = _read_bytes(graph, ops, wanted)
@@ -78,8 +80,9 @@ def roofline(graph: Graph, target: Target, devices: int = 1, cycles: Cycles | No
             return primitives.altogether(op.primitive, op.params, each)
         if cycles is not None and (said := cycles.seconds(graph, op)) is not None:
             return said
+        waits = shards.sent.seconds(graph, op)
         if passes(graph, op) or op in turned:
-            return 0.0
+            return waits
         rate = devices * _rate(graph, op, rates)
         moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
         facts = primitives.of(op.primitive)
@@ -87,23 +90,23 @@ def roofline(graph: Graph, target: Target, devices: int = 1, cycles: Cycles | No
             sizes = [sum(graph.values[index].bytes for index in ends) for ends in (op.inputs, op.outputs)]
             return facts.sends * max(sizes) / target.link_bandwidth + moved / bandwidth
         if facts.fused:
-            return max(
+            return waits + max(
                 op.flops / (rate * VECTOR), moved / bandwidth if any(index in wanted for index in op.outputs) else 0.0
             )
-        return op.flops / (rate * MATRIX) + moved / bandwidth
+        return waits + op.flops / (rate * MATRIX) + moved / bandwidth
 
     return seconds
 
 
-def timer(graph: Graph, target: Target, devices: int = 1, cycles: Cycles | None = None) -> Callable[[Op], Time]:
+def timer(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycles | None = None) -> Callable[[Op], Time]:
     """Returns the function that says what an operation takes; arguments as of `roofline`."""
-    seconds = roofline(graph, target, devices, cycles)
+    seconds = roofline(graph, target, shards, cycles)
 
     def weight(op: Op) -> float:
         if op.bodies:
             each = [float(sum(map(weight, body.ops))) for body in op.bodies]
             return primitives.altogether(op.primitive, op.params, each)
-        rate = devices * _rate(graph, op, target.flops)
+        rate = shards.devices * _rate(graph, op, target.flops)
         return WEIGHT * op.flops / rate if primitives.of(op.primitive).dear else 0.0
 
     @functools.cache

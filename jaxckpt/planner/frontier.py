@@ -370,8 +370,8 @@ def cost_of(
         those of one.
     """
     graph = shards.applied(trace(step, *args))
-    seconds = rates.roofline(graph, target_of(target), shards.devices)
-    return graph.flops, float(sum(map(seconds, graph.ops)))
+    seconds = rates.roofline(graph, target_of(target), shards)
+    return graph.flops, float(sum(map(seconds, graph.ops))) + shards.sent.elsewhere
 
 
 def way_to_json(way: Way) -> dict[str, Any]:

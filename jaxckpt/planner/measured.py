@@ -24,6 +24,7 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, resident_bytes
 from jaxckpt.planner.chain import Moment, Solution, cost
+from jaxckpt.planner.collectives import NOTHING, Sent, sent
 from jaxckpt.planner.corrections import traced_moments
 from jaxckpt.planner.costs import Time, timer, total
 from jaxckpt.planner.cycles import Cycles
@@ -184,12 +185,13 @@ class Measured:
                 graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
         if not scoped:
             self._stages[made] = step, stage
-        time = timer(shards.applied(graph), self.target, shards.devices, self.asked.cycles)
+        time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
         profile = graph_profile(graph, self.target.platform)
         peak = max((size for _, size in profile), default=self.argument_bytes)
         moments = traced_moments(profile, self.model.places) if scoped else {}
         moments = {moment: size - self.argument_bytes for moment, size in moments.items()}
-        return Traced(peak, graph.flops, total(map(time, graph.ops)), moments)
+        elsewhere = Time(shards.sent.elsewhere, shards.sent.elsewhere)
+        return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments)
 
     def _stage(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as
@@ -227,6 +229,22 @@ class Measured:
                 _ = self.plain  # the compilation goes on from its trace
                 self.known_unplanned = self._compile(None)
             return self.known_unplanned
+
+    def sent(self) -> Sent:
+        """Returns what operations wait for other devices. Compiles the step, or, where that does not fit the target,
+        the leanest plan of it; what fits in neither way waits for nothing.
+        """
+        compiled, planned = None, False
+        with contextlib.suppress(DoesNotFitError):
+            compiled = self.unplanned
+        if compiled is None and (least := self.solver(Optimal.name).least(self.model.chain)) is not None:
+            planned = True
+            with contextlib.suppress(DoesNotFitError):
+                compiled = self.measure_planned(self.model.plan(least))
+        if compiled is None or not compiled.collectives:
+            return NOTHING
+        graph = self.model.shards.applied(trace(self.step(self.fun), *self.args))
+        return sent(compiled.collectives, graph, self.target, planned)
 
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:
         """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.

@@ -49,7 +49,7 @@ from jaxckpt.planner.measured import Asked, Measured
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.observe import observe
 from jaxckpt.planner.search import Search
-from jaxckpt.planner.shards import WHOLE, is_sharded, read
+from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, read
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
 from jaxckpt.planner.solvers.sqrt import fastest, single
@@ -165,10 +165,12 @@ def problem_of(
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
     cycles: Cycles | None = None,
+    collectives: bool = True,
 ) -> Problem:
     """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`.
 
-    `cycles`: what the compiler has said already, where `costs` is "compiler".
+    `cycles`: what the compiler has said already, where `costs` is "compiler". `collectives`: whether those that the
+    compiler puts in take time.
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
@@ -237,16 +239,30 @@ def problem_of(
             traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
         once = reverse_only and not seen.again
         quick = is_quick(graph) and not is_sharded(args)
-        context = Context(resolved, shards, costs == "measured", cycles, kept, once, quick)
-        model = inside.run(lambda: build(inside, context, progress))
-        placed = replace(
-            model,
-            fingerprint=graph.fingerprint,
-            address=inside.address,
-            outside_bytes=inside.outside_bytes,
-            mapped=inside.mapped,
-        )
-        return Problem(asked, traced, placed)
+
+        def made(shards: Shards) -> Problem:
+            context = Context(resolved, shards, costs == "measured", cycles, kept, once, quick)
+            model = inside.run(lambda: build(inside, context, progress))
+            placed = replace(
+                model,
+                fingerprint=graph.fingerprint,
+                address=inside.address,
+                outside_bytes=inside.outside_bytes,
+                mapped=inside.mapped,
+            )
+            return Problem(asked, traced, placed)
+
+        first = made(shards)
+        if not shards.fractions or not collectives:
+            return first
+        if progress is not None:
+            progress(0, 1, "reading what devices send to one another")
+        sent = first.sent()
+        if not sent.rates:
+            return first
+        counted = made(replace(shards, sent=sent))
+        counted.known_unplanned = first.known_unplanned
+        return counted
 
     all_of_it = whole(graph, differentiated, [graph.body.outputs[place] for place in seen.results])
     inner, smaller = (innermost(all_of_it, share) for share in (INNERMOST_SHARE, 0.0))

@@ -22,6 +22,7 @@ from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
 from jaxckpt.core.leaves import is_number
 from jaxckpt.memory.report import abstract, output_shardings
 from jaxckpt.memory.targets import Target
+from jaxckpt.planner.collectives import NOTHING, Sent
 
 Shape = tuple[int, ...]
 SMALL = 2**16
@@ -35,10 +36,12 @@ class Shards:
     Attributes:
       devices: how many there are.
       fractions: shape -> share of an array of that shape that one device holds.
+      sent: what operations wait for other devices.
     """
 
     devices: int = 1
     fractions: Mapping[Shape, float] | None = None
+    sent: Sent = NOTHING
 
     def fraction(self, shape: Shape) -> float:
         """Returns the share of an array that one device holds."""
@@ -52,8 +55,31 @@ class Shards:
         """Returns the graph with the bytes of every value per device."""
         if self.fractions is None:
             return graph
-        values = tuple(replace(v, bytes=math.ceil(v.bytes * self.fraction(v.shape))) for v in graph.values)
+        told = _told(graph)
+        values = tuple(
+            replace(v, bytes=math.ceil(v.bytes * told.get(v.index, self.fraction(v.shape)))) for v in graph.values
+        )
         return replace(graph, values=values)
+
+
+def _told(graph: Graph) -> dict[int, float]:
+    """Returns value -> share that one device holds, of values that the program lays out itself, and of what has as many
+    elements and is computed from these alone. So a weight that is gathered before it is used is whole on every device,
+    although the argument of the same shape is not.
+    """
+    found: dict[int, float] = {}
+    for op in graph.walk():
+        if op.bodies or len(op.outputs) != 1:
+            continue
+        made = graph.values[op.outputs[0]]
+        layout = op.params.get("sharding") if op.primitive == "sharding_constraint" else None
+        if isinstance(layout, NamedSharding) and PartitionSpec.UNCONSTRAINED not in layout.spec:
+            found[made.index] = math.prod(layout.shard_shape(made.shape)) / max(math.prod(made.shape), 1)
+        elif primitives.of(op.primitive).fused and len(op.inputs) == 1 and op.inputs[0] in found:
+            given = graph.values[op.inputs[0]]
+            if math.prod(given.shape) == math.prod(made.shape):
+                found[made.index] = found[given.index]
+    return found
 
 
 WHOLE = Shards()

@@ -18,6 +18,7 @@ from rich.text import Text
 from jaxckpt.core import primitives
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.units import counted, format_bytes
+from jaxckpt.memory.collectives import by_kind
 
 if TYPE_CHECKING:
     from jaxckpt.memory.compare import Comparison, Row
@@ -106,6 +107,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
         "host memory": report.host_bytes,
         "of the peak on the chip": report.on_chip_bytes,
         "program": report.code_bytes,
+        **{f"sent, {runs:,} × {kind}": round(sent) for kind, (runs, sent) in by_kind(report.collectives).items()},
     }
     cells = [
         ("peak", format_bytes(report.peak_bytes)),
