@@ -27,12 +27,13 @@ import jax
 
 import jaxckpt
 from benchmarks import floor, reporting
-from benchmarks.models import gpt, lstm, mixed, moe, resnet, unet
+from benchmarks.models import mixed
 from jaxckpt.core.files import write_whole
 from jaxckpt.factories import make
 from jaxckpt.memory.compare import time_steps
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.verify import fill
+from jaxckpt.models import gpt, lstm, moe, resnet, unet
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import markdown
 

@@ -23,11 +23,11 @@ import jax
 
 import jaxckpt
 from benchmarks import reporting
-from benchmarks.models import gpt, llama, resnet
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.cycles import compiled_kernels
 from jaxckpt.memory.targets import Target, start_backend, target_of
+from jaxckpt.models import gpt, llama, resnet
 from jaxckpt.planner.costs import timer, total
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.problems import Problem, problem_of

@@ -3,7 +3,7 @@
     python -m benchmarks.estimates                 # H100 and CPU, 8, 32 and 100 layers; some minutes, nothing is run
     python -m benchmarks.estimates --layers 8 --targets cpu --no-save
 
-The chain is benchmarks/models/chain.py: dense layers and tanh, with `jaxckpt.checkpoint` around each segment of
+The chain is jaxckpt/models/chain.py: dense layers and tanh, with `jaxckpt.checkpoint` around each segment of
 `segment` layers, also the last. The batch is so large that a layer's activation is a thousand times its parameters. So
 the peak consists of activations.
 
@@ -24,10 +24,10 @@ import jax
 
 import jaxckpt
 from benchmarks import reporting
-from benchmarks.models.chain import chain
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.estimate import estimate_memory_savings
 from jaxckpt.memory.report import MemoryReport, measure
+from jaxckpt.models.chain import chain
 from jaxckpt.show.table import markdown
 
 LAYERS = (8, 32, 100)

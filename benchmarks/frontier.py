@@ -37,13 +37,13 @@ from jaxckpt.show import plans, plot
 from jaxckpt.show.table import markdown
 
 MODELS = {
-    "gpt2": "benchmarks.models.gpt:gpt2",
-    "gpt2_scan": "benchmarks.models.gpt:gpt2_scan",
-    "deep": "benchmarks.models.gpt:deep",
-    "resnet50": "benchmarks.models.resnet:resnet50",
-    "unet": "benchmarks.models.unet:unet",
-    "lstm": "benchmarks.models.lstm:lstm",
-    "moe": "benchmarks.models.moe:moe",
+    "gpt2": "jaxckpt.models.gpt:gpt2",
+    "gpt2_scan": "jaxckpt.models.gpt:gpt2_scan",
+    "deep": "jaxckpt.models.gpt:deep",
+    "resnet50": "jaxckpt.models.resnet:resnet50",
+    "unet": "jaxckpt.models.unet:unet",
+    "lstm": "jaxckpt.models.lstm:lstm",
+    "moe": "jaxckpt.models.moe:moe",
 }
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "cuda:h100": tuple(MODELS),

@@ -31,9 +31,9 @@ import jax
 
 import jaxckpt
 from benchmarks import reporting
-from benchmarks.models import gpt, resnet
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import start_backend, target_of
+from jaxckpt.models import gpt, resnet
 from jaxckpt.planner.frontier import cost_of, point
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import format_seconds, markdown

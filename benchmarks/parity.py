@@ -34,13 +34,13 @@ COUNTERPARTS: dict[str, Any] = {
 """Presets, and the policies of JAX that they are compared with. `hybrid` has none."""
 
 MODELS = {
-    "gpt2": "benchmarks.models.gpt:gpt2",
-    "gpt2_scan": "benchmarks.models.gpt:gpt2_scan",
-    "resnet50": "benchmarks.models.resnet:resnet50",
-    "unet": "benchmarks.models.unet:unet",
-    "lstm": "benchmarks.models.lstm:lstm",
-    "moe": "benchmarks.models.moe:moe",
-    "chain": "benchmarks.models.chain:chain",
+    "gpt2": "jaxckpt.models.gpt:gpt2",
+    "gpt2_scan": "jaxckpt.models.gpt:gpt2_scan",
+    "resnet50": "jaxckpt.models.resnet:resnet50",
+    "unet": "jaxckpt.models.unet:unet",
+    "lstm": "jaxckpt.models.lstm:lstm",
+    "moe": "jaxckpt.models.moe:moe",
+    "chain": "jaxckpt.models.chain:chain",
 }
 
 

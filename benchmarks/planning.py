@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 from benchmarks import reporting
-from benchmarks.models import gpt
 from jaxckpt.core.files import write_whole
+from jaxckpt.models import gpt
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import markdown
 

@@ -25,10 +25,10 @@ import jax
 
 import jaxckpt
 from benchmarks import reporting
-from benchmarks.models import pod
 from jaxckpt.core.files import write_whole
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import start_backend
+from jaxckpt.models import pod
 from jaxckpt.show.table import markdown
 
 BUDGETS = ("64GiB", "40GiB")

@@ -18,11 +18,11 @@ from typing import Any
 
 import jaxckpt
 from benchmarks import reporting
-from benchmarks.models import chain, gpt
 from jaxckpt import factories
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.compare import Comparison, compare
 from jaxckpt.memory.estimate import estimate_memory_savings
+from jaxckpt.models import chain, gpt
 from jaxckpt.show.table import markdown
 
 SEGMENTS: tuple[int | str, ...] = (0, 1, 2, 5, 10, "sqrt")

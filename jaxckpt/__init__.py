@@ -53,7 +53,7 @@ from jaxckpt.transforms.tile import tile
 
 _compat.start_within(_quiet.quiet)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "OFFLOAD",

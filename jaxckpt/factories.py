@@ -1,6 +1,7 @@
-"""Model factories: find one by `FILE.py:NAME`, call it, and build its standard variants.
+"""Model factories: find one by `FILE.py:NAME` or by the name of a model, and call it.
 
-A factory is a function that returns `(fun, args)`. It may have these parameters, and may omit each of them:
+A factory is a function that returns `(fun, args)`, a loss and its arguments; or `(fun, args, step)`, where `step(fun)`
+is the training step and `args` are the step's arguments. It may have these parameters, and may omit each of them:
 
     def model(checkpoint=None, segment_size=1, *, real=False, ...):
         ...
@@ -12,23 +13,20 @@ and around none for None. `segment_size` is an int or "sqrt". `real=True` asks f
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import jax
-
-from jaxckpt._errors import ArgumentError, FactoryError, JaxckptError, did_you_mean
-from jaxckpt.policies import PRESETS, Policy
-from jaxckpt.transforms.checkpoint import checkpoint
+from jaxckpt import models
+from jaxckpt._errors import FactoryError, JaxckptError, did_you_mean
+from jaxckpt.memory.gradient import StepMaker
 
 Factory = Callable[..., Any]
 
@@ -36,20 +34,51 @@ Factory = Callable[..., Any]
 
 
 def load(spec: str) -> Factory:
-    """Returns the factory that `FILE.py:NAME` or `package.module:NAME` names.
+    """Returns the factory that a word names: `FILE.py:NAME`, `package.module:NAME`, or one of `jaxckpt.models.NAMES`.
 
     A file inside a package (folders with an `__init__.py`) is imported under its dotted name, and the folder that holds
     the package is added to `sys.path`. Another file is imported as a module, and its folder is added to `sys.path`.
 
     Raises:
       FactoryError: there is no such file, module or name, it cannot be imported, or it is not a function.
+      MissingPackageError: a model of jaxckpt needs a package that is not installed.
+    """
+    if spec in models.NAMES:
+        return models.factory(spec)
+    found = named(spec, "FACTORY", "a function that returns (fun, args), or the name of a model")
+    if not callable(found):
+        raise FactoryError(
+            f"{spec} must be a function that returns (fun, args); it is {type(found).__name__}: {found!r:.80}."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def load_step(spec: str) -> StepMaker:
+    """Returns the maker of a training step that `FILE.py:NAME` or `package.module:NAME` names; raises as `load`."""
+    found = named(spec, "--step", "a function that takes the loss and returns the training step")
+    if not callable(found):
+        raise FactoryError(
+            f"{spec} must be a function that takes the loss and returns the training step; it is "
+            f"{type(found).__name__}: {found!r:.80}."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def named(spec: str, argument: str, what: str) -> Any:
+    """Returns what `FILE.py:NAME` or `package.module:NAME` names.
+
+    Args:
+      spec: the word.
+      argument: the name of the argument in messages.
+      what: what it should name, in messages.
+
+    Raises:
+      FactoryError: there is no such file, module or name, or it cannot be imported.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise FactoryError(
-            f"FACTORY must be FILE.py:NAME or package.module:NAME, with a function that returns (fun, args); got "
-            f"{spec!r}."
-        )
+        near = f" {did_you_mean(spec, models.NAMES)}" if argument == "FACTORY" and spec and not colon else ""
+        raise FactoryError(f"{argument} must be FILE.py:NAME or package.module:NAME, with {what}; got {spec!r}.{near}")
     module = _import_file(pathlib.Path(place)) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, name):
         functions = [
@@ -59,12 +88,7 @@ def load(spec: str) -> Factory:
         ]
         near = did_you_mean(name, functions) if functions else "It defines no functions."
         raise FactoryError(f"{place} has no function {name!r}. {near}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise FactoryError(
-            f"{spec} must be a function that returns (fun, args); it is {type(found).__name__}: {found!r:.80}."
-        )
-    return found  # type: ignore[no-any-return]
+    return getattr(module, name)
 
 
 def _import_file(path: pathlib.Path) -> ModuleType:
@@ -117,6 +141,11 @@ def _importing(what: str, run: Callable[[], Any]) -> Any:
         return run()
     except JaxckptError:
         raise
+    except SystemExit as error:
+        raise FactoryError(
+            f"Importing {what} ended the program (sys.exit). Put what is to run as a script under "
+            f"`if __name__ == '__main__':`."
+        ) from error
     except Exception as error:
         raise FactoryError(f"Importing {what} failed: {_one_line(error)}.") from error
 
@@ -134,12 +163,6 @@ def _one_line(error: BaseException) -> str:
 # -------------------------------------------------------------------------------------------------------------- calling
 
 
-def _default(factory: Callable[..., Any], name: str) -> Any:
-    """Returns the default of a factory's parameter, or None if there is no default."""
-    parameter = inspect.signature(factory).parameters.get(name)
-    return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
-
-
 def parameters(factory: Factory) -> frozenset[str]:
     """Returns the names of a factory's keyword arguments, with "*" if it takes any keyword."""
     found = inspect.signature(factory).parameters.values()
@@ -147,8 +170,23 @@ def parameters(factory: Factory) -> frozenset[str]:
     return frozenset(named | ({"*"} if any(p.kind is p.VAR_KEYWORD for p in found) else set()))
 
 
-def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Calls a factory and returns its `(fun, args)`.
+@dataclass(frozen=True)
+class Made:
+    """What a factory returned.
+
+    Attributes:
+      fun: the loss, or another function to differentiate.
+      args: of the training step; without a `step`, of the function.
+      step: makes the training step of the function; None for its value and gradient.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    step: StepMaker | None = None
+
+
+def call(factory: Factory, **settings: Any) -> Made:
+    """Calls a factory and returns what it made: `(fun, args)` or `(fun, args, step)`.
 
     Raises:
       FactoryError: the factory does not take one of the keywords, it fails, or it returns something else.
@@ -170,17 +208,35 @@ def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[A
         made = factory(**settings)
     except JaxckptError:
         raise
+    except SystemExit as error:
+        raise FactoryError(f"{name} must return (fun, args); it ended the program (sys.exit).") from error
     except Exception as error:
         raise FactoryError(
             f"{name}({', '.join(f'{k}={v!r:.40}' for k, v in settings.items())}) failed: {_one_line(error)}."
         ) from error
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]) or not isinstance(made[1], (tuple, list)):
+    is_step = isinstance(made, tuple) and len(made) == 3 and callable(made[2])
+    if (
+        not isinstance(made, tuple)
+        or not (len(made) == 2 or is_step)
+        or not callable(made[0])
+        or not isinstance(made[1], (tuple, list))
+    ):
         raise FactoryError(
             f"{name} must return (fun, args): a function and the tuple of its arguments (arrays or "
-            f"jax.ShapeDtypeStruct). It returned "
-            f"{_describe(made)}."
+            f"jax.ShapeDtypeStruct); or (fun, args, step), where step(fun) is the training step and args are the "
+            f"step's. It returned {_describe(made)}."
         )
-    return made[0], tuple(made[1])
+    if not made[1]:
+        raise FactoryError(
+            f"{name} must return arguments, with the parameters in the first; it returned an empty tuple of them."
+        )
+    return Made(made[0], tuple(made[1]), made[2] if is_step else None)
+
+
+def make(factory: Factory, **settings: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Calls a factory and returns its `(fun, args)`; raises as `call`."""
+    made = call(factory, **settings)
+    return made.fun, made.args
 
 
 def _required(factory: Factory) -> list[str]:
@@ -197,151 +253,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}: ({', '.join(type(item).__name__ for item in value)})"
     return f"{type(value).__name__}: {value!r:.60}"
-
-
-# ------------------------------------------------------------------------------------------------------------- variants
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to checkpoint a factory's function.
-
-    Attributes:
-      name: its name in tables.
-      policy: the policy of its checkpoints; None keeps only their inputs.
-      segment_size: blocks in a segment.
-      where: "none", "blocks" (the factory puts checkpoints around its blocks) or "whole" (one checkpoint around the
-        function).
-      aliases: other names of the variant.
-    """
-
-    name: str
-    policy: Policy | None = None
-    segment_size: int | str = 1
-    where: str = "blocks"
-    aliases: tuple[str, ...] = ()
-
-
-STANDARD: tuple[Variant, ...] = (
-    Variant("none", where="none"),
-    Variant("whole", where="whole"),
-    Variant("nothing (segments:1)", PRESETS["nothing"], aliases=("nothing", "segments:1")),
-    *(Variant(f"segments:{size}", segment_size=size) for size in (2, 4, "sqrt")),
-    *(Variant(name, policy) for name, policy in PRESETS.items() if name not in ("nothing", "everything")),
-    Variant("everything", PRESETS["everything"]),
-)
-"""The variants of every comparison, in the order of its table: no checkpoint, one checkpoint around everything,
-segments of blocks that keep only their inputs, and each preset around each block."""
-
-
-def variants_for(
-    factory: Factory, added: Mapping[str, Policy] | None = None, chosen: Iterable[str] = ()
-) -> tuple[Variant, ...]:
-    """Returns the variants of a factory: the standard variants that its parameters allow, then those that the user
-    adds.
-
-    Args:
-      factory: see the top of this module. Without the parameter `checkpoint`, only "none" and "whole" are possible.
-        Without `segment_size`, a segment is one block.
-      added: name -> policy. The policy is for each block, or for the whole function if the factory does not take
-        `checkpoint`.
-      chosen: names of the variants to return, in this order; all variants if it is empty.
-
-    Raises:
-      ArgumentError: there is no variant with a chosen name.
-    """
-    known = parameters(factory)
-    blocks, segments = "checkpoint" in known or "*" in known, "segment_size" in known or "*" in known
-    standard = [v for v in STANDARD if (blocks or v.where != "blocks") and (segments or v.segment_size == 1)]
-    everywhere = "blocks" if blocks else "whole"
-    own = [Variant(name, policy, where=everywhere) for name, policy in (added or {}).items()]
-    offered = {name: variant for variant in (*standard, *own) for name in (variant.name, *variant.aliases)}
-    picked = []
-    for name in chosen:
-        variant = offered.get(name) or (_segments(name) if segments and blocks else None)
-        if variant is None:
-            raise ArgumentError("variants", "names of variants", name, did_you_mean(name, offered))
-        picked.append(variant)
-    if not picked:
-        return (*standard, *own)
-    return tuple(dict.fromkeys([*picked, *own]))
-
-
-def _segments(name: str) -> Variant | None:
-    """Returns the variant for a name such as "segments:7", or None for other names."""
-    head, _, size = name.partition(":")
-    return Variant(name, segment_size=int(size)) if head == "segments" and size.isdecimal() and int(size) else None
-
-
-def build(
-    factory: Factory, variants: Iterable[Variant], *, real: bool = False, settings: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
-    """Returns (name of a variant -> its function, the arguments of all variants).
-
-    Args:
-      factory: see the top of this module.
-      variants: the variants to build.
-      real: whether to ask the factory for arrays, if it takes `real`.
-      settings: other keyword arguments for the factory.
-
-    Raises:
-      FactoryError: as for `make`; or two variants take arguments of different shapes.
-      ArgumentError: `settings` has `checkpoint` or `segment_size`, or a string for a parameter that is a number.
-    """
-    settings = dict(settings or {})
-    for key in ("checkpoint", "segment_size"):
-        if key in settings:
-            raise ArgumentError(
-                "set", f"without {key!r}, which is what the variants vary", settings[key], "Choose variants instead."
-            )
-    _check_settings(factory, settings)
-    known = parameters(factory)
-    functions: dict[str, Callable[..., Any]] = {}
-    args: tuple[Any, ...] = ()
-    shapes: Any = None
-    for variant in variants:
-        more: dict[str, Any] = {}
-        if variant.where == "blocks":
-            more["checkpoint"] = functools.partial(checkpoint, policy=variant.policy)
-            if "segment_size" in known or variant.segment_size != 1:
-                more["segment_size"] = variant.segment_size
-        elif "checkpoint" in known and _default(factory, "checkpoint") is None:
-            more["checkpoint"] = None
-        if real and "real" in known and not functions:  # once: all variants have the same arguments
-            more["real"] = True
-        fun, its_args = make(factory, **{**settings, **more})
-        if variant.where == "whole":
-            fun = checkpoint(fun, policy=variant.policy)
-        its_shapes = _shapes(its_args)
-        if not functions:
-            args, shapes = its_args, its_shapes
-        elif its_shapes != shapes:
-            raise FactoryError(
-                f"{getattr(factory, '__name__', factory)} must return arguments of the same structure and shapes "
-                f"for every `checkpoint`. "
-                f"They differ between {next(iter(functions))!r} and {variant.name!r}. If they are a module's "
-                f"parameters, the transform "
-                "has renamed submodules, as flax.linen.remat does. Use jaxckpt.flax.checkpoint, which keeps the names."
-            )
-        functions[variant.name] = fun
-    return functions, args
-
-
-def _check_settings(factory: Factory, settings: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for a string if the parameter's default is a number and its annotation allows no string."""
-    taken = inspect.signature(factory).parameters
-    for key, value in settings.items():
-        default = taken[key].default if key in taken else None
-        if (
-            isinstance(value, str)
-            and isinstance(default, (bool, int, float))
-            and "str" not in str(taken[key].annotation)
-        ):
-            kind = {bool: "True or False", int: "a whole number", float: "a number"}[type(default)]
-            hint = f"{getattr(factory, '__name__', 'The factory')} has {key}={default!r} by default."
-            raise ArgumentError(f"--set {key}", kind, value, hint)
-
-
-def _shapes(args: Any) -> Any:
-    leaves, tree = jax.tree.flatten(args)
-    return tree, [(getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import jaxckpt
-from jaxckpt import cli
+from jaxckpt import cli, factories
 from jaxckpt.factories import load
 
 FACTORY = '''
@@ -275,7 +275,7 @@ def test_errors_are_one_line_and_exit_one(factory, capsys, argv, message):
 
 @pytest.mark.parametrize("option", ["--output", "--json", "--html", "--plot"])
 def test_a_file_that_cannot_be_written_is_told_before_any_work(factory, tmp_path, capsys, monkeypatch, option):
-    monkeypatch.setattr(cli.factories, "load", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(factories, "load", lambda *_: pytest.fail("the model is loaded"))
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     for path in ("/proc/x.png", "/dev/null", tmp_path / "pipe.png", tmp_path / "folder.png", tmp_path / "no" / "x.png"):
@@ -288,7 +288,7 @@ def test_a_file_that_cannot_be_written_is_told_before_any_work(factory, tmp_path
 @pytest.mark.parametrize("option", ["--html", "--plot"])
 @pytest.mark.parametrize("command", ["plan", "compare", "measure"])
 def test_pictures_without_matplotlib_are_told_before_any_work(factory, capsys, monkeypatch, tmp_path, command, option):
-    monkeypatch.setattr(cli.factories, "load", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(factories, "load", lambda *_: pytest.fail("the model is loaded"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, command, f"{factory}:model", option, str(tmp_path / "out.png"))
     assert (code, out) == (1, "") and "pip install 'jaxckpt[plot]'" in err

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxckpt import ArgumentError, FactoryError, factories, policies
+from jaxckpt import ArgumentError, FactoryError, factories, policies, variants
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -126,8 +126,8 @@ def test_a_keyword_that_the_factory_does_not_take_and_a_factory_that_fails():
 # ------------------------------------------------------------------------------------------------------------ variants
 
 
-def names(variants):
-    return [variant.name for variant in variants]
+def names(found):
+    return [variant.name for variant in found]
 
 
 def full(checkpoint=None, segment_size=1): ...
@@ -136,25 +136,25 @@ def bare(): ...
 
 
 def test_every_factory_gets_the_variants_that_its_parameters_allow():
-    everything = names(factories.variants_for(full))
+    everything = names(variants.variants_for(full))
     assert everything[:3] == ["none", "whole", "nothing (segments:1)"]
     assert {"segments:2", "segments:4", "segments:sqrt"} | set(policies.PRESETS) - {"nothing"} <= set(everything)
-    assert names(factories.variants_for(blocks_only)) == [n for n in everything if not n.startswith("segments:")]
-    assert names(factories.variants_for(bare)) == ["none", "whole"]
+    assert names(variants.variants_for(blocks_only)) == [n for n in everything if not n.startswith("segments:")]
+    assert names(variants.variants_for(bare)) == ["none", "whole"]
 
 
 def test_variants_are_chosen_by_name_alias_or_any_segment_and_the_users_come_on_top():
     own = {"mlp_*=save": policies.parse("mlp_*=save")}
-    chosen = factories.variants_for(full, own, ["segments:7", "nothing", "none", "none"])
+    chosen = variants.variants_for(full, own, ["segments:7", "nothing", "none", "none"])
     assert names(chosen) == ["segments:7", "nothing (segments:1)", "none", "mlp_*=save"]
     assert chosen[0].segment_size == 7
-    assert factories.variants_for(bare, own)[-1].where == "whole"
+    assert variants.variants_for(bare, own)[-1].where == "whole"
 
 
 @pytest.mark.parametrize("name", ["segmnts:2", "segments:0", "segments:-1", "segments:two", "dot"])
 def test_a_variant_that_is_none(name):
     with pytest.raises(ArgumentError, match=r"variants must be names of variants; got .*\. (Did you mean|There are) '"):
-        factories.variants_for(full, None, [name])
+        variants.variants_for(full, None, [name])
 
 
 def test_building_hands_the_factory_what_it_takes():
@@ -164,15 +164,17 @@ def test_building_hands_the_factory_what_it_takes():
         calls.append((checkpoint is not None, segment_size, real, layers))
         return (lambda x: x.sum()), (SHAPE,)
 
-    variants = factories.variants_for(model, None, ["none", "dots", "segments:sqrt", "whole"])
-    functions, args = factories.build(model, variants, real=True, settings={"layers": 5})
+    chosen = variants.variants_for(model, None, ["none", "dots", "segments:sqrt", "whole"])
+    built = variants.build(model, chosen, real=True, settings={"layers": 5})
+    functions, args = built.functions, built.args
     assert list(functions) == ["none", "dots", "segments:sqrt", "whole"]
     assert args == (SHAPE,)
     assert calls == [(False, 1, True, 5), (True, 1, False, 5), (True, "sqrt", False, 5), (False, 1, False, 5)]
 
 
 def test_whole_puts_one_checkpoint_around_everything():
-    functions, args = factories.build(lambda: ((lambda x: jnp.sin(x).sum()), (SHAPE,)), factories.variants_for(bare))
+    built = variants.build(lambda: ((lambda x: jnp.sin(x).sum()), (SHAPE,)), variants.variants_for(bare))
+    functions, args = built.functions, built.args
     primitives = {name: str(jax.make_jaxpr(fun)(*args)) for name, fun in functions.items()}
     checkpointed = {name: "differentiated=" in text for name, text in primitives.items()}
     assert checkpointed == {"none": False, "whole": True}
@@ -185,13 +187,13 @@ def test_arguments_that_depend_on_the_checkpoint_are_an_error():
     with pytest.raises(
         FactoryError, match=r"same structure .* differ between 'none' and 'dots'.*Use jaxckpt.flax.checkpoint, which"
     ):
-        factories.build(renames, factories.variants_for(renames, None, ["none", "dots"]))
+        variants.build(renames, variants.variants_for(renames, None, ["none", "dots"]))
 
 
 @pytest.mark.parametrize("key", ["checkpoint", "segment_size"])
 def test_what_variants_vary_cannot_be_set(key):
     with pytest.raises(ArgumentError, match=rf"set must be without '{key}'.* Choose variants instead"):
-        factories.build(full, factories.variants_for(full), settings={key: 3})
+        variants.build(full, variants.variants_for(full), settings={key: 3})
 
 
 def test_a_factorys_own_default_for_checkpoint_stands():
@@ -199,6 +201,7 @@ def test_a_factorys_own_default_for_checkpoint_stands():
         block = checkpoint(lambda w, x: jnp.tanh(x @ w))
         return (lambda w, x: jnp.sum(block(w, x))), (jnp.eye(4), jnp.ones((2, 4)))
 
-    functions, args = factories.build(factory, factories.variants_for(factory))
+    built = variants.build(factory, variants.variants_for(factory))
+    functions, args = built.functions, built.args
     assert {"none", "whole"} <= functions.keys()
     assert float(functions["none"](*args)) == float(functions["whole"](*args))

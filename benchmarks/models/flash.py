@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from benchmarks.models import common
+from jaxckpt.models import common
 
 Array = jax.Array
 BLOCK = 256

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.models import common, mixed
+from benchmarks.models import mixed
+from jaxckpt.models import common
 
 BLOCKS, OUTER, DEVICES = 8, 4, 8
 SIZE = mixed.Size(

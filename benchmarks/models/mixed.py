@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from benchmarks.models import common
+from jaxckpt.models import common
 
 Array = jax.Array
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {

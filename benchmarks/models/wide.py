@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import common
+from jaxckpt.models import common
 
 Array = jax.Array
 Reads = list[list[int]]

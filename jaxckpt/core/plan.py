@@ -235,7 +235,7 @@ class Plan:
             "tiled_fingerprint": self.tiled_fingerprint,
             "report": None if self.report is None else _report_to_json(self.report),
         }
-        return json.dumps({**content, "digest": _digest(content)}, indent=1)
+        return sealed(content)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -366,6 +366,7 @@ class PlanReport:
       predicted: what the planner expected of the step, before the plan's own compilation.
       measured: what the compiler said of the step, a `MemoryReport`; it is not saved.
       measured_bytes: the step's compiled peak.
+      donated_bytes: bytes of donated arguments that the compiled step writes its results to.
       unplanned_bytes: the step's compiled peak without the plan.
       overhead: `slowdown`; of a plan that was not compiled, the seconds of recomputation as the planner's model has
         them, over those of the step.
@@ -383,6 +384,7 @@ class PlanReport:
     predicted: MemoryEstimate | None = None
     measured: Any = field(default=None, compare=False, repr=False)
     measured_bytes: int | None = None
+    donated_bytes: int | None = None
     unplanned_bytes: int | None = None
     overhead: float | None = None
     flops: int | None = None
@@ -393,6 +395,8 @@ class PlanReport:
     timed_on: str | None = None
 
     def __post_init__(self) -> None:
+        if self.measured is not None:
+            set_fields(self, donated_bytes=self.measured.alias_bytes)
         set_fields(self, plan=replace(self.plan, report=self))
 
     @property
@@ -404,6 +408,11 @@ class PlanReport:
     def predicted_bytes(self) -> int | None:
         """The peak as the planner predicted it before it compiled this plan."""
         return None if self.predicted is None else self.predicted.peak_bytes
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes kept from the forward to the backward pass, as the planner predicted them."""
+        return None if self.predicted is None else self.predicted.kept_bytes
 
     @property
     def prediction_error(self) -> float | None:
@@ -439,6 +448,7 @@ class PlanReport:
                 "prediction_error": self.prediction_error,
                 "flops": self.flops,
                 "seconds": self.seconds,
+                "donated_bytes": self.donated_bytes,
             },
             "unplanned": {
                 "name": "as it is",
@@ -479,6 +489,11 @@ def _some(arguments: Sequence[str]) -> str:
 
 
 _ESTIMATE = dict.fromkeys(MemoryEstimate.__dataclass_fields__, int)
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """Returns the text of a plan's file with its digest, which tells whether it was edited."""
+    return json.dumps({**content, "digest": _digest(content)}, indent=1)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -575,7 +590,7 @@ def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
 
 
 _REPORT: dict[str, Any] = {
-    "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "unplanned_bytes": int,
+    "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "donated_bytes": int, "unplanned_bytes": int,
     "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
     "unplanned_seconds": (int, float), "timed_on": str,
 }  # fmt: skip
@@ -590,7 +605,7 @@ def _report_to_json(report: PlanReport) -> dict[str, Any]:
 
 
 def _report_from_json(raw: dict[str, Any], plan: Plan) -> PlanReport:
-    figures = _typed({name: raw[name] for name in _REPORT if raw[name] is not None}, _REPORT)
+    figures = _typed({name: raw[name] for name in _REPORT if raw.get(name) is not None}, _REPORT)
     predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
     times = None
     if raw["times"] is not None:

@@ -45,10 +45,12 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
         cells.append(("peak, predicted", format_bytes(report.predicted_bytes), beside))
     if report.predicted is not None and report.predicted.kept_bytes:
         cells.append(("kept for the backward pass", format_bytes(report.predicted.kept_bytes), ""))
+    if report.donated_bytes:
+        cells.append(("donated", format_bytes(report.donated_bytes), "of arguments, which results are written to"))
     if report.recompute is not None:
         more = (report.flops or 0) - (report.unplanned_flops or 0)
         cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{report.recompute:+.1%} of the step's"))
-    if (time := _added_time(report)) is not None:
+    if (time := added_time(report)) is not None:
         cells.append(("time by the target's rates", "", f"{time:+.1%}"))
     if report.times is not None:
         planned, bare = report.times
@@ -57,7 +59,7 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
     return cells
 
 
-def _added_time(report: PlanReport) -> float | None:
+def added_time(report: PlanReport) -> float | None:
     """Returns the share of time that a plan adds: of the traced steps where they are known, else as the planner has
     it.
     """
@@ -227,7 +229,7 @@ def plan_report_figure(report: PlanReport) -> Figure:
         axes.set_xlabel(f"peak of the step ({unit})")
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
-        time = _added_time(report)
+        time = added_time(report)
         added = "" if time is None else f": {time:+.1%} time by the target's rates"
         plot.add_title(axes, f"Plan{'' if report.target is None else f' on {report.target}'}{added}")
     return figure

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from benchmarks import frontier, gpu, reporting
-from benchmarks.models import chain, gpt, lstm
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
+from jaxckpt.models import chain, gpt, lstm
 from jaxckpt.planner.frontier import Frontier, Point, Way
 from tests.helpers import gradient_executions, kept_bytes
 

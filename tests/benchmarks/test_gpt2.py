@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxckpt
-from benchmarks.models import gpt
-from jaxckpt import factories
+from jaxckpt import variants
+from jaxckpt.models import gpt
 
 CHECKPOINTS = {
     "none": None,
@@ -45,8 +45,8 @@ def bare_peak(fun, args):
 @pytest.mark.once
 @pytest.mark.cuda
 def test_compare_says_what_bare_jax_compiles_to_in_the_known_order_and_size():
-    variants = factories.variants_for(gpt.gpt2, {}, list(KNOWN))
-    functions, args = factories.build(gpt.gpt2, variants, real=False, settings={})
+    built = variants.build(gpt.gpt2, variants.variants_for(gpt.gpt2, {}, list(KNOWN)), real=False, settings={})
+    functions, args = built.functions, built.args
     functions = {name.partition(" ")[0]: fun for name, fun in functions.items()}
     table = jaxckpt.compare(functions, *args, target="cuda:h100")
     peaks = {row.name: row.peak_bytes for row in table}

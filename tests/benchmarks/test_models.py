@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.models import chain, common, data, gpt, lstm, moe, resnet, unet
+from jaxckpt.models import chain, common, data, gpt, lstm, moe, resnet, unet
 
 GPT = {"layers": 3, "width": 32, "heads": 2, "batch": 2, "tokens": 32, "vocabulary": 300, "dtype": jnp.float32}
 RESNET = {"stages": (2, 1), "width": 8, "batch": 8, "pixels": 16, "classes": 10, "dtype": jnp.float32}

@@ -15,13 +15,13 @@ import pytest
 from benchmarks import parity
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt": ("benchmarks.models.gpt:gpt2", {"layers": 2}),
-    "gpt_scan": ("benchmarks.models.gpt:gpt2_scan", {"layers": 4}),
-    "resnet": ("benchmarks.models.resnet:small", {"stages": (1, 1)}),
-    "unet": ("benchmarks.models.unet:small", {}),
-    "lstm": ("benchmarks.models.lstm:lstm", {}),
-    "moe": ("benchmarks.models.moe:small", {"layers": 2}),
-    "chain": ("benchmarks.models.chain:chain", {"layers": 8}),
+    "gpt": ("jaxckpt.models.gpt:gpt2", {"layers": 2}),
+    "gpt_scan": ("jaxckpt.models.gpt:gpt2_scan", {"layers": 4}),
+    "resnet": ("jaxckpt.models.resnet:small", {"stages": (1, 1)}),
+    "unet": ("jaxckpt.models.unet:small", {}),
+    "lstm": ("jaxckpt.models.lstm:lstm", {}),
+    "moe": ("jaxckpt.models.moe:small", {"layers": 2}),
+    "chain": ("jaxckpt.models.chain:chain", {"layers": 8}),
 }
 
 

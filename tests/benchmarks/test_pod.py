@@ -13,12 +13,12 @@ import pytest
 
 import jaxckpt
 from benchmarks import pod as benchmark
-from benchmarks.models import pod
+from jaxckpt.models import pod
 
 PROGRAM = """
 import jax
 import numpy as np
-from benchmarks.models import pod
+from jaxckpt.models import pod
 from tests.helpers import assert_trees_close
 
 def found(*mesh):

@@ -7,7 +7,7 @@ import pytest
 
 import jaxckpt
 from benchmarks import estimates, reporting, segments
-from benchmarks.models import chain
+from jaxckpt.models import chain
 
 SMALL = functools.partial(chain.chain, layers=12, width=64, batch=8192)
 

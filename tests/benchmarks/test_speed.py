@@ -6,8 +6,8 @@ import time
 import jax
 
 import jaxckpt
-from benchmarks.models import gpt
 from jaxckpt.core.emit import emit
+from jaxckpt.models import gpt
 from jaxckpt.policies import dots
 from tests.helpers import time_ratio
 

@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from benchmarks.models import gpt, lstm
 from jaxckpt.core import liveness
 from jaxckpt.core.liveness import estimate_peak
+from jaxckpt.models import gpt, lstm
 
 MIB = 2**20
 X = jax.ShapeDtypeStruct((4096, 64), jnp.float32)  # 1 MiB

@@ -12,12 +12,12 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from benchmarks.models import gpt, llama, lstm, moe, resnet, unet
 from jaxckpt import _compat
 from jaxckpt.core import primitives, reads
 from jaxckpt.core.graph import trace
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.primitives import TABLE, UNKNOWN, Holds, Kernel, Result
+from jaxckpt.models import gpt, llama, lstm, moe, resnet, unet
 from jaxckpt.planner.costs import is_dear
 from jaxckpt.schedules.pullback import is_cheap
 from tests.helpers import gradient_executions

@@ -17,9 +17,9 @@ from flax.core import FrozenDict, freeze
 from flax.training.train_state import TrainState
 
 import jaxckpt
-from benchmarks.models import common, gpt
 from jaxckpt import ArgumentError, ForwardModeError, Policy, Slots, StructureError
 from jaxckpt.flax import checkpoint, scan_layers, stack_layers, unstack_layers
+from jaxckpt.models import common, gpt
 from tests.flax.linen_models import KEY, Block, Net, Noisy, Normed, X
 from tests.flax.measures import assert_close, cost, identical
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.tree import leaves
 
-from benchmarks.models.data import digits_batch
-from benchmarks.models.resnet import Bottleneck, Size, Stem
 from jaxckpt.flax import apply, checkpoint
+from jaxckpt.models.data import digits_batch
+from jaxckpt.models.resnet import Bottleneck, Size, Stem
 from tests.flax.measures import assert_close, cost
 
 SIZE = Size(batch=4, pixels=32, classes=10, dtype=jnp.float32)

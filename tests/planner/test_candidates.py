@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from benchmarks.models import gpt, moe, resnet
 from jaxckpt import Target
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import trace
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import Loop, Plan, Region
+from jaxckpt.models import gpt, moe, resnet
 from jaxckpt.planner import inside
 from jaxckpt.planner.candidates import candidates_of
 from jaxckpt.planner.context import Context

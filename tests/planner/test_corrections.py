@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.models import gpt, unet
 from jaxckpt import Plan, PlanMismatchError, Region
 from jaxckpt.core.graph import trace
 from jaxckpt.core.looks import Looks
 from jaxckpt.memory.report import measure
+from jaxckpt.models import gpt, unet
 from jaxckpt.planner import corrections
 from jaxckpt.planner.chain import Drop, Phase, cost, items, moments
 from jaxckpt.planner.corrections import Corrections, traced_moments

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from benchmarks.models import gpt
 from jaxckpt.core.graph import trace
 from jaxckpt.memory import cycles
 from jaxckpt.memory.cycles import CompiledKernel, compiled_kernels, kernels
 from jaxckpt.memory.targets import target_of
+from jaxckpt.models import gpt
 from jaxckpt.planner.costs import roofline
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.problems import problem_of

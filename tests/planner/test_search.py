@@ -18,11 +18,11 @@ import optax
 import pytest
 
 import jaxckpt
-from benchmarks.models import gpt, lstm, moe, resnet, unet
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
 from jaxckpt.core.constants import COMPILES, QUICK_COMPILES
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
+from jaxckpt.models import gpt, lstm, moe, resnet, unet
 from jaxckpt.planner import model, search
 from jaxckpt.planner.chain import cost
 from jaxckpt.planner.problems import problem_of

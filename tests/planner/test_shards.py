@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from benchmarks.models import llama
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.targets import target_of
+from jaxckpt.models import llama
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.shards import WHOLE, Shards, read
 

@@ -5,8 +5,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import gpt
 from jaxckpt.core.graph import trace
+from jaxckpt.models import gpt
 from jaxckpt.planner import stages
 from jaxckpt.planner.inside import whole
 

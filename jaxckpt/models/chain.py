@@ -1,6 +1,6 @@
 """The plain chain, where every closed form can be checked by hand, and its opposite, where checkpointing cannot help.
 
-    jaxckpt compare benchmarks/models/chain.py:chain --target cuda:h100
+    jaxckpt compare chain --target cuda:h100
 
 Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016: n equal layers in segments of sqrt(n)
 keep some 2 sqrt(n) activations for one more forward pass.
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.models import common, data
+from jaxckpt.models import common, data
 
 CLASSES = 10
 

@@ -1,6 +1,6 @@
 """GPT: a causal transformer with layer norms before each half, GELU, learned positions; unrolled, or as one scan.
 
-    jaxckpt compare benchmarks/models/gpt.py:gpt2 --target cuda:h100
+    jaxckpt compare gpt2 --target cuda:h100
 
 Sources: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; A. Vaswani et al., "Attention
 Is All You Need", 2017. Activations are bfloat16 and parameters float32; softmax and loss are taken in float32, as is
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.models import common, data
+from jaxckpt.models import common, data
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """LSTM over 1,024 steps of text: a language model of bytes, one `lax.scan` over time.
 
-    jaxckpt compare benchmarks/models/lstm.py:lstm --target cuda:h100
+    jaxckpt compare lstm --target cuda:h100
 
 `checkpoint` goes around the scan body, or around segments of `segment_size` iterations, as a scan of scans. Embedding,
 head and loss are in the scan body, so that everything that is kept is kept by an iteration.
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.models import common, data
+from jaxckpt.models import common, data
 
 BYTES = 256
 

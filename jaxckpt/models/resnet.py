@@ -1,6 +1,6 @@
 """ResNet-50 with batch normalisation, whose running statistics come out of the checkpointed blocks.
 
-    jaxckpt compare benchmarks/models/resnet.py:resnet50 --target cuda:h100
+    jaxckpt compare resnet50 --target cuda:h100
 
 Sources: K. He et al., "Deep Residual Learning for Image Recognition", 2016; the stride in the 3 by 3 convolution and
 the last scale of a block at zero as in P. Goyal et al., "Accurate, Large Minibatch SGD", 2017; S. Ioffe and C. Szegedy,
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.models import common, data
+from jaxckpt.models import common, data
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A mixture of experts of DeepSeek-V3's sizes, for a pod: data, expert and tensor parallel in one `jax.shard_map`.
 
-    jaxckpt plan benchmarks/models/pod.py:moe671b --budget 40GiB --target tpu:v5p:16x16x8
+    jaxckpt plan moe671b --budget 40GiB --target tpu:v5p:16x16x8
 
 Sources: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv:2412.19437), section 4.2, for the sizes; attention is
 grouped-query attention here, with as many heads as make 671 billion parameters. V. Korthikanti et al., "Reducing
@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.models import common, llama
+from jaxckpt.models import common, llama
 
 Array = jax.Array
 AXES = ("data", "expert", "tensor")
@@ -51,7 +51,7 @@ class Size:
 
     Attributes:
       dense, sparse: blocks with an MLP, and after them blocks with experts.
-      width, heads, vocabulary, batch, tokens: as of `benchmarks.models.gpt.Size`.
+      width, heads, vocabulary, batch, tokens: as of `jaxckpt.models.gpt.Size`.
       key_heads: of keys and values; each serves heads / key_heads queries.
       head: width of a head.
       inner: of the dense MLP.
@@ -316,7 +316,7 @@ def _batch(size: Size, mesh: AbstractMesh | Mesh, real: bool) -> tuple[Any, Any]
     """Returns (inputs, targets), int32 (batch, tokens)."""
     sharding = NamedSharding(mesh, P(GROUPS))
     if real:
-        from benchmarks.models import data
+        from jaxckpt.models import data
 
         inputs, targets = data.text_batch(size.batch, size.tokens, size.vocabulary)
         return jax.device_put(inputs, sharding), jax.device_put(targets, sharding)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxckpt._errors import MissingPackageError
+
 TEXT_BYTES = 2 << 20
 """How much of the library's text is read: its first 2 MiB, modules in alphabetical order."""
 
@@ -120,7 +122,12 @@ def text_batch(
 
 @functools.cache
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            "The digits come with scikit-learn, which is not installed. Install it with: pip install scikit-learn."
+        ) from error
 
     images, labels = load_digits(return_X_y=True)
     return (images.reshape(-1, 8, 8) / 8 - 1).astype(np.float32), labels.astype(np.int32)

@@ -1,6 +1,6 @@
 """Mixture of experts: a transformer whose MLPs are each 8 experts, of which every token visits two.
 
-    jaxckpt compare benchmarks/models/moe.py:moe --target cuda:h100
+    jaxckpt compare moe --target cuda:h100
 
 Sources: D. Lepikhin et al., "GShard", 2020: top-2 gates, a capacity per expert, dispatch and combination as dense
 einsums, each sequence a group of its own; W. Fedus et al., "Switch Transformers", 2021: the auxiliary loss that
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.models import common, gpt
+from jaxckpt.models import common, gpt
 
 
 @dataclass(frozen=True)

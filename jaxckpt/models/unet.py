@@ -1,6 +1,6 @@
 """A U-Net that predicts the noise in an image: what the way down makes, the way up needs, long after.
 
-    jaxckpt compare benchmarks/models/unet.py:unet --target cuda:h100
+    jaxckpt compare unet --target cuda:h100
 
 Sources: O. Ronneberger et al., "U-Net", 2015; J. Ho et al., "Denoising Diffusion Probabilistic Models", 2020: residual
 blocks with group normalisation, told the time by a sinusoidal embedding; here without attention.
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.models import common, data
+from jaxckpt.models import common, data
 
 TIMES = 1000
 """Steps of the diffusion; beta goes from 1e-4 to 0.02 in equal steps, as in the paper."""

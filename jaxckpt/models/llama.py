@@ -1,7 +1,7 @@
 """Llama: a causal transformer with RMS norms, rotary positions, grouped-query attention and a gated feed-forward, as
 one scan; sharded.
 
-    jaxckpt plan benchmarks/models/llama.py:llama70b --budget 24GiB --target tpu:v5p:4x4x4
+    jaxckpt plan llama70b --budget 24GiB --target tpu:v5p:4x4x4
 
 Source: A. Dubey et al., "The Llama 3 Herd of Models", 2024 (arXiv:2407.21783), table 3. Parameters and activations are
 bfloat16; softmax, norms and loss are taken in float32; attention materialises its scores. Parameters are sharded over
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.models import common
+from jaxckpt.models import common
 
 THETA = 500_000.0
 ACROSS, BACK = ("data", "model"), ("model", "data")
@@ -31,7 +31,7 @@ class Size:
     """Sizes of a Llama, and the mesh that it is sharded over.
 
     Attributes:
-      layers, width, heads, vocabulary, batch, tokens: as of `benchmarks.models.gpt.Size`.
+      layers, width, heads, vocabulary, batch, tokens: as of `jaxckpt.models.gpt.Size`.
       key_heads: of keys and values; each serves heads / key_heads queries.
       inner: of the feed-forward.
       data, model: sizes of the mesh's axes; 1 and 1 for no sharding.
@@ -197,7 +197,7 @@ def _initial(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def _batch(size: Size, layout: _Layout, real: bool) -> tuple:
     """Returns (inputs, targets), int32 (batch, tokens)."""
     if real:
-        from benchmarks.models import data
+        from jaxckpt.models import data
 
         return tuple(map(jnp.asarray, data.text_batch(size.batch, size.tokens, size.vocabulary)))
     tokens = layout.struct((size.batch, size.tokens), jnp.int32, "data")

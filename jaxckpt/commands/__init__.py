@@ -1,0 +1,1 @@
+"""The commands of the command line, one file each; `base.py` says what a command is, `output.py` writes."""

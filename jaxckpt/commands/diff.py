@@ -1,0 +1,66 @@
+"""`jaxckpt diff`: two plans from their files, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import pathlib
+
+from jaxckpt.commands import base, output, saved
+from jaxckpt.commands.base import Command
+from jaxckpt.core.plan import Plan
+from jaxckpt.show.saved import difference_cells, difference_view
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    base.add(parser, "first", metavar="A.json", help="a file of `jaxckpt plan --output` or of Plan.save")
+    base.add(parser, "second", metavar="B.json", help="another one")
+    base.add(parser, "--json", metavar="OUT.json", help="write the figures and the regions that differ as JSON")
+
+
+def _run(options: argparse.Namespace) -> None:
+    output.check_files(options)
+    (first, one), (second, two) = saved.read(options.first), saved.read(options.second)
+    names = pathlib.PurePath(options.first).name, pathlib.PurePath(options.second).name
+    if names[0] == names[1]:
+        names = str(options.first), str(options.second)
+    gone, come = _regions(first, second)
+    if first.fingerprint != second.fingerprint:
+        lines = ["The plans are for different programs, so their regions cannot be compared."]
+        gone, come = [], []
+    elif first == second:
+        lines = ["Both plans do the same."]
+    elif one is not None and two is not None:
+        trees = difflib.unified_diff(one.tree, two.tree, *names, n=0, lineterm="")
+        lines = [line for line in trees if not line.startswith("@@")]
+    else:
+        lines = [*(f"- {line}" for line in gone), *(f"+ {line}" for line in come)]
+    cells = difference_cells(first.report, second.report)
+    output.tell(difference_view(names, cells, lines, f"{names[0]} and {names[1]}"))
+    content = {
+        "same": first == second,
+        "same_program": first.fingerprint == second.fingerprint,
+        "first": None if first.report is None else first.report.to_json(),
+        "second": None if second.report is None else second.report.to_json(),
+        "only_in_first": gone,
+        "only_in_second": come,
+    }
+    output.write(options.json, lambda: json.dumps(content, indent=1))
+
+
+def _regions(first: Plan, second: Plan) -> tuple[list[str], list[str]]:
+    """Returns a line for each region, loop and tile that only the first plan has, and for those of the second."""
+    one, two = saved.regions_of(first), saved.regions_of(second)
+    return [line for key, line in one.items() if key not in two], [line for key, line in two.items() if key not in one]
+
+
+COMMAND = Command(
+    "compare two plans from their files: peaks, bytes, FLOPs, and the regions that differ",
+    _options,
+    _run,
+    """\
+  jaxckpt diff plan60.json plan40.json
+""",
+    takes_factory=False,
+)

@@ -1,0 +1,119 @@
+"""Plan files as commands write and read them: a plan, and how it was shown, so that it can be shown without its
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt._errors import ArgumentError, PlanMismatchError
+from jaxckpt.core.files import read_whole
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport, every_region, sealed
+from jaxckpt.core.units import counted
+from jaxckpt.planner.frontier import Frontier, Point, Way
+
+
+@dataclass(frozen=True)
+class View:
+    """How a plan was shown when it was made.
+
+    Attributes:
+      title: what was planned, and for which target.
+      tree: the lines of its tree.
+      frontier: plans for other budgets, without their recipes; None where none were asked for.
+    """
+
+    title: str
+    tree: tuple[str, ...] = ()
+    frontier: Frontier | None = None
+
+
+def text_of(plan: Plan, view: View) -> str:
+    """Returns the text of a plan's file, which `Plan.load` reads too."""
+    content = json.loads(plan.to_json())
+    del content["digest"]
+    frontier = None if view.frontier is None else view.frontier.to_json()
+    return sealed({**content, "view": {"title": view.title, "tree": list(view.tree), "frontier": frontier}})
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Plan, View | None]:
+    """Returns the plan in a file, and how it was shown; None for the second if `Plan.save` wrote the file.
+
+    Raises:
+      PlanMismatchError: the file is no plan, or one of another format.
+      ArgumentError: there is no such file.
+    """
+    try:
+        content = read_whole(path)
+    except FileNotFoundError as error:
+        raise ArgumentError("PLAN.json", "a file that `jaxckpt plan --output` or Plan.save wrote", str(path)) from error
+    except ArgumentError as error:  # a folder, a pipe
+        raise PlanMismatchError(f"{path} must be a file that Plan.save wrote; it is no regular file.") from error
+    try:
+        text = content.decode()
+        plan = Plan.from_json(text)
+    except UnicodeDecodeError as error:
+        raise PlanMismatchError(f"{path} must be a file that Plan.save wrote; it is no text.") from error
+    except PlanMismatchError as error:
+        raise PlanMismatchError(f"{path}: {error}") from error
+    raw = json.loads(text).get("view")
+    if raw is None:
+        return plan, None
+    frontier = None if raw["frontier"] is None else _frontier(raw["frontier"])
+    return plan, View(raw["title"], tuple(raw["tree"]), frontier)
+
+
+def _frontier(raw: Mapping[str, Any]) -> Frontier:
+    """Returns the frontier that `Frontier.to_json` wrote, its plans without their recipes."""
+    points = tuple(
+        Point(
+            point["budget"],
+            point["budget_bytes"],
+            _figures(point) if point["fits"] else None,
+            point["why"],
+        )
+        for point in raw["points"]
+    )
+    return Frontier(raw["target"], _way(raw["unplanned"]), points, tuple(map(_way, raw["others"])))
+
+
+def _way(raw: Mapping[str, Any]) -> Way:
+    return Way(raw["name"], raw["peak_bytes"], raw["flops"], raw["seconds"])
+
+
+def _figures(point: Mapping[str, Any]) -> PlanReport:
+    predicted = None
+    if point["predicted_bytes"] is not None:
+        predicted = MemoryEstimate(point["predicted_bytes"], 0, 0, 0)
+    return PlanReport(
+        Plan((), ""),
+        budget=point["budget_bytes"],
+        predicted=predicted,
+        measured_bytes=point["peak_bytes"],
+        flops=point["flops"],
+        seconds=point["seconds"],
+    )
+
+
+def regions_of(plan: Plan) -> dict[tuple[str, str], str]:
+    """Returns (kind and place, what is done there) -> a line that says so, for each region, planned loop and tile."""
+    lines = {}
+    for region in every_region(plan.regions):
+        inside = "".join(f" in operation {op}" for op, _ in reversed(region.body))
+        counts = Counter(str(action) for action in region.actions.values())
+        kept = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(counts.items()))
+        place = f"region, operations {region.start}–{region.stop}{inside}"
+        what = json.dumps({str(index): str(action) for index, action in sorted(region.actions.items())})
+        lines[place, what] = f"{place}: {kept or 'keeps nothing but what goes in'}"
+    for loop in plan.loops:
+        place = f"loop, operation {loop.op}{''.join(f' in operation {op}' for op, _ in reversed(loop.body))}"
+        lines[place, json.dumps(loop.schedule.to_json())] = f"{place}: {loop.schedule!r:.80}"
+    for tile in plan.tiles:
+        place = f"tiles, operations {tile.start}–{tile.stop}"
+        lines[place, repr(tile)] = f"{place}: {tile.tiles} tiles"
+    return lines
