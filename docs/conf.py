@@ -38,6 +38,8 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_extra"]  # the site's own index.html leads to docs/index.html
 html_show_sphinx = False
+html_show_sourcelink = False
+html_copy_source = False
 
 add_module_names = False
 autodoc_typehints = "signature"

@@ -52,7 +52,7 @@ def run(page: pathlib.Path) -> dict[str, Any]:
 
 
 def differences(printed: str, shown: str, slack: float = SLACK) -> list[str]:
-    """Returns how a printed text differs from the one that is shown; spaces at line ends and blank lines do not count."""
+    """Returns how a printed text differs from the shown one; spaces at line ends and blank lines do not count."""
     lines = [[line.rstrip() for line in text.splitlines() if line.strip()] for text in (printed, shown)]
     if len(lines[0]) != len(lines[1]):
         return [f"{len(lines[0])} lines, shown are {len(lines[1])}"]

@@ -1,6 +1,6 @@
 """Runs the notebooks of docs/tutorials in plain Python, and holds what they print against the stored outputs.
 
-    python -m tests.pages.notebooks    # runs all of them, and stores what they print
+python -m tests.pages.notebooks    # runs all of them, and stores what they print
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ def test_the_ten_pains_have_answers_that_measure(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", sorted(OWN - {"hosts"}))
 def test_the_pages_code_runs_in_a_process_of_its_own(name, tmp_path):
     _need(name)
-    program = f"import pathlib; from tests.pages import notebooks
-from tests.pages.blocks import run; run(pathlib.Path({str(HOWTO / name)!r} + '.md'))"
+    program = f"import pathlib; from tests.pages.blocks import run; run(pathlib.Path({str(HOWTO / name)!r} + '.md'))"
     _python(tmp_path, "-c", program)
 
 
@@ -125,7 +124,9 @@ def _need(name: str) -> None:
 def _start(folder: pathlib.Path, *command: str) -> subprocess.Popen:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def _python(folder: pathlib.Path, *command: str) -> str:
