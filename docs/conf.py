@@ -59,7 +59,7 @@ FIRST = {
     "api/": ["planning", "transforms", "policies", "measuring", "targets", "schedules", "flax", "errors"],
 }
 """The pages of each folder of docs/, in the order in which one reads them. Whatever else is there follows."""
-ELSEWHERE = {"index", "architecture", "testing", "gallery", "equinox"}
+ELSEWHERE = {"index", "architecture", "testing", "gallery", "results", "equinox"}
 """Pages that index.md names itself, and not among the guides."""
 
 
