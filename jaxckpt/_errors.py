@@ -1,4 +1,4 @@
-"""The exceptions of jaxckpt, as a tree.
+"""The exceptions of jaxckpt, as a tree::
 
     JaxckptError
     ├── ArgumentError (ValueError)          an argument broke a rule: the argument, the rule, what came, what to do

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 LONGEST = 120
 
 

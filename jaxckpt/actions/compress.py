@@ -142,15 +142,17 @@ def compress(form: str, *, block: int = BLOCK) -> Action:
 
     The forward pass stays exact. The backward pass starts from what is restored.
 
-    | form | kept of a float32 number | error of a restored number |
-    |---|---|---|
-    | `"bfloat16"` | 1/2 | at most 2^-8 of it |
-    | `"float16"` | 1/2 and scales | at most 2^-11 of it, down to 2^-29 of its block's largest |
-    | `"float8_e4m3fn"` | 1/4 and scales | at most 2^-4 of it, down to 2^-14 of its block's largest |
-    | `"float8_e5m2"` | 1/4 and scales | at most 2^-3 of it, down to 2^-29 of its block's largest |
-    | `"int8"` | 1/4 and scales | at most 1/254 of its block's largest |
-    | `"int4"` | 1/8 and scales | at most 1/14 of its block's largest |
-    | `"bits"` | of booleans 1 bit each | none |
+    =================  ========================  =========================================================
+    form               kept of a float32 number  error of a restored number
+    =================  ========================  =========================================================
+    `"bfloat16"`       1/2                       at most 2^-8 of it
+    `"float16"`        1/2 and scales            at most 2^-11 of it, down to 2^-29 of its block's largest
+    `"float8_e4m3fn"`  1/4 and scales            at most 2^-4 of it, down to 2^-14 of its block's largest
+    `"float8_e5m2"`    1/4 and scales            at most 2^-3 of it, down to 2^-29 of its block's largest
+    `"int8"`           1/4 and scales            at most 1/254 of its block's largest
+    `"int4"`           1/8 and scales            at most 1/14 of its block's largest
+    `"bits"`           of booleans 1 bit each    none
+    =================  ========================  =========================================================
 
     To that comes the rounding to the value's own dtype. Second derivatives pass "bfloat16" and "bits" alone; with the
     other forms they raise ForwardModeError.

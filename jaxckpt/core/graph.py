@@ -255,7 +255,8 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
 
     Args:
       fun: a function of pytrees of arrays; it may close over arrays, also over ones that are being traced.
-      *args, **kwargs: arrays, or anything with a shape and a dtype; nothing is computed.
+      *args: arrays, or anything with a shape and a dtype; nothing is computed.
+      **kwargs: the same, by name.
 
     >>> import jax.numpy as jnp
     >>> graph = trace(lambda x: jnp.sin(x) @ x, jnp.ones((3, 3)))

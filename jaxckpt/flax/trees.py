@@ -32,7 +32,7 @@ def stack_layers(tree: Tree, names: str, into: str | None = None) -> Tree:
 
     Args:
       tree: any pytree with dicts or nnx states in it: variables of one or all collections, gradients, an optimizer's
-        state, a `TrainState`. Its leaves are arrays or `jax.ShapeDtypeStruct`s. Layers are stacked wherever they are.
+        state, a `TrainState`. Its leaves are arrays or `jax.ShapeDtypeStruct`. Layers are stacked wherever they are.
       names: the path of the layers, with "{}" for the number: "Block_{}" for linen's `Block_0`, `Block_1`, ...;
         "blocks/{}" for an nnx list `blocks`; "encoder/Block_{}" for the layers of the encoder only.
       into: the path of the stack. By default it is the path that `scan_layers` gives it: "BlockStack_0" for "Block_{}",

@@ -182,8 +182,9 @@ def frontier(
     """Returns the cheapest plan for each budget; the function is analysed once for all of them.
 
     Args:
-      fun, *args, target, step, actions, costs, verify, solver, reverse_only, respect_checkpoints,
-        cache: see `jaxckpt.plan`.
+      fun: see `jaxckpt.plan`, and so for target, step, actions, costs, verify, solver, reverse_only,
+        respect_checkpoints, cache.
+      *args: arguments of the training step.
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
       others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
         by hand.
