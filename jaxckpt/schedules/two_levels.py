@@ -43,7 +43,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxckpt.schedules.optimum import Move, extra_steps, repetitions, revolve
+from jaxckpt.core.constants import LONGEST_RUN, TRANSFER
+from jaxckpt.schedules.optimum import Binomial, Move, TurnCosts, binomial, extra_steps, repetitions, revolve
 
 _STARTS = 4
 """Numbers of leaves that the search for the best ones starts from."""
@@ -346,3 +347,182 @@ def _steps(levels: int) -> list[tuple[int, ...]]:
     rows = [tuple(int(a <= i <= b) for i in range(count)) for a in range(count) for b in range(a, count) if near(a, b)]
     moved = [tuple((i == a) - (i == a + 1) for i in range(count)) for a in range(count - 1)]
     return [tuple(sign * x for x in row) for row in (*rows, *moved) for sign in (1, -1)]
+
+
+# -------------------------------------------------------------------------------------------------------- runs of steps
+
+
+@dataclass(frozen=True)
+class TwoLevelRuns(Binomial):
+    """Runs of steps over two levels of slots: `slots` counts carries on the device.
+
+    Attributes:
+      levels: the solution for as many steps as there are runs; its leaves are never (1,).
+    """
+
+    levels: TwoLevels | None = None
+
+    @property
+    def placed(self) -> TwoLevels:
+        """The solution."""
+        assert self.levels is not None
+        return self.levels
+
+    @property
+    def steps(self) -> int:
+        """Runs of the step over a forward and a backward pass."""
+        advances = self.placed.extra_steps - (self.units - 1)
+        twice = self.length - self.units if self.again else 0
+        return 2 * self.length + advances * self.run + twice
+
+    @property
+    def transfers(self) -> int:
+        """Carries moved over the host's link, either way."""
+        return self.placed.writes + self.placed.reads
+
+
+def with_host(plan: Binomial, host: int, cost: float) -> Binomial:
+    """Returns the same runs with so many host slots besides; the plan itself where they are of no use.
+
+    Args:
+      plan: runs of steps, and slots on the device.
+      host: carries in host memory.
+      cost: of moving a carry, one way, in runs of the step.
+    """
+    if not host:
+        return plan
+    levels = two_levels(plan.units, plan.slots, host, Transfer(cost / plan.run, cost / plan.run))
+    if len(levels.leaves) == 1:
+        return plan
+    return TwoLevelRuns(plan.length, plan.run, levels.device_rows, plan.again, levels)
+
+
+def two_level_runs(
+    length: int,
+    slots: int,
+    host: int,
+    cost: float,
+    *,
+    row: float = math.inf,
+    again: bool = False,
+    costs: TurnCosts = TurnCosts(),
+) -> Binomial:
+    """Returns the runs that use the bytes of `slots` carries on the device, and `host` carries on the host, best: never
+    more runs of the step than with runs of one step.
+
+    Args:
+      length, slots, row, again, costs: as of `binomial`.
+      host, cost: as of `with_host`.
+
+    >>> best = two_level_runs(10_007, 32, 1024, 0.25, row=3.0)
+    >>> best.run, best.units, best.steps
+    (10, 1001, 20014)
+    """
+    enough = -(-length // (host + slots))
+    tried = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, enough, enough + 1, -(-length // host) if host else 1, LONGEST_RUN}
+
+    plans = []
+    for run in sorted(run for run in tried if run <= min(length, LONGEST_RUN)):
+        beside = Binomial(length, run, 1, again).carries(row) - 1
+        left = math.floor(slots - beside) if beside < slots else 0
+        if left >= 1:
+            plans.append(with_host(Binomial(length, run, min(left, -(-length // run)), again and run > 1), host, cost))
+
+    def score(plan: Binomial) -> tuple[float, float]:
+        kept = length * costs.kept if plan.run > 1 else 0.0
+        moved = plan.transfers * cost if isinstance(plan, TwoLevelRuns) else 0.0
+        return plan.steps + plan.units * (costs.turn + costs.waiting) + kept + moved, plan.carries(row)
+
+    return min((plan for plan in plans if plan.steps <= plans[0].steps), key=score)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where carries may be kept.
+
+    Attributes:
+      device: carries whose bytes may be kept in device memory.
+      host: carries in host memory.
+      transfer: as `cost` of `with_host`.
+    """
+
+    device: int
+    host: int = 0
+    transfer: float = TRANSFER
+
+    def runs(
+        self, length: int, *, row: float = math.inf, again: bool = False, costs: TurnCosts = TurnCosts()
+    ) -> Binomial:
+        """Returns the runs that use it best; the arguments are those of `binomial`."""
+        if not self.host:
+            return binomial(length, self.device, row=row, again=again, costs=costs)
+        found = two_level_runs(length, self.device, self.host, self.transfer, row=row, again=again, costs=costs)
+        if isinstance(found, TwoLevelRuns):
+            return found
+        return binomial(length, self.device, row=row, again=again, costs=costs)
+
+
+# --------------------------------------------------------------------------------------------------- tables for a loop
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The tables with which a compiled loop follows a solution: int32 arrays.
+
+    A turn takes one step back, the last step first. It takes a carry from its source, advances it to each of its
+    events, stores it there, and advances it to its step. Events that store on the host come first.
+
+    Attributes:
+      source: one a turn: HAND for the carry that the forward pass ended with, or a slot: i >= 0 on the device, ~i on
+        the host.
+      at: one a turn: the step of that carry.
+      host, device: one a turn and one more: where its events begin among `to_host` and `to_device`.
+      to_host, to_device: (step, slot) of each event.
+    """
+
+    source: np.ndarray
+    at: np.ndarray
+    host: np.ndarray
+    device: np.ndarray
+    to_host: np.ndarray
+    to_device: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(getattr(self, name).nbytes for name in ("source", "at", "host", "device", "to_host", "to_device"))
+
+
+HAND = np.iinfo(np.int32).max
+"""The source of the turn that begins with the carry at hand."""
+
+
+def turns_bytes(levels: TwoLevels) -> int:
+    """Returns the bytes of the tables of a solution, at most: each store splits steps in two."""
+    return 4 * (4 * levels.length + 2) + 8 * (levels.length + levels.writes + levels.reads + 1)
+
+
+def turns(levels: TwoLevels) -> Turns:
+    """Returns the tables of a solution."""
+    rows: list[tuple[int, int, int, int]] = []
+    to_host: list[tuple[int, int]] = []
+    to_device: list[tuple[int, int]] = []
+    source, at = HAND, levels.length - 1
+    for move in levels.moves():
+        if move.kind in ("read", "restore"):
+            source, at = (~move.slot if move.kind == "read" else move.slot), move.step
+            begun = len(to_host), len(to_device)
+        elif move.kind == "write":
+            to_host.append((move.step, move.slot))
+        elif move.kind == "store":
+            to_device.append((move.step, move.slot))
+        elif move.kind == "adjoint":
+            # The forward pass makes the events before the first turn.
+            begun = begun if rows else (len(to_host), len(to_device))
+            rows.append((source, at, *begun))
+    ints = lambda values: np.asarray(values, np.int32)
+    columns = [ints(column) for column in zip(*rows)]
+    pairs = [ints(events or [(0, 0)]).reshape(-1, 2) for events in (to_host, to_device)]
+    return Turns(
+        columns[0], columns[1], np.append(columns[2], ints(len(to_host))), np.append(columns[3], ints(len(to_device))), *pairs
+    )
