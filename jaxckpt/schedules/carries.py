@@ -15,7 +15,7 @@ from jaxckpt.actions import OFFLOAD, Action
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros
 from jaxckpt.schedules.optimum import Binomial, places
-from jaxckpt.schedules.rows import read_row, write_row
+from jaxckpt.schedules.rows import goes_to_host, host_rows, read_row, write_row
 
 
 class Operands(NamedTuple):
@@ -159,8 +159,7 @@ class Home:
 
     def buffer(self, value: Any, count: int) -> Any:
         """Returns room for `count` carries; made by broadcasting, which works for random keys too."""
-        room = lax.broadcast(value, (count,))
-        return jax.device_put(room, jax.memory.Space.Host) if self._goes(value) else room
+        return host_rows(value, count) if self._goes(value) else lax.broadcast(value, (count,))
 
     def read(self, slots: Values, i: Any) -> Values:
         """Returns the carry in slot i."""
@@ -179,10 +178,8 @@ class Home:
         ]
 
     def _goes(self, leaf: Any) -> bool:
-        """Whether a leaf of the carry lies on the host: arrays of floats do; counters and keys are not worth the
-        way.
-        """
-        return self.away and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        """Whether a leaf of the carry lies on the host."""
+        return self.away and goes_to_host(leaf)
 
 
 def loop(count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:

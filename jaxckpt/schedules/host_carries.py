@@ -13,7 +13,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import OFFLOAD, SAVE, Action
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros

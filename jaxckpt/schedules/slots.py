@@ -1,5 +1,5 @@
 """Slots: carries are kept, freed and reused as `jaxckpt.schedules.optimum` says, so that the fewest iterations run
-again.
+again; on two levels of storage as `jaxckpt.schedules.two_levels` says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxckpt.schedules.two_levels import Storage, TwoLevelRuns, with_host
 
 @dataclass(frozen=True)
 class Slots(LoopSchedule):
-    """A schedule: at most `count` carries are kept at once on the device, and `host` on the host, placed by the optimum.
+    """A schedule: at most `count` carries are kept at once, and `host` more in host memory, placed by the optimum.
 
     It is differentiated in reverse mode alone, and once; see `jaxckpt.ForwardModeError`.
 
@@ -97,9 +97,7 @@ class Slots(LoopSchedule):
             mixed = self._storage.runs(length, row=row)
         else:
             run = min(self.run_length, length)
-            mixed = with_host(
-                Binomial(length, run, min(self.count, -(-length // run))), self.host, self.transfer
-            )
+            mixed = with_host(Binomial(length, run, min(self.count, -(-length // run))), self.host, self.transfer)
         if not isinstance(mixed, TwoLevelRuns):
             return LoopCost(mixed.slots, mixed.slots, min(mixed.run, length), mixed.steps)
         levels = mixed.placed

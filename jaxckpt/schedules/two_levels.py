@@ -46,8 +46,9 @@ import numpy as np
 from jaxckpt.core.constants import LONGEST_RUN, TRANSFER
 from jaxckpt.schedules.optimum import Binomial, Move, TurnCosts, binomial, extra_steps, repetitions, revolve
 
-_STARTS = 4
+_STARTS = 6
 """Numbers of leaves that the search for the best ones starts from."""
+_COSTS = TurnCosts()
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ def _shifted(length: int, slots: int, start: int) -> Iterator[Move]:
         yield Move(move.kind, move.step + start, move.slot, move.stop + start if move.kind == "advance" else -1)
 
 
+@functools.lru_cache(maxsize=256)
 def two_levels(length: int, slots: int, host: int, transfer: Transfer) -> TwoLevels:
     """Returns the solution that costs least.
 
@@ -190,7 +192,7 @@ def two_levels(length: int, slots: int, host: int, transfer: Transfer) -> TwoLev
 
 
 def _written(leaves: tuple[int, ...]) -> int:
-    return sum(max(0, b - a) for a, b in zip((0, *leaves[1:]), leaves[1:]))
+    return sum(max(0, b - a) for a, b in itertools.pairwise((0, *leaves[1:])))
 
 
 def _rows(slots: list[int], wanted: int, host: int) -> list[int]:
@@ -266,11 +268,11 @@ class _Costs:
             return True
         if leaves[1] > self.host:
             return False
-        if all(a >= b for a, b in zip(leaves[1:], leaves[2:])):
+        if all(a >= b for a, b in itertools.pairwise(leaves[1:])):
             return True  # a row has one group, in the slot of the row itself
         slots = np.zeros(self.host, np.int64)  # groups of the level that start in each slot
         slots[: leaves[1]] = 1
-        for above, count in zip(leaves[1:], leaves[2:]):
+        for above, count in itertools.pairwise(leaves[1:]):
             if count <= above:
                 slots = np.diff(np.minimum(np.cumsum(slots), count), prepend=0)
                 continue
@@ -341,7 +343,7 @@ def _steps(levels: int) -> list[tuple[int, ...]]:
     levels; else neighbouring levels up or down together, from the one before or to the one after too.
     """
     count = levels - 1
-    if count <= 4:
+    if count <= 5:
         return list(itertools.product((0, 1, -1), repeat=count))
     near = lambda a, b: b - a < 3 or b == count - 1 or a == 0
     rows = [tuple(int(a <= i <= b) for i in range(count)) for a in range(count) for b in range(a, count) if near(a, b)]
@@ -405,7 +407,7 @@ def two_level_runs(
     *,
     row: float = math.inf,
     again: bool = False,
-    costs: TurnCosts = TurnCosts(),
+    costs: TurnCosts = _COSTS,
 ) -> Binomial:
     """Returns the runs that use the bytes of `slots` carries on the device, and `host` carries on the host, best: never
     more runs of the step than with runs of one step.
@@ -450,9 +452,7 @@ class Storage:
     host: int = 0
     transfer: float = TRANSFER
 
-    def runs(
-        self, length: int, *, row: float = math.inf, again: bool = False, costs: TurnCosts = TurnCosts()
-    ) -> Binomial:
+    def runs(self, length: int, *, row: float = math.inf, again: bool = False, costs: TurnCosts = _COSTS) -> Binomial:
         """Returns the runs that use it best; the arguments are those of `binomial`."""
         if not self.host:
             return binomial(length, self.device, row=row, again=again, costs=costs)
@@ -502,6 +502,7 @@ def turns_bytes(levels: TwoLevels) -> int:
     return 4 * (4 * levels.length + 2) + 8 * (levels.length + levels.writes + levels.reads + 1)
 
 
+@functools.lru_cache(maxsize=16)
 def turns(levels: TwoLevels) -> Turns:
     """Returns the tables of a solution."""
     rows: list[tuple[int, int, int, int]] = []
@@ -524,5 +525,9 @@ def turns(levels: TwoLevels) -> Turns:
     columns = [ints(column) for column in zip(*rows)]
     pairs = [ints(events or [(0, 0)]).reshape(-1, 2) for events in (to_host, to_device)]
     return Turns(
-        columns[0], columns[1], np.append(columns[2], ints(len(to_host))), np.append(columns[3], ints(len(to_device))), *pairs
+        columns[0],
+        columns[1],
+        np.append(columns[2], ints(len(to_host))),
+        np.append(columns[3], ints(len(to_device))),
+        *pairs,
     )
