@@ -242,6 +242,10 @@ KEPT = 64
 ADDED = 16
 """FLOPs for a byte of a large cotangent that an iteration's product is added to."""
 
+TRANSFER = 0.25
+"""What moving a carry between device and host costs, one way, in iterations of a scan, where nothing else is said. Two
+transfers cost less than an iteration, so that a host slot is used wherever it spares one. No measurement is on record.
+"""
 LONGEST_RUN = 64
 """Maximum number of iterations in one run of a binomial schedule. No measurement is on record."""
 

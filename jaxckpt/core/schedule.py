@@ -28,12 +28,16 @@ class LoopCost:
       peak_carries: most carries kept at once, in the backward pass.
       residual_iterations: most iterations whose residuals are kept at once.
       runs: runs of the body over a forward and a backward pass; as many as there are iterations are the forward pass.
+      host_carries: most carries kept at once in host memory; the others are in device memory.
+      transfers: carries moved between device and host memory, both ways.
     """
 
     kept_carries: int
     peak_carries: int
     residual_iterations: int
     runs: int
+    host_carries: int = 0
+    transfers: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,35 +12,36 @@ all of its results. Those that do not depend on what is differentiated lose it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.actions import OFFLOAD, Action
+from jaxckpt.actions import Action
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
 from jaxckpt.schedules.alike import results_alike
 from jaxckpt.schedules.body import perturbed, pick, reached, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
-from jaxckpt.schedules.optimum import Binomial, binomial, places
+from jaxckpt.schedules.carries import Carries, Operands, loop, read, write
+from jaxckpt.schedules.host_carries import HostCarries, carries_of
+from jaxckpt.schedules.optimum import Binomial
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.schedules.reverse_only import no_forward_mode, no_second_reverse
-from jaxckpt.schedules.rows import read_row, write_row
+from jaxckpt.schedules.two_levels import Storage, TwoLevelRuns, with_host
 
 
 def scan_with_slots(
-    scan: ScanRun, slots: int | SlotBudget, *, run: int | None = None, kept: Sequence[Any] | None = None
+    scan: ScanRun, slots: Storage | SlotBudget, *, run: int | None = None, kept: Sequence[Any] | None = None
 ) -> tuple[Values, Values]:
     """Runs a scan; differentiated in reverse it keeps no more than `slots` carries.
 
     Args:
       scan: what to run; its body with calls written out.
-      slots: carries whose bytes may be kept, the initial one counted; or what chooses runs and slots by bytes.
+      slots: carries that may be kept, on the device and on the host; or what chooses runs and slots by bytes.
       run: iterations that one turn of the backward loop takes; what is kept of them comes on top. None: as many as are
         best for the slots, what is kept of them being paid for in slots.
       kept: variables of the body to keep in a run; None for those that make its backward pass cheap.
@@ -57,14 +58,16 @@ def scan_with_slots(
 
     @jax.custom_vjp
     def call(operands: Values) -> tuple[Values, Values]:
-        return alike(engine.plain(_Operands(*split(operands, counts))), operands)
+        return alike(engine.plain(Operands(*split(operands, counts))), operands)
 
     def forward(operands: Values) -> Any:
         flags = [operand.perturbed and is_inexact(jax.typeof(operand.value)) for operand in operands]
-        values = _Operands(*split([operand.value for operand in operands], counts))
-        chosen = engine.choose(_Operands(*split(flags, counts)))
+        values = Operands(*split([operand.value for operand in operands], counts))
+        chosen = engine.choose(Operands(*split(flags, counts)))
         results, slots = engine.forward(chosen.plan, values)
         carry, ys = alike(results, [*values.consts, *values.init, *values.xs])
+        if isinstance(chosen.plan, TwoLevelRuns):  # the initial carry is on the host with the others
+            values = values._replace(init=[])
         return (no_second_reverse(carry), no_second_reverse(ys)), (_Static(chosen), values, slots)
 
     def reverse(residuals: Any, cotangents: Any) -> tuple[Values]:
@@ -105,14 +108,6 @@ class _Static:
     value: Any
 
 
-class _Operands(NamedTuple):
-    """Something of each operand of a scan, such as its value: of the constants, the initial carry and the xs."""
-
-    consts: Values
-    init: Values
-    xs: Values
-
-
 @dataclass(frozen=True)
 class _Chosen:
     """The backward step and the schedule, for what is differentiated."""
@@ -125,12 +120,12 @@ class _Engine:
     """The loops of one scan."""
 
     def __init__(
-        self, body: ScanBody, slots: int | SlotBudget, run: int | None, kept: Sequence[Any] | None, carry: Action
+        self, body: ScanBody, slots: Storage | SlotBudget, run: int | None, kept: Sequence[Any] | None, carry: Action
     ) -> None:
         self.body, self.slots, self.run, self.carry = body, slots, run, carry
         self.kept = dear_values(body) if kept is None else list(kept)
 
-    def choose(self, flags: _Operands) -> _Chosen:
+    def choose(self, flags: Operands) -> _Chosen:
         """Returns the backward step and the schedule; `flags` say what is differentiated in."""
         body = self.body
         consts, init, xs = flags
@@ -143,13 +138,14 @@ class _Engine:
             work = backward(body, wanted, self.kept, defer=True)
             if self.run is not None:
                 run = min(self.run, body.length)
-                plan = Binomial(body.length, run, min(self.slots, -(-body.length // run)), work.again)
+                plan = Binomial(body.length, run, min(self.slots.device, -(-body.length // run)), work.again)
+                plan = with_host(plan, self.slots.host, self.slots.transfer)
             else:
                 row = work.bytes_a_step / max(body.carry_bytes, 1)
-                plan = binomial(body.length, self.slots, row=row, again=work.again, costs=work.costs(body))
+                plan = self.slots.runs(body.length, row=row, again=work.again, costs=work.costs(body))
             if plan.run > 1:
                 return _Chosen(work, plan)
-        return _Chosen(backward(body, wanted, None, defer=False), binomial(body.length, self.slots))
+        return _Chosen(backward(body, wanted, None, defer=False), self.slots.runs(body.length))
 
     def _work(self, wanted: Wanted, plan: Binomial) -> Backward:
         """Returns the backward step of a schedule."""
@@ -157,44 +153,20 @@ class _Engine:
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
-    def plain(self, operands: _Operands) -> tuple[Values, Values]:
+    def plain(self, operands: Operands) -> tuple[Values, Values]:
         """Runs the scan as lax.scan does, for when it is not differentiated."""
         body = self.body
         consts, init, xs = operands
         return lax.scan(lambda carry, x: body.run(consts, carry, x), init, xs, length=body.length, reverse=body.reverse)
 
-    def forward(self, plan: Binomial, operands: _Operands) -> tuple[tuple[Values, Values], Values]:
+    def forward(self, plan: Binomial, operands: Operands) -> tuple[tuple[Values, Values], Values]:
         """Runs all steps; returns the results and the slots."""
-        init = operands.init
-        carries = _Carries(self.body, plan, self.carry, operands)
-        ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
-        slots = [carries.home.buffer(value, plan.slots) for value in init]
-        if carries.home.away:  # only what is kept goes to the host
-            whole = carries.parts_of(*carries.places.whole)
-            carry, ys, slots, _ = carries.advance(plan.units - 1, 0, init, ys, slots, whole)
-            slots = carries.home.write(slots, carry, carries.spare)
-            return carries.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
-
-        # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So
-        # the number of turns is known, and if nobody uses the ys, JAX sees it.
-        def turn(i: Any, state: tuple[Values, Values, Values, Any]) -> tuple[Values, Values, Values, Any]:
-            carry, ys, slots, part = state
-            kept = i == carries.parts.starts[part]
-            slots = carries.home.write(slots, carry, jnp.where(kept, carries.row(part), carries.spare))
-            carry, ys = carries.steps(carry, i * plan.run, plan.run, ys)
-            return carry, ys, slots, part + kept
-
-        turns, first = plan.units - (not carries.even), jnp.int32(0)
-        carry, ys, slots, _ = lax.fori_loop(0, turns, turn, (init, ys, slots, first))
-        if carries.even:
-            return (carry, ys), slots
-        slots = carries.home.write(slots, carry, carries.spare)
-        return carries.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+        return carries_of(self.body, plan, self.carry, operands).forward()
 
     # --------------------------------------------------------------------------------------------------------- backward
 
     def backward(
-        self, chosen: _Chosen, operands: _Operands, slots: Values, ct_carry: Sequence[Any], ct_ys: Sequence[Any]
+        self, chosen: _Chosen, operands: Operands, slots: Values, ct_carry: Sequence[Any], ct_ys: Sequence[Any]
     ) -> Values:
         """Returns the cotangents of constants, initial carry and xs; None for those that are not asked for."""
         work, plan = chosen.work, chosen.plan
@@ -205,7 +177,7 @@ class _Engine:
         fewer = wanted.limited(*reached(self.body, there(wanted.carry, ct_carry), some), some)
         if fewer != wanted:  # results that nothing was made of
             wanted, work = fewer, self._work(fewer, plan)
-        carries = _Carries(self.body, plan, self.carry, operands)
+        carries = carries_of(self.body, plan, self.carry, operands)
         turns = _Turns(carries, work, [ct for ct, flag in zip(ct_ys, some) if flag])
 
         state = _State(
@@ -218,9 +190,9 @@ class _Engine:
         rows = lambda count: [zeros(aval, count) for aval in work.stacks] if plan.run > 1 else []
         if not carries.even:
             state = state._replace(stacks=rows(plan.last))
-            state = turns.adjoint(plan.units - 1, plan.last, carries.home.read(slots, carries.spare), state)
+            state = turns.adjoint(plan.units - 1, plan.last, carries.last(slots), state)
 
-        def turn(i: Any, both: tuple[Values, _Unreversed, _State]) -> tuple[Values, _Unreversed, _State]:
+        def turn(i: Any, both: tuple[Values, Any, _State]) -> tuple[Values, Any, _State]:
             slots, parts, state = both
             carry, slots, parts = carries.restore(i, slots, parts)
             return slots, parts, turns.adjoint(plan.units - 1 - i, plan.run, carry, state)
@@ -249,138 +221,10 @@ class _State(NamedTuple):
     stacks: Values
 
 
-class _Unreversed(NamedTuple):
-    """The parts of the scan that are still to be reversed, as of `schedules.Places`: JAX integers."""
-
-    starts: Any
-    left: Any
-    top: Any
-
-
-class _Carries:
-    """Taking carries forward: by steps, by runs, and as the schedule places them."""
-
-    def __init__(self, body: ScanBody, plan: Binomial, carry: Action, operands: _Operands) -> None:
-        self.body, self.plan = body, plan
-        self.consts, self.init, self.xs = operands
-        self.home = _Home(carry, body.carry_avals)
-        # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before
-        # the loop.
-        self.even = plan.last == plan.run
-        # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row
-        # that is to spare the carry at the start of the last run; nothing is read from it later, so what need not be
-        # kept may be written there.
-        self.spare = plan.slots - 1
-        self.places = places(plan.units, plan.slots)
-        self.table = jnp.asarray(self.places.reach)
-        self.parts = self.parts_of(self.places.starts, self.places.left, self.places.top)
-
-    def parts_of(self, starts: Any, left: Any, top: int) -> _Unreversed:
-        """Returns parts as arrays."""
-        return _Unreversed(jnp.asarray(starts, jnp.int32), jnp.asarray(left, jnp.int32), jnp.int32(top))
-
-    def row(self, slot: Any) -> Any:
-        """Returns the row of the buffer for a slot."""
-        return jnp.where(slot == 0, self.spare, slot - 1)
-
-    def steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
-        """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
-
-        def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
-            carry, ys = state
-            row = self.body.row(start + j)
-            carry, y = self.body.run(self.consts, carry, read(self.xs, row))
-            return carry, write(ys, y, row) if ys else []
-
-        return loop(count, one, (carry, ys))
-
-    def advance(
-        self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: _Unreversed
-    ) -> tuple[Values, Values, Values, _Unreversed]:
-        """Takes the carry of run `at`, the start of the last part, to run `to`, storing carries of the parts that it
-        makes on the way.
-        """
-        run = self.plan.run
-        if self.plan.units == 1:
-            return carry, ys, slots, parts
-
-        def one(unit: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
-            return self.steps(state[0], unit * run, run, state[1])
-
-        def to_next(
-            state: tuple[Any, Values, Values, Values, _Unreversed],
-        ) -> tuple[Any, Values, Values, Values, _Unreversed]:
-            at, carry, ys, slots, parts = state
-            left = parts.left[parts.top]
-            end = at + self.places.cut(self.table, to + 1 - at, self.places.slots - parts.top, left)
-            carry, ys = lax.fori_loop(at, end, one, (carry, ys))
-            # What lies after `end` is a part of its own, unless it is run `to` alone, whose turn it is.
-            more = end < to
-            top = parts.top + more
-            reduced = parts.left.at[parts.top].add(-1)
-            parts = _Unreversed(
-                parts.starts.at[top].set(jnp.where(more, end, parts.starts[top])),
-                reduced.at[top].set(jnp.where(more, left, reduced[top])),
-                top,
-            )
-            slots = self.home.write(slots, carry, jnp.where(more, self.row(top), self.spare))
-            return end, carry, ys, slots, parts
-
-        state = (jnp.asarray(at, jnp.int32), carry, ys, slots, parts)
-        return lax.while_loop(lambda state: state[0] < to, to_next, state)[1:]
-
-    def restore(self, i: Any, slots: Values, parts: _Unreversed) -> tuple[Values, Values, _Unreversed]:
-        """Returns the carry at the start of adjoint i's run, and the slots and parts after obtaining it."""
-        unit = self.plan.units - 1 - i
-        last = i == 0  # the forward pass left its carry in the spare row
-        kept = self.home.read(slots, jnp.where(last, self.spare, self.row(parts.top)))
-        initial = (parts.top == 0) & ~last
-        carry = [lax.select(initial, first, later) for first, later in zip(self.init, kept)]
-        at = jnp.where(last, unit, parts.starts[parts.top])
-        carry, _, slots, parts = self.advance(unit, at, carry, [], slots, parts)
-        ended = parts.starts[parts.top] == unit
-        return carry, slots, parts._replace(top=jnp.maximum(parts.top - ended, 0))
-
-
-class _Home:
-    """Where kept carries lie: in device memory, or in the host's."""
-
-    def __init__(self, carry: Action, leaves: Sequence[Any]) -> None:
-        self.away = carry == OFFLOAD
-        self.leaves = leaves  # a carry's abstract values
-
-    def buffer(self, value: Any, count: int) -> Any:
-        """Returns room for `count` carries; made by broadcasting, which works for random keys too."""
-        room = lax.broadcast(value, (count,))
-        return jax.device_put(room, jax.memory.Space.Host) if self._goes(value) else room
-
-    def read(self, slots: Values, i: Any) -> Values:
-        """Returns the carry in slot i."""
-        return [
-            jax.device_put(read_row(slot, i), jax.memory.Space.Device) if self._goes(leaf) else read([slot], i)[0]
-            for slot, leaf in zip(slots, self.leaves, strict=True)
-        ]
-
-    def write(self, slots: Values, carry: Values, i: Any) -> Values:
-        """Returns the slots with a carry put into slot i."""
-        return [
-            write_row(slot, jax.device_put(leaf, jax.memory.Space.Host), i)
-            if self._goes(leaf)
-            else write([slot], [leaf], i)[0]
-            for slot, leaf in zip(slots, carry, strict=True)
-        ]
-
-    def _goes(self, leaf: Any) -> bool:
-        """Whether a leaf of the carry lies on the host: arrays of floats do; counters and keys are not worth the
-        way.
-        """
-        return self.away and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 class _Turns:
     """Taking cotangents back through a run."""
 
-    def __init__(self, carries: _Carries, work: Backward, ct_ys: Values) -> None:
+    def __init__(self, carries: Carries | HostCarries, work: Backward, ct_ys: Values) -> None:
         self.carries, self.work, self.ct_ys = carries, work, ct_ys
         self.body, self.consts, self.xs = carries.body, carries.consts, carries.xs
 
@@ -438,21 +282,3 @@ class _Turns:
         cts = [*state.ct, *read(self.ct_ys, row)]
         ct, ct_x, totals, factors = self.work.pull(self.consts, rows, read(self.xs, row), cts, state.totals)
         return state._replace(ct=ct, totals=totals, ct_xs=write(state.ct_xs, ct_x, row)), factors
-
-
-def loop(count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """Runs `body(i, state)` for i of 0 .. count-1, a number known now."""
-    return body(0, state) if count == 1 else lax.fori_loop(0, count, body, state) if count else state
-
-
-def read(buffers: Values, i: Any) -> Values:
-    """Returns row i of each buffer."""
-    return [lax.dynamic_index_in_dim(buffer, i, keepdims=False, allow_negative_indices=False) for buffer in buffers]
-
-
-def write(buffers: Values, rows: Values, i: Any) -> Values:
-    """Returns each buffer with row i replaced."""
-    return [
-        lax.dynamic_update_index_in_dim(buffer, row, i, 0, allow_negative_indices=False)
-        for buffer, row in zip(buffers, rows, strict=True)
-    ]

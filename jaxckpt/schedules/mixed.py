@@ -53,6 +53,8 @@ class Mixed(LoopSchedule):
             max((kept + cost.peak_carries for kept, cost in zip(before, costs)), default=0),
             max((cost.residual_iterations for cost in costs), default=0),
             sum(cost.runs for cost in costs),
+            sum(cost.host_carries for cost in costs),
+            sum(cost.transfers for cost in costs),
         )
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:

@@ -73,6 +73,8 @@ class Description:
       peak_carries: most carries kept at once, in the backward pass.
       residual_steps: most steps whose residuals are kept at once.
       forward_steps: runs of the step over a forward and a backward pass; `length` of them are the forward pass.
+      host_carries: most carries kept at once in host slots; the others are in device memory.
+      transfers: carries moved between device and host, both ways.
     """
 
     length: int
@@ -81,6 +83,8 @@ class Description:
     peak_carries: int
     residual_steps: int
     forward_steps: int
+    host_carries: int = 0
+    transfers: int = 0
 
     @property
     def overhead(self) -> float:
@@ -89,12 +93,16 @@ class Description:
 
     def __str__(self) -> str:
         carries = f"{self.kept_carries} {'carry' if self.kept_carries == 1 else 'carries'}"
+        host = ""
+        if self.host_carries:
+            moved = counted(self.transfers, "transfer")
+            host = f"; besides, at most {self.host_carries} at once on the host, in {moved}"
         return (
             f"{self.schedule} over {counted(self.length, 'step')}: keeps {carries}, at most {self.peak_carries} at "
             f"once and the residuals "
             f"of {counted(self.residual_steps, 'step')}; runs the step {counted(self.forward_steps, 'time')}, "
             f"{self.overhead:.2f} again "
-            "for each."
+            f"for each{host}."
         )
 
 
@@ -115,10 +123,13 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     1.00 again for each.
     >>> describe(1000, Slots(10)).forward_steps
     4637
+    >>> print(describe(10_007, Slots(32, host=1024), row=3.0))
+    Slots(32, host=1024) over 10007 steps: keeps 0 carries, at most 0 at once and the residuals of 10 steps; runs the
+    step 20014 times, 1.00 again for each; besides, at most 1001 at once on the host, in 2000 transfers.
     """
     if not is_int(length) or length < 0:
         raise ArgumentError("length", "an int of at least 0", length)
     found = schedule_of(length, schedule)
     cost = found.cost(length, row=row) if isinstance(found, Slots) else found.cost(length)
-    kept = cost.kept_carries, cost.peak_carries, cost.residual_iterations, cost.runs
+    kept = cost.kept_carries, cost.peak_carries, cost.residual_iterations, cost.runs, cost.host_carries, cost.transfers
     return Description(length, repr(schedule), *kept)

@@ -16,6 +16,22 @@ from jax import lax
 from jaxckpt import _compat
 
 
+def goes_to_host(leaf: Any) -> bool:
+    """Whether a leaf of a carry, an array or its abstract value, lies on the host where carries are kept there: arrays
+    of floats do; counters and keys are not worth the way.
+    """
+    return leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def host_rows(value: Any, count: int) -> Any:
+    """Returns room for so many rows like a value in host memory; what is in it is not to be read.
+
+    A copy would be made on the device first, all of it. So the room is only said to be on the host, as that of a
+    `lax.scan` with results there is: XLA allocates it where rows are written.
+    """
+    return _declared.bind(lax.broadcast(value, (count,)))
+
+
 def read_row(buffer: Any, i: Any) -> Any:
     """Returns row i of a buffer, in the memory that the buffer lies in."""
     return _read.bind(buffer, i, axis=0)
@@ -45,6 +61,23 @@ def _primitive(name: str, fun: Any) -> _compat.Primitive:
 
 
 _read, _write = _primitive("jaxckpt_read_row", _sliced), _primitive("jaxckpt_write_row", _updated)
+
+
+_declared = _compat.Primitive("jaxckpt_host_rows")
+_declared.def_impl(lambda x: jax.device_put(x, jax.memory.Space.Host))
+_declared.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Host))
+_compat.register_lowering(_declared, lambda context, x: [x])
+_compat.batching_rules[_declared] = lambda operands, dims: (_declared.bind(*operands), dims[0])
+
+
+def _declared_tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    out = _declared.bind(*primals)
+    if isinstance(tangents[0], _compat.Zero):
+        return out, _compat.Zero(_compat.tangent_aval(out))
+    return out, _declared.bind(*tangents)
+
+
+_compat.jvp_rules[_declared] = _declared_tangent
 
 
 def _read_batched(operands: Sequence[Any], dims: Sequence[Any], *, axis: int) -> tuple[Any, int]:

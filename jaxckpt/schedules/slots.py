@@ -1,5 +1,5 @@
 """Slots: carries are kept, freed and reused as `jaxckpt.schedules.optimum` says, so that the fewest iterations run
-again.
+again; on two levels of storage as `jaxckpt.schedules.two_levels` says.
 """
 
 from __future__ import annotations
@@ -9,35 +9,49 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxckpt._errors import ArgumentError, PlanMismatchError
-from jaxckpt.actions import Action
+from jaxckpt.actions import SAVE, Action
+from jaxckpt.core.constants import TRANSFER
 from jaxckpt.core.regions import checked_actions, set_fields
 from jaxckpt.core.scans import ScanRun, Values
 from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
 from jaxckpt.schedules.engine import scan_with_slots
-from jaxckpt.schedules.optimum import Binomial, binomial
+from jaxckpt.schedules.optimum import Binomial
+from jaxckpt.schedules.two_levels import Storage, TwoLevelRuns, with_host
 
 
 @dataclass(frozen=True)
 class Slots(LoopSchedule):
-    """A schedule: at most `count` carries are kept at once, placed by the binomial optimum.
+    """A schedule: at most `count` carries are kept at once, and `host` more in host memory, placed by the optimum.
 
     It is differentiated in reverse mode alone, and once; see `jaxckpt.ForwardModeError`.
 
     Attributes:
-      count: kept carries, at least 1, the initial one counted. It may be more than there are iterations: then none is
-        run twice to obtain a carry.
+      count: kept carries on the device, at least 1, the initial one counted. It may be more than there are iterations:
+        then none is run twice to obtain a carry.
+      host: kept carries in host memory, at least 0. Where they are used, the initial carry is one of them, and the
+        device has `count` others besides the one that the forward pass ends with. Arrays of floats go to the host;
+        scalars, integers and random keys stay on the device. A CPU has one memory: there nothing moves.
+      transfer: what moving a carry to or from the host costs, in iterations: a number of at least 0. The schedule has
+        the least sum of iterations and transfers. By default two transfers cost half an iteration, so a host slot is
+        used wherever it spares one.
       run_length: iterations that one turn of the backward loop takes; what is kept of them comes on top of the slots.
         None: as many as are best for the slots' bytes, what is kept of them included.
       actions: index of a value that the body computes -> SAVE, for what is kept of each iteration in a run. None: what
         makes the backward pass cheap. For plans; `jaxckpt.scan` has a policy.
 
     Raises:
-      ArgumentError: the count or the run is no int of at least 1.
+      ArgumentError: the count or the run is no int of at least 1, the host's count no int of at least 0, or the cost
+        of a transfer no finite number of at least 0.
+
+    >>> Slots(32, host=1024).cost(10_007).transfers
+    2048
     """
 
     kind: ClassVar[str] = "slots"
 
     count: int
+    host: int = 0
+    transfer: float = TRANSFER
     run_length: int | None = None
     actions: Mapping[int, Action] | None = None
 
@@ -46,6 +60,12 @@ class Slots(LoopSchedule):
     def __post_init__(self) -> None:
         if not is_int(self.count) or self.count < 1:
             raise ArgumentError("Slots", "an int of at least 1, the number of carries to keep", self.count)
+        if not is_int(self.host) or self.host < 0:
+            raise ArgumentError("host", "an int of at least 0, the number of carries to keep in host memory", self.host)
+        number = isinstance(self.transfer, (int, float)) and not isinstance(self.transfer, bool)
+        if not number or not 0 <= self.transfer < float("inf"):
+            rule = "a finite number of at least 0, what moving a carry one way costs in iterations"
+            raise ArgumentError("transfer", rule, self.transfer)
         if self.run_length is not None and (not is_int(self.run_length) or self.run_length < 1):
             raise ArgumentError("run_length", "an int of at least 1, the iterations in a run, or None", self.run_length)
         if self.actions is None:
@@ -60,7 +80,9 @@ class Slots(LoopSchedule):
 
     def __repr__(self) -> str:
         run = "" if self.run_length is None else f", run_length={self.run_length}"
-        return f"Slots({self.count}{run}{'' if self.actions is None else f', actions={dict(self.actions)}'})"
+        host = f", host={self.host}" if self.host else ""
+        host += f", transfer={self.transfer}" if self.transfer != TRANSFER else ""
+        return f"Slots({self.count}{host}{run}{'' if self.actions is None else f', actions={dict(self.actions)}'})"
 
     def cost(self, length: int, *, row: float = float("inf")) -> LoopCost:
         """Returns what running so many iterations costs.
@@ -72,24 +94,40 @@ class Slots(LoopSchedule):
         if length == 0:
             return LoopCost(0, 0, 0, 0)
         if self.run_length is None:
-            mixed = binomial(length, self.count, row=row)
+            mixed = self._storage.runs(length, row=row)
         else:
             run = min(self.run_length, length)
-            mixed = Binomial(length, run, min(self.count, -(-length // run)))
-        return LoopCost(mixed.slots, mixed.slots, min(mixed.run, length), mixed.steps)
+            mixed = with_host(Binomial(length, run, min(self.count, -(-length // run))), self.host, self.transfer)
+        if not isinstance(mixed, TwoLevelRuns):
+            return LoopCost(mixed.slots, mixed.slots, min(mixed.run, length), mixed.steps)
+        levels = mixed.placed
+        rows = levels.device_rows
+        return LoopCost(rows, rows, min(mixed.run, length), mixed.steps, levels.host_rows, mixed.transfers)
+
+    @property
+    def _storage(self) -> Storage:
+        return Storage(self.count, self.host, self.transfer)
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:
         """Returns what is told of its iterations."""
         runs = "" if self.run_length in (None, 1) else f", in runs of {self.run_length}"
-        how = f", at most {self.count} of their carries kept at once{runs}"
+        host = f" on the device and {self.host} on the host" if self.host else ""
+        how = f", at most {self.count} of their carries kept at once{host}{runs}"
         unsaid = "what is needed of them runs again"
         return (Iterations(length, how, self.actions or None, False, unsaid),)
 
     def run(self, scan: ScanRun) -> tuple[Values, Values]:
-        """Runs the iterations."""
+        """Runs the iterations.
+
+        Raises:
+          ArgumentError: carries are to be offloaded as a whole, and there are host slots.
+        """
+        if self.host and scan.carry != SAVE:
+            rule = "SAVE where the schedule has host slots, which say what is kept on the host"
+            raise ArgumentError("carry", rule, scan.carry, "Leave it out, or use Slots(n) without host.")
         scan, kept = scan.keeping(self.actions)
         run = scan.body.length if scan.unroll is True else max(int(scan.unroll), 1)
-        return scan_with_slots(scan, self.count, run=self.run_length or (run if run > 1 else None), kept=kept)
+        return scan_with_slots(scan, self._storage, run=self.run_length or (run if run > 1 else None), kept=kept)
 
 
 def is_int(value: Any) -> bool:

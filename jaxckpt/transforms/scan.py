@@ -61,12 +61,13 @@ def scan(
       schedule: "none" (lax.scan as it is; with a policy, each step keeps what the policy says), "every" (each step
         checkpointed), "sqrt" (segments of square-root length, one more run of each step), "log" (segments of segments,
         4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a tuple of ints
-        (nested lengths, outermost first; their product at least the length), `Slots(n)`: at most n carries' bytes,
-        placed by the binomial optimum; or any other `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a
-        shorter last segment takes what is left, and nothing is padded.
+        (nested lengths, outermost first; their product at least the length), `Slots(n, host=0)`: at most n carries'
+        bytes, and so many carries in host memory, placed by the optimum; or any other
+        `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left, and
+        nothing is padded.
       policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
-      carry: SAVE, or OFFLOAD to keep the carries between segments in host memory. If no carries are kept, nothing
-        moves.
+      carry: SAVE, or OFFLOAD to keep the carries between segments, or in the slots, in host memory. If no carries are
+        kept, nothing moves. SAVE where the schedule has host slots.
       budget: bytes ("64MiB") that differentiating the scan may take, instead of a schedule: the one with the least
         recomputation that fits. It bounds the memory that the compiled value and gradient takes in addition to
         arguments, results, their cotangents, and the memory of the scan without a gradient: kept carries, residuals,
