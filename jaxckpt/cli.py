@@ -21,13 +21,13 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 import jaxckpt
 from jaxckpt import factories, policies
 from jaxckpt._errors import ArgumentError, JaxckptError
 from jaxckpt.core.files import check_writable, write_whole
+from jaxckpt.core.shown import telling
 from jaxckpt.memory.cache import FOLDER, OFF
 from jaxckpt.memory.compare import check_differentiable, compare
 from jaxckpt.memory.report import measure
@@ -459,19 +459,9 @@ def _print(*parts: Any) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yields the function that gets the progress. It draws a bar on standard error, and removes it at the end; without
-    a terminal, nothing.
-    """
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+    """Yields the function that gets the progress: see `jaxckpt.show.progress`."""
+    with telling(None, "starting") as report:
+        yield report or (lambda done, total, what: None)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -33,6 +33,7 @@ from jaxckpt.core.graph import aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan
+from jaxckpt.core.shown import Progress, check_progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.cache import folder_of, surroundings
 from jaxckpt.memory.gradient import suited
@@ -77,6 +78,7 @@ def autocheckpoint(
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
+    progress: Progress | bool | None = None,
 ) -> Autocheckpointed: ...
 @overload
 def autocheckpoint(
@@ -95,6 +97,7 @@ def autocheckpoint(
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
+    progress: Progress | bool | None = None,
 ) -> Callable[[Callable[..., Any]], Autocheckpointed]: ...
 def autocheckpoint(
     fun: Callable[..., Any] | None = None,
@@ -112,6 +115,7 @@ def autocheckpoint(
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
+    progress: Progress | bool | None = None,
 ) -> Autocheckpointed | Callable[[Callable[..., Any]], Autocheckpointed]:
     """Returns `fun` under the cheapest plan within a budget, planned at the first call of each input signature.
 
@@ -126,7 +130,7 @@ def autocheckpoint(
         training step plans again where a step runs out of memory all the same.
       target: None for the local backend.
       step: makes the training step from `fun`; the step takes the arguments of `fun`.
-      actions, costs, verify, solver, respect_checkpoints, tile, cache: see `jaxckpt.plan`.
+      actions, costs, verify, solver, respect_checkpoints, tile, cache, progress: see `jaxckpt.plan`.
       path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
         versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
@@ -153,6 +157,7 @@ def autocheckpoint(
     solver_for(solver)
     check_flags(verify=verify, respect_checkpoints=respect_checkpoints, tile=tile)
     folder_of(cache)
+    check_progress(progress)
     numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         raise ArgumentError("static_argnums", "a number of an argument, or a sequence of them", static_argnums)
@@ -168,6 +173,7 @@ def autocheckpoint(
         tile,
         cache,
         static_argnums,
+        progress,
     )
     check_budget(budget)
     if fun is None:
@@ -190,6 +196,7 @@ class _Settings:
     tile: bool
     cache: str | os.PathLike[str] | bool | None
     static_argnums: int | Sequence[int]
+    progress: Progress | bool | None = None
 
     @property
     def static_places(self) -> tuple[int, ...]:
@@ -401,6 +408,7 @@ class _Auto:
             respect_checkpoints=settings.respect_checkpoints,
             tile=settings.tile,
             cache=settings.cache,
+            progress=settings.progress,
             reverse_only=False,  # what it returns may be differentiated in any way
         )
         plan = make(budget=budget) if cap is None else self._leaner(make, budget, self.peaks.get(key, 0))
