@@ -518,6 +518,7 @@ class Tiled:
         told = replace(
             said,
             plan=made,
+            unplanned=whole.known_unplanned,
             unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
             unplanned_flops=whole.plain.flops,
             unplanned_seconds=whole.plain.time.seconds,

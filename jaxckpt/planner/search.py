@@ -571,6 +571,7 @@ class Search:
             target=problem.target.name,
             predicted=estimate,
             measured=report,
+            unplanned=problem.known_unplanned,
             measured_bytes=None if report is None else report.peak_bytes,
             unplanned_bytes=None if problem.known_unplanned is None else problem.known_unplanned.peak_bytes,
         )

@@ -76,6 +76,12 @@ def _plan_report_fragment(report: PlanReport) -> str:
     return report_fragment(report)
 
 
+def _plan_report_page(report: PlanReport) -> str:
+    from jaxckpt.show.plans import report_page
+
+    return report_page(report)
+
+
 def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> None:
     from jaxckpt.show.plans import save_plan_report
 
@@ -84,6 +90,6 @@ def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> No
 
 show_as(Comparison, Look(_comparison_text, _comparison_fragment, _comparison_page, _comparison_picture))
 show_as(MemoryReport, Look(picture=_report_picture))
-show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, picture=_plan_report_picture))
+show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, _plan_report_page, _plan_report_picture))
 show_as(Frontier, Look(_frontier_text, _frontier_fragment, picture=_frontier_picture))
 show_progress_as(progress_bar)
