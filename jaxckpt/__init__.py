@@ -19,6 +19,7 @@ from jaxckpt._errors import (
     MissingTargetError,
     NotDifferentiableError,
     PlanMismatchError,
+    StateLostError,
     StructureError,
     TargetError,
     TilingError,
@@ -40,6 +41,7 @@ from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.residuals import Residual, ResidualReport, residuals
 from jaxckpt.memory.targets import Target, compiler_options, targets
 from jaxckpt.memory.verify import Verification, verify
+from jaxckpt.planner.adaptive import adaptive
 from jaxckpt.planner.auto import autocheckpoint
 from jaxckpt.planner.frontier import Frontier, frontier
 from jaxckpt.planner.problems import plan
@@ -84,6 +86,7 @@ __all__ = [
     "Residual",
     "ResidualReport",
     "Slots",
+    "StateLostError",
     "StructureError",
     "Target",
     "TargetError",
@@ -95,6 +98,7 @@ __all__ = [
     "UnsupportedJaxError",
     "Verification",
     "VerificationError",
+    "adaptive",
     "autocheckpoint",
     "checkpoint",
     "checkpoint_sequential",

@@ -17,6 +17,7 @@
     ├── UnsupportedJaxError (ImportError)   a private part of JAX or Flax is missing or has changed
     ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
     ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that fits is given
+    ├── StateLostError (MemoryError)        a step ran out of memory after its donated arguments were consumed
     ├── VerificationError (AssertionError)  two functions that should agree differ
     └── FactoryError (ValueError)           the argument of the command line is not a model factory
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -208,6 +209,24 @@ class InfeasibleBudgetError(JaxckptError, ValueError):
     ) -> None:
         self.least_bytes, self.budget_bytes, self.stretch = least_bytes, budget_bytes, stretch
         super().__init__(text)
+
+
+class StateLostError(JaxckptError, MemoryError):
+    """A step ran out of memory after the runtime had consumed donated arguments, so it cannot run again.
+
+    Args:
+      step: the step's name.
+      lost: paths of the arguments that are gone, such as "args[0]['w']".
+      planned: a sentence that says what is planned for the next call.
+    """
+
+    def __init__(self, step: str, lost: Sequence[str], planned: str) -> None:
+        self.step, self.lost, self.planned = step, tuple(lost), planned
+        some = ", ".join(self.lost[:3]) + (f" and {len(self.lost) - 3} more" if len(self.lost) > 3 else "")
+        super().__init__(
+            f"{step} must have its arguments to run again; it ran out of memory after the runtime had consumed those that "
+            f"it donates: {some}. {planned} Resume from the last checkpoint: load the state, and call {step} with it."
+        )
 
 
 class VerificationError(JaxckptError, AssertionError):

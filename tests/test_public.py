@@ -17,10 +17,10 @@ ROOT = pathlib.Path(jaxckpt.__file__).parent
 NAMES = """
     Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Frontier Graph InfeasibleBudgetError
     JaxckptError Loop MemoryEstimate MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan
-    PlanMismatchError PlanReport Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StructureError Target TargetError TiledStretch
-    UnknownTargetError
+    PlanMismatchError PlanReport Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StateLostError StructureError Target TargetError
+    TiledStretch UnknownTargetError
     TilingError UnmatchedTagError UnreadableDumpError UnsupportedJaxError Verification VerificationError
-    autocheckpoint checkpoint checkpoint_sequential compare compiler_options compress
+    adaptive autocheckpoint checkpoint checkpoint_sequential compare compiler_options compress
     count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules tag
     targets tile trace verify where without_checkpoints
 """.split()  # noqa: SIM905

@@ -10,10 +10,10 @@ from contextvars import ContextVar
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from jaxckpt.core.files import check_writable, write_whole
+from jaxckpt.core.shown import telling
 from jaxckpt.show import plot, table
 
 _reports: ContextVar[TextIO | None] = ContextVar("_reports", default=None)
@@ -65,16 +65,6 @@ def tell(*parts: Any) -> None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yields the function that gets the progress. It draws a bar on standard error, and removes it at the end; without
-    a terminal, nothing.
-    """
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+    """Yields the function that gets the progress: see `jaxckpt.show.progress`."""
+    with telling(None, "starting") as report:
+        yield report or (lambda done, total, what: None)

@@ -278,6 +278,10 @@ TILE_TRIES = 6
 TILE_ROUNDS = 4
 """Times that tiles are looked for in a function that has some. No measurement is on record."""
 
+TIGHTER = 1 / 8
+"""A plan whose step ran out of memory is followed by one whose peak is less by this fraction at least. The device
+cannot always say how much was missing: free bytes that are scattered serve nobody. No measurement is on record."""
+
 # ------------------------------------------------------------------------------------------------------ results on disk
 
 CACHE_BYTES = 2**30

@@ -268,6 +268,19 @@ def has_objects(tree: Any) -> bool:
     return nnx is not None and any(map(nnx.is_object, jax.tree.leaves(tree, is_leaf=nnx.is_object)))
 
 
+def snapshot(tree: Any) -> tuple[list[Any], Callable[[], None]]:
+    """Returns the arrays in a pytree, those in nnx modules too, and a function that puts back what the modules hold."""
+    nnx = _nnx()
+    leaves = jax.tree.leaves(tree, is_leaf=None if nnx is None else nnx.is_object)
+    objects = [leaf for leaf in leaves if nnx is not None and nnx.is_object(leaf)]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    if not objects:
+        return arrays, lambda: None
+    assert nnx is not None
+    values, restore = nnx.snapshot(objects)
+    return [*arrays, *(leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array))], restore
+
+
 def paths_of(tree: Any) -> dict[tuple[Any, ...], Any]:
     """Returns the leaves of a pytree by path; objects are leaves."""
     nnx = _nnx()

@@ -113,6 +113,18 @@ class Objects:
         return unflatten(result, results)
 
 
+def snapshot(tree: Any) -> tuple[list[Any], Callable[[], None]]:
+    """Returns the values of the Variables in a tree of objects, and a function that puts them back."""
+    _, state = nnx.flatten(tree, ref_index=RefMap(), graph=True)
+    held = [(leaf, leaf.get_raw_value()) for leaf in state.leaves if isinstance(leaf, nnx.Variable)]
+
+    def restore() -> None:
+        for variable, value in held:
+            variable.set_raw_value(value)
+
+    return [value for _, value in held], restore
+
+
 def same_graph(after: Any, before: Any) -> bool:
     """Returns whether two graphs of objects are one, attributes that are no arrays too."""
     try:

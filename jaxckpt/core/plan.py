@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import html
 import itertools
 import json
 import os
@@ -350,6 +351,23 @@ class Plan:
             lines.append(f"  scan at {loop.op}{_inside(loop.body)}: {loop.schedule}")
         return "\n".join(lines)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws what is known of the plan: see `PlanReport.plot`. Raises ArgumentError for a plan without a report."""
+        self._reported().plot(path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page of the plan: see `PlanReport.to_html`. Raises ArgumentError for a plan without a report."""
+        self._reported().to_html(path)
+
+    def _reported(self) -> PlanReport:
+        if self.report is None:
+            hint = "A plan that is made or changed by hand has none."
+            raise ArgumentError("plan", "one with a report, as jaxckpt.plan makes it", self, hint)
+        return self.report
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>" if self.report is None else self.report._repr_html_()
+
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -365,6 +383,7 @@ class PlanReport:
       target: name of the target that was planned for.
       predicted: what the planner expected of the step, before the plan's own compilation.
       measured: what the compiler said of the step, a `MemoryReport`; it is not saved.
+      unplanned: what the compiler said of the step without the plan, where it was compiled; it is not saved.
       measured_bytes: the step's compiled peak.
       donated_bytes: bytes of donated arguments that the compiled step writes its results to.
       unplanned_bytes: the step's compiled peak without the plan.
@@ -383,6 +402,7 @@ class PlanReport:
     target: str | None = None
     predicted: MemoryEstimate | None = None
     measured: Any = field(default=None, compare=False, repr=False)
+    unplanned: Any = field(default=None, compare=False, repr=False)
     measured_bytes: int | None = None
     donated_bytes: int | None = None
     unplanned_bytes: int | None = None
@@ -462,8 +482,16 @@ class PlanReport:
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the step's peaks against the budget to a file: .png, .svg or .pdf (extra: plot)."""
+        """Draws the step's peaks against the budget to a file: .png, .svg or .pdf (extra: plot). Of a step that was
+        compiled, also its live bytes over the schedule, over those of the step without the plan.
+        """
         shown.save_picture(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one self-contained page (extra: plot): figures, peaks, live bytes of both steps, regions, and the
+        largest buffers.
+        """
+        shown.save_page(self, path)
 
     def __str__(self) -> str:
         return shown.text_of(self)

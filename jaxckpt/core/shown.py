@@ -1,4 +1,5 @@
-"""How values are shown: a table from types to functions. `jaxckpt.show` fills it when the package is imported.
+"""How values and progress are shown: a table from types to functions. `jaxckpt.show` fills it when the package is
+imported.
 
 So a report knows nothing of tables, pages and pictures, and still prints as one. What is registered imports rich or
 matplotlib when it is called, not before.
@@ -6,15 +7,77 @@ matplotlib when it is called, not before.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from jaxckpt._errors import ArgumentError
 from jaxckpt.core.files import write_whole
 
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)` before each task, and after the last task with `what` ""."""
+
+Bar = Callable[[str, bool], contextlib.AbstractContextManager[Progress | None]]
+"""Called as `bar(title, wanted)`: see `jaxckpt.show.progress`, which registers the one that there is."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_bars: list[Bar] = []
+_under_way: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxckpt_under_way", default=False)
+
+
+def show_progress_as(bar: Bar) -> None:
+    """Has progress be shown in this way."""
+    _bars[:] = [bar]
+
+
+def check_progress(progress: Any) -> None:
+    """Raises `ArgumentError` for what `progress` cannot be."""
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise ArgumentError("progress", "a function of (done, total, what), True, False or None", progress)
+
+
+@contextlib.contextmanager
+def telling(progress: Progress | bool | None, title: str) -> Iterator[Progress | None]:
+    """Yields the function that gets the progress of what runs within; None where nobody wants to know.
+
+    Args:
+      progress: such a function; True for a bar; False for nothing; None for a bar in a terminal, from the third second
+        on. What jaxckpt calls within itself shows no bar of its own.
+      title: what is shown before the first piece of work.
+
+    Raises:
+      ArgumentError: `progress` is none of these.
+    """
+    check_progress(progress)
+    quiet = progress is False or (progress is None and _under_way.get())
+    token = _under_way.set(True)
+    try:
+        if isinstance(progress, bool) or progress is None:
+            with contextlib.nullcontext() if quiet or not _bars else _bars[0](title, progress is True) as report:
+                yield report
+        else:
+            yield progress
+    finally:
+        _under_way.reset(token)
+
+
+def tells(title: str) -> Callable[[F], F]:
+    """Has a function take `progress` as `telling` does; it is given the function that gets the progress, or None."""
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def call(*args: Any, progress: Progress | bool | None = None, **kwargs: Any) -> Any:
+            with telling(progress, title) as report:
+                return fun(*args, progress=report, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxckpt.core import lift, shown
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
-from jaxckpt.core.shown import Progress
+from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -150,6 +150,7 @@ class Comparison:
         return shown.fragment_of(self)
 
 
+@tells("tracing the variants")
 def compare(
     variants: Mapping[str, Callable[..., Any]],
     *args: Any,
@@ -157,7 +158,7 @@ def compare(
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     time: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Comparison:
     """Compiles the step of each variant of a function for a target, and compares the figures.
 
@@ -175,7 +176,8 @@ def compare(
         of interleaved runs. Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). The
         step must not donate its arguments.
       cache: where compilers' results are stored: see `jaxckpt.measure`.
-      progress: called before each task: see `Progress`.
+      progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
+        two seconds. A function is called as `progress(done, total, what)` before each piece of work.
 
     Raises:
       ArgumentError: `variants` is not a mapping of functions, or is empty.
@@ -189,6 +191,7 @@ def compare(
     >>> [row.recompute_flops for row in comparison]  # the matmul and the tanh again
     [0, 288]
     """
+    assert not isinstance(progress, bool), "tells"
     _check(variants)
     if not callable(step):
         raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError, check_flags
 from jaxckpt.core import lift, shown
+from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import assign, buffers
 from jaxckpt.memory import cache as results
@@ -166,6 +167,7 @@ class MemoryReport:
 _FIGURES = tuple(f.name for f in dataclasses.fields(MemoryReport) if f.name != "_assignment")
 
 
+@tells("tracing the function")
 def measure(
     fun: Callable[..., Any],
     *args: Any,
@@ -173,6 +175,7 @@ def measure(
     compiler_options: Mapping[str, Any] | None = None,
     generate_code: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
+    progress: Progress | bool | None = None,
 ) -> MemoryReport:
     """Compiles a function for a target, and returns the memory that it needs. It runs nothing. Only a local target
     needs a device.
@@ -196,6 +199,8 @@ def measure(
       cache: the folder in which the compiler's results are stored: a program that is in it is not compiled again. None
         for that of the environment variable `JAXCKPT_CACHE_DIR` ("off" for none), by default the platform's folder for
         caches; False or "off" for none.
+      progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
+        two seconds. A function is called as `progress(done, total, what)` before each piece of work.
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.
@@ -223,6 +228,9 @@ def measure(
     resolved = target_of(target)
     options = options_for(resolved) if compiler_options is None else dict(compiler_options)
     traced = traced_for(fun, args, resolved)
+    if progress:
+        assert not isinstance(progress, bool), "tells"
+        progress(0, 1, f"compiling for {resolved.name}")
     return measure_traced(traced, fun, args, resolved, options, generate_code=generate_code, cache=cache)
 
 

@@ -20,7 +20,7 @@ from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import is_operand
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Residual:
 
 @dataclass(frozen=True)
 class ResidualReport:
-    """The arrays that differentiation keeps, the largest first.
+    """The arrays that differentiation keeps, the largest first. When printed, equal arrays of one operation and source
+    line are one row, and the last rows are sums.
 
     Attributes:
       residuals: each array once.
@@ -68,12 +69,26 @@ class ResidualReport:
 
     def __str__(self) -> str:
         kept = [r for r in self.residuals if not r.argument]
-        arguments = len(self.residuals) - len(kept)
-        head = f"{format_bytes(self.kept_bytes)} kept in {len(kept)} arrays, without {arguments} arguments"
-        lines = [
-            f"  {format_bytes(r.bytes):>10}  {r.dtype}{list(r.shape)}  {r.name}  {r.source}".rstrip() for r in kept
+        rest = len(self.residuals) - len(kept)
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for r in kept:
+            groups.setdefault((f"{r.dtype}{list(r.shape)}", r.name, r.source), []).append(r.bytes)
+        rows = [
+            (format_bytes(sum(sizes)), f"{len(sizes)} × " if len(sizes) > 1 else "", *words)
+            for words, sizes in sorted(groups.items(), key=lambda group: -sum(group[1]))
         ]
-        return "\n".join([head, *lines])
+        wide = max((len(count) for _, count, *_ in rows), default=0)
+        lines = [
+            f"{size:>10}  {count:>{wide}}{array}  {name}  {source}".rstrip()
+            for size, count, array, name, source in rows
+        ]
+        lines.append(
+            f"{format_bytes(self.kept_bytes):>10}  kept for the backward pass, in {counted(len(kept), 'array')}"
+        )
+        if rest:
+            given = format_bytes(self.total_bytes - self.kept_bytes)
+            lines.append(f"{given:>10}  in {counted(rest, 'argument')} besides, in memory anyway")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

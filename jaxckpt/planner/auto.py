@@ -24,14 +24,16 @@ from typing import Any, Protocol, cast, overload
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, JaxckptError, PlanMismatchError, check_flags
+from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, JaxckptError, PlanMismatchError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import leaves, lift
 from jaxckpt.core.bare import trace_bare
 from jaxckpt.core.constants import STALE
+from jaxckpt.core.graph import aval_bytes
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import FORMAT, Plan
+from jaxckpt.core.shown import Progress, check_progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.cache import folder_of, surroundings
 from jaxckpt.memory.gradient import suited
@@ -42,6 +44,7 @@ from jaxckpt.planner.budget import DEVICE, budget_bytes, check_budget, normal, r
 from jaxckpt.planner.calls import Call
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
+from jaxckpt.planner.watch import watch_here
 
 logger = logging.getLogger("jaxckpt")
 
@@ -75,6 +78,7 @@ def autocheckpoint(
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
+    progress: Progress | bool | None = None,
 ) -> Autocheckpointed: ...
 @overload
 def autocheckpoint(
@@ -93,6 +97,7 @@ def autocheckpoint(
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
+    progress: Progress | bool | None = None,
 ) -> Callable[[Callable[..., Any]], Autocheckpointed]: ...
 def autocheckpoint(
     fun: Callable[..., Any] | None = None,
@@ -110,6 +115,7 @@ def autocheckpoint(
     cache: str | os.PathLike[str] | bool | None = None,
     path: str | os.PathLike[str] | None = None,
     static_argnums: int | Sequence[int] = (),
+    progress: Progress | bool | None = None,
 ) -> Autocheckpointed | Callable[[Callable[..., Any]], Autocheckpointed]:
     """Returns `fun` under the cheapest plan within a budget, planned at the first call of each input signature.
 
@@ -120,10 +126,11 @@ def autocheckpoint(
     Args:
       fun: a loss: the first argument is differentiated by `step`. Left out: a decorator is returned.
       budget: bytes, "12GiB", "60%" (of the peak without checkpoints) or "device" (what is free when it is planned); it
-        bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`.
+        bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`. `jaxckpt.adaptive` around the
+        training step plans again where a step runs out of memory all the same.
       target: None for the local backend.
       step: makes the training step from `fun`; the step takes the arguments of `fun`.
-      actions, costs, verify, solver, respect_checkpoints, tile, cache: see `jaxckpt.plan`.
+      actions, costs, verify, solver, respect_checkpoints, tile, cache, progress: see `jaxckpt.plan`.
       path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
         versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
@@ -150,6 +157,7 @@ def autocheckpoint(
     solver_for(solver)
     check_flags(verify=verify, respect_checkpoints=respect_checkpoints, tile=tile)
     folder_of(cache)
+    check_progress(progress)
     numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         raise ArgumentError("static_argnums", "a number of an argument, or a sequence of them", static_argnums)
@@ -165,6 +173,7 @@ def autocheckpoint(
         tile,
         cache,
         static_argnums,
+        progress,
     )
     check_budget(budget)
     if fun is None:
@@ -187,6 +196,7 @@ class _Settings:
     tile: bool
     cache: str | os.PathLike[str] | bool | None
     static_argnums: int | Sequence[int]
+    progress: Progress | bool | None = None
 
     @property
     def static_places(self) -> tuple[int, ...]:
@@ -250,12 +260,17 @@ class _Auto:
         self.lock = threading.Lock()
         self.here = threading.local()
         self.valued: set[Any] = set()  # keys of calls with numbers whose values the function needs
+        self.ahead: dict[Any, Any] = {}  # key without shardings -> key with them, (args, kwargs) that `plan` was given
+        self.peaks: dict[Any, int] = {}  # key -> bytes of the last plan's step
+        self.caps: dict[Any, int] = {}  # key -> the most bytes since a step ran out of memory
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the function's value, by its plan."""
         if getattr(self.here, "busy", False):  # the function calls itself, or this is the planner's own trace of it
             return self.fun(*args, **kwargs)
         call, planned = self._found(args, kwargs)
+        if (watch := watch_here()) is not None:
+            watch.used[self, call.key] = None
         if planned.jaxpr is None:
             with self._busy():
                 closed = calls.closed(call, self.fun)
@@ -274,21 +289,49 @@ class _Auto:
         if unsharded is not None:
             with self.lock:
                 _plans_of(self).setdefault(unsharded.key, _plans_of(self)[call.key])
+                self.ahead.setdefault(unsharded.key, (call.key, lift.map_leaves(_shape, (args, kwargs))))
         return planned.plan
+
+    def peak(self, key: Any) -> int | None:
+        """Returns the bytes of the step under the plan for calls with this key, compiled or else predicted; None if
+        nothing is known.
+        """
+        return self.peaks.get(self._source(key))
+
+    def cap(self, key: Any, most: int | None) -> int | None:
+        """Has calls with this key planned again within `most` bytes, whatever the budget allows; returns what was the
+        most before. None is no such bound.
+        """
+        source = self._source(key)
+        with self.lock:
+            before = self.caps.pop(source, None)
+            if most is not None:
+                self.caps[source] = most
+            for each in {key, source}:
+                _plans_of(self).pop(each, None)
+        return before
+
+    def _source(self, key: Any) -> Any:
+        """Returns the key of the call that is planned for calls with this key: that with shardings, where there is
+        one.
+        """
+        return self.ahead[key][0] if key in self.ahead else key
+
+    def _parse(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, numbers: bool = True) -> Call:
+        return calls.parse(args, kwargs, self.signature, self.settings.static_places, self.fun, numbers=numbers)
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Planned]:
         """Takes a call apart and returns what is planned for it: with numbers as arrays, or as they are if the function
         needs their values.
         """
-        parse = functools.partial(calls.parse, args, kwargs, self.signature, self.settings.static_places, self.fun)
-        call = parse()
+        call = self._parse(args, kwargs)
         if call.key not in self.valued:
             try:
                 return call, self._planned(call)
             except lift.VALUE_NEEDED as error:
                 if isinstance(error, JaxckptError) or not any(map(lift.is_number, call.arrays)):
                     raise
-        valued = parse(numbers=False)
+        valued = self._parse(args, kwargs, numbers=False)
         planned = self._planned(valued)
         self.valued.add(call.key)
         return valued, planned
@@ -307,19 +350,20 @@ class _Auto:
 
     def _fulfil(self, promise: Future[_Planned], plans: dict[Any, Future[_Planned]], call: Call) -> None:
         try:
-            promise.set_result(self._make(call))
+            key, (args, kwargs) = self.ahead.get(call.key, (call.key, ((), {})))
+            promise.set_result(self._make(call if key == call.key else self._parse(args, kwargs), key))
         except BaseException as error:
             with self.lock:
-                del plans[call.key]  # the next call tries again; those that wait hear of it
+                plans.pop(call.key, None)  # the next call tries again; those that wait hear of it
             promise.set_exception(error)
 
-    def _make(self, call: Call) -> _Planned:
+    def _make(self, call: Call, key: Any) -> _Planned:
         with self._busy():
             closed = calls.closed(call, self.fun)
             # Nothing here is to become part of a trace that the call may be in: planning compiles, and may run,
             # functions of its own.
             with _compat.clean_trace():
-                plan = self._stored_or_new(call, closed)
+                plan = self._stored_or_new(call, key, closed)
                 if closed.closes:
                     return _Planned(plan)
                 if call.taken is None:
@@ -329,27 +373,32 @@ class _Auto:
                 assert call.taken.lifted is not None
                 return _Planned(plan, jaxpr, results=call.taken.lifted.results)
 
-    def _stored_or_new(self, call: Call, closed: calls.Closed) -> Plan:
+    def _stored_or_new(self, call: Call, key: Any, closed: calls.Closed) -> Plan:
         settings, fun, shapes = self.settings, closed.fun, closed.shapes
         budget = settings.budget
         if closed.bound:
             logger.warning(
-                "%s is planned within axes that are mapped over, where nothing can be compiled: unverified", self._name
+                "%s is planned within axes that are mapped over, where nothing can be compiled: unverified", self.name
             )
             if normal(budget).endswith("%"):
                 budget = budget_bytes(
                     budget, unplanned=lambda: self._estimate(fun, shapes), target=settings.target, resident=0
                 )
         if normal(budget) == DEVICE:
-            here = resident_bytes(call.arrays, settings.target)
+            here = self._resident(call, shapes)
             budget = budget_bytes(budget, unplanned=_unasked, target=settings.target, resident=here)
+        cap = self.caps.get(key)
+        if cap is not None:  # so the last plan was within the budget: a share needs no look at the unplanned peak
+            bytes_ = functools.partial(budget_bytes, budget, unplanned=_unasked, target=settings.target)
+            budget = cap if normal(budget).endswith("%") else min(bytes_(), cap)
         file = None if self.folder is None else self.folder / self._file_name(fun, shapes)
-        if file is not None and (stored := self._load(file, fun, shapes, budget)) is not None:
+        if file is not None and (stored := self._load(file, fun, shapes, budget, cap)) is not None:
+            self.peaks[key] = _peak(stored)
             return stored
-        plan = problems.plan(
+        make = functools.partial(
+            problems.plan,
             fun,
             *shapes,
-            budget=budget,
             target=settings.target,
             step=settings.step,
             actions=settings.actions,
@@ -359,32 +408,60 @@ class _Auto:
             respect_checkpoints=settings.respect_checkpoints,
             tile=settings.tile,
             cache=settings.cache,
+            progress=settings.progress,
             reverse_only=False,  # what it returns may be differentiated in any way
         )
-        peak = plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else 0)
-        logger.info("planned %s within %s: peak %s", self._name, format_bytes(plan.budget or 0), format_bytes(peak))
+        plan = make(budget=budget) if cap is None else self._leaner(make, budget, self.peaks.get(key, 0))
+        self.peaks[key] = peak = _peak(plan)
+        logger.info("planned %s within %s: peak %s", self.name, format_bytes(plan.budget or 0), format_bytes(peak))
         if file is not None:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 plan.save(file)
             except (OSError, JaxckptError) as error:
-                logger.warning("the plan of %s could not be kept in %s: %s", self._name, file, error)
+                logger.warning("the plan of %s could not be kept in %s: %s", self.name, file, error)
         return plan
+
+    def _leaner(self, make: Callable[..., Plan], budget: int, peak: int) -> Plan:
+        """Returns the plan for a budget, or else the one that needs least, if that is less than the last one's peak."""
+        while True:
+            try:
+                return make(budget=budget)
+            except InfeasibleBudgetError as error:
+                least = error.least_bytes
+                if least is None or not budget < least < peak:
+                    raise
+                budget = least
+
+    def _resident(self, call: Call, shapes: tuple[Any, ...]) -> int:
+        """Returns the bytes of the arguments that are on the device already: of a call within a trace, as many of them
+        as the arguments of the step around it have there.
+        """
+        target, watch = self.settings.target, watch_here()
+        here = any(isinstance(leaf, jax.Array) and not _compat.is_tracer(leaf) for leaf in call.arrays)
+        if watch is None or here:
+            return resident_bytes(call.arrays, target)
+        own = sum(map(_bytes_on_one, lift.leaves(self.fun, shapes)))
+        return min(own, resident_bytes(watch.arrays, target))
 
     def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
         """Returns the peak of the step without a plan, as its trace lets one expect."""
         step = suited(self.settings.step, fun, shapes)
         return graph_peak(trace(step(fun), *shapes), target_of(self.settings.target).platform)
 
-    def _load(self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any) -> Plan | None:
+    def _load(
+        self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any, cap: int | None
+    ) -> Plan | None:
         try:
             plan = Plan.load(file)
             plan.check((trace if plan.respect_checkpoints else trace_bare)(fun, *shapes))
         except FileNotFoundError:
             return None
         except (OSError, PlanMismatchError) as error:
-            logger.warning("%s does not serve %s, which is planned again: %s", file, self._name, error)
+            logger.warning("%s does not serve %s, which is planned again: %s", file, self.name, error)
             return None
+        if cap is not None and _peak(plan) > cap:
+            return None  # it is the plan that ran out of memory; the new one replaces it
         if normal(self.settings.budget) == DEVICE:
             stored = plan.budget or 0
             return plan if STALE * budget <= stored <= budget else None
@@ -412,11 +489,12 @@ class _Auto:
             "verify": settings.verify,
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        name = "".join(c if c.isalnum() else "_" for c in self._name)[:40]
+        name = "".join(c if c.isalnum() else "_" for c in self.name)[:40]
         return f"{name}-{digest}.json"
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The function's name."""
         return str(getattr(self.fun, "__name__", "function"))
 
     @contextlib.contextmanager
@@ -439,6 +517,23 @@ def _solver_title(solver: str | Solver) -> str:
     if isinstance(solver, str):
         return solver
     return f"{type(solver).__module__}.{type(solver).__qualname__} {solver.name}"
+
+
+def _peak(plan: Plan) -> int:
+    """Returns the bytes of the step under a plan: compiled, or else predicted, or else the budget."""
+    return plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else plan.budget or 0)
+
+
+def _shape(leaf: Any) -> Any:
+    """Returns shape, dtype and sharding of an array, and anything else as it is."""
+    return calls.abstract(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _bytes_on_one(leaf: Any) -> int:
+    """Returns the bytes of an array, or of a shape, on one device."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return aval_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
 
 
 def _unasked() -> int:

@@ -17,7 +17,7 @@ from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan, PlanReport
-from jaxckpt.core.shown import Progress
+from jaxckpt.core.shown import Progress, tells
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
@@ -163,6 +163,7 @@ class Frontier:
         return shown.fragment_of(self)
 
 
+@tells("analysing the function")
 def frontier(
     fun: Callable[..., Any],
     *args: Any,
@@ -177,7 +178,7 @@ def frontier(
     reverse_only: bool = True,
     respect_checkpoints: bool = True,
     cache: str | os.PathLike[str] | bool | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Frontier:
     """Returns the cheapest plan for each budget; the function is analysed once for all of them.
 
@@ -188,7 +189,7 @@ def frontier(
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
       others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
         by hand.
-      progress: called before each piece of work: see `Progress`.
+      progress: see `jaxckpt.plan`.
 
     Raises:
       ArgumentError: `budgets` is empty, or one of them is invalid.
@@ -203,6 +204,7 @@ def frontier(
     >>> [point.peak_bytes <= point.budget_bytes for point in found.points]
     [True, True]
     """
+    assert not isinstance(progress, bool), "tells"
     budgets = tuple(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else (budgets,)
     if not budgets or None in budgets:
         raise ArgumentError("budgets", "at least one budget, and each as for jaxckpt.plan", budgets)

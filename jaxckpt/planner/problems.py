@@ -35,7 +35,7 @@ from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
-from jaxckpt.core.shown import Progress
+from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.targets import Target, target_of
@@ -60,6 +60,7 @@ logger = logging.getLogger("jaxckpt")
 COSTS = ("roofline", "measured", "compiler")
 
 
+@tells("analysing the function")
 def plan(
     fun: Callable[..., Any],
     *args: Any,
@@ -74,7 +75,7 @@ def plan(
     respect_checkpoints: bool = True,
     tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Plan:
     """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
 
@@ -111,7 +112,8 @@ def plan(
         Values and gradients are those of `fun`, up to the order in which sums over tiles are added. Not for sharded
         arguments, nor inside of loops and `jax.shard_map`.
       cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
-      progress: called before each piece of work.
+      progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
+        two seconds. A function is called as `progress(done, total, what)` before each piece of work.
 
     Returns:
       The plan, with `predicted`, `measured` and `overhead`. It is empty if the step fits without a plan.
@@ -131,6 +133,7 @@ def plan(
     >>> found.measured_bytes <= found.budget, found.measured_bytes < found.unplanned_bytes
     (True, True)
     """
+    assert not isinstance(progress, bool), "tells"
     check_budget(budget)
     solver_for(solver)
     check_flags(verify=verify)
@@ -531,6 +534,7 @@ class Tiled:
         told = replace(
             said,
             plan=made,
+            unplanned=whole.known_unplanned,
             unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
             unplanned_flops=whole.plain.flops,
             unplanned_seconds=whole.plain.time.seconds,

@@ -42,6 +42,7 @@ def report_of(
     plain = problem.plain
     return replace(
         found.report,
+        unplanned=problem.known_unplanned,
         unplanned_bytes=peak,
         unplanned_flops=plain.flops,
         unplanned_seconds=plain.time.seconds,

@@ -442,7 +442,7 @@ class Search:
 
     def _compiled_as_it_is(self) -> Plan | None:
         problem = self.problem
-        self.report(0, self.most, "compiling the step as it is")
+        self.report(0, self.most, f"compiling the step as it is for {self.problem.target.name}")
         if problem.known_unplanned is None:
             self.compiles += 1
         try:
@@ -517,7 +517,7 @@ class Search:
         with problem.lock:
             known = problem.tries.get((solution, by_hand))
         if known is None:
-            self.report(self.compiles, self.most, "compiling a plan")
+            self.report(self.compiles, self.most, f"compiling plan {self.compiles + 1} for {self.problem.target.name}")
             self.compiles += 1
             model, modelled = problem.model, cost(self.chain, solution).peak
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
@@ -571,6 +571,7 @@ class Search:
             target=problem.target.name,
             predicted=estimate,
             measured=report,
+            unplanned=problem.known_unplanned,
             measured_bytes=None if report is None else report.peak_bytes,
             unplanned_bytes=None if problem.known_unplanned is None else problem.known_unplanned.peak_bytes,
         )

@@ -7,10 +7,11 @@ from __future__ import annotations
 import os
 
 from jaxckpt.core.plan import PlanReport
-from jaxckpt.core.shown import Look, show_as
+from jaxckpt.core.shown import Look, show_as, show_progress_as
 from jaxckpt.memory.compare import Comparison
 from jaxckpt.memory.report import MemoryReport
 from jaxckpt.planner.frontier import Frontier
+from jaxckpt.show.progress import progress_bar
 
 
 def _comparison_text(comparison: Comparison) -> str:
@@ -75,6 +76,12 @@ def _plan_report_fragment(report: PlanReport) -> str:
     return report_fragment(report)
 
 
+def _plan_report_page(report: PlanReport) -> str:
+    from jaxckpt.show.plans import report_page
+
+    return report_page(report)
+
+
 def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> None:
     from jaxckpt.show.plans import save_plan_report
 
@@ -83,5 +90,6 @@ def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> No
 
 show_as(Comparison, Look(_comparison_text, _comparison_fragment, _comparison_page, _comparison_picture))
 show_as(MemoryReport, Look(picture=_report_picture))
-show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, picture=_plan_report_picture))
+show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, _plan_report_page, _plan_report_picture))
 show_as(Frontier, Look(_frontier_text, _frontier_fragment, picture=_frontier_picture))
+show_progress_as(progress_bar)

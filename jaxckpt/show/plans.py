@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
@@ -17,11 +18,12 @@ from jaxckpt.show.tree import nothing, plan_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
     from rich.table import Table
 
     from jaxckpt.core.graph import Graph
     from jaxckpt.core.plan import MemoryEstimate, PlanReport
+    from jaxckpt.memory.report import MemoryReport
     from jaxckpt.planner.frontier import Frontier, Point, Way
 
 
@@ -85,9 +87,51 @@ def report_view(report: PlanReport) -> Group:
 
 
 def report_fragment(report: PlanReport) -> str:
-    """Returns the report's table for a notebook."""
-    rows = html.table_of([_title(report), "", ""], plan_cells(report))
-    return html.fragment(rows, _recipe(report))
+    """Returns the report for a notebook: its table, its regions, and live bytes if matplotlib is installed."""
+    content = html.table_of([_title(report), "", ""], plan_cells(report))
+    content += html.details("What is kept where", _recipe_lines(report))
+    if steps_of(report) and importlib.util.find_spec("matplotlib") is not None:
+        content += html.details("Live bytes over the step", _timelines(report))
+    return html.fragment(content, _recipe(report))
+
+
+def report_page(report: PlanReport) -> str:
+    """Returns the page of a report: figures, peaks, live bytes of both steps, regions, the largest buffers.
+
+    Raises:
+      MissingPackageError: matplotlib, which draws the pictures, is not installed.
+    """
+    title = _title(report)
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        html.table_of(["", "", ""], plan_cells(report)),
+        f"<p>{html.escape(_recipe(report))}</p>",
+    ]
+    if _peaks(report):
+        parts += ["<h2>Peaks</h2>", html.image(_peaks_figure(report), "Peaks of the step against the budget.")]
+    if steps_of(report):
+        parts += ["<h2>Live bytes over the step</h2>", _timelines(report)]
+    parts += ["<h2>What is kept where</h2>", f'<div class="wide">{_recipe_lines(report)}</div>']
+    if report.measured is not None:
+        parts += ["<h2>Largest buffers at the peak</h2>", f'<div class="wide">{html.buffers_of(report.measured)}</div>']
+    return html.page(title, parts)
+
+
+def steps_of(report: PlanReport) -> dict[str, MemoryReport]:
+    """Returns name -> what the compiler said, of the steps that were compiled: without the plan and with it."""
+    steps = {"without a plan": report.unplanned, "planned": report.measured}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def _timelines(report: PlanReport) -> str:
+    steps = steps_of(report)
+    with_it = "without the plan and with it" if len(steps) == 2 else next(iter(steps))
+    caption = f"Bytes that are live at each point of the compiled schedule, {with_it}."
+    return html.image(plot.timelines_figure(steps, title=False), caption)
+
+
+def _recipe_lines(report: PlanReport) -> str:
+    return f"<pre>{html.escape(str(report.plan))}</pre>"
 
 
 def _cell_table(report: PlanReport) -> Table:
@@ -196,43 +240,75 @@ def save_plan_report(report: PlanReport, path: str | os.PathLike[str]) -> None:
     plot.save(path, lambda: plan_report_figure(report))
 
 
+def _peaks(report: PlanReport) -> list[tuple[str, int]]:
+    """Returns (name, bytes) of the peaks that are known."""
+    bars = [("without a plan", report.unplanned_bytes), ("planned, predicted", report.predicted_bytes)]
+    bars += [("planned, compiled", report.peak_bytes)]
+    return [(name, peak) for name, peak in bars if peak is not None]
+
+
 def plan_report_figure(report: PlanReport) -> Figure:
-    """Returns the figure of a plan's peaks: without the plan, predicted (by its parts), compiled, against the
-    budget.
+    """Returns the figure of a plan's peaks: without the plan, predicted (by its parts), compiled, against the budget.
+    Below it, where the step was compiled, are its live bytes over those of the step without the plan.
     """
     plot.require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
-    bars = [("without a plan", report.unplanned_bytes), ("planned, predicted", report.predicted_bytes)]
-    bars += [("planned, compiled", report.peak_bytes)]
-    known = [(name, peak) for name, peak in bars if peak is not None]
+    if not steps_of(report):
+        return _peaks_figure(report)
+    high = _peaks_height(report)
+    with matplotlib.rc_context(plot.STYLE):
+        figure = Figure(figsize=(7.6, high + 3.6), dpi=150, layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=(high, 3.6))
+        _draw_peaks(parts[0], report)
+        axes = parts[1].subplots()
+        plot.add_title(axes, "Live bytes over the step")
+        plot.draw_timelines(axes, steps_of(report))
+    return figure
+
+
+def _peaks_figure(report: PlanReport) -> Figure:
+    plot.require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(plot.STYLE):
+        figure = Figure(figsize=(7.6, _peaks_height(report)), dpi=150, layout="constrained")
+        _draw_peaks(figure, report)
+    return figure
+
+
+def _peaks_height(report: PlanReport) -> float:
+    return 1.5 + 0.55 * max(len(_peaks(report)), 1)
+
+
+def _draw_peaks(figure: FigureBase, report: PlanReport) -> None:
+    """Draws the peaks of a plan; within the style of all pictures."""
+    known = _peaks(report)
     most = max([*(peak for _, peak in known), report.budget or 0, 1])
     unit, divisor = plot.unit_of(most)
-    with matplotlib.rc_context(plot.STYLE):
-        figure = Figure(figsize=(7.6, 1.5 + 0.55 * max(len(known), 1)), dpi=150, layout="constrained")
-        axes = figure.subplots()
-        for place, (name, peak) in enumerate(known):
-            _peak_bar(axes, place, peak / divisor, plot.GREY if name == "without a plan" else plot.FRONT)
-            if name == "planned, predicted" and report.predicted is not None:
-                _parts_bar(axes, place, report.predicted, divisor)
-            axes.annotate(
-                format_bytes(peak), (peak / divisor, place), (5, 0), textcoords="offset points", va="center",
-                fontsize=8.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-            )  # fmt: skip
-        if report.budget is not None:
-            colour = plot.LINES[1]
-            axes.axvline(report.budget / divisor, color=colour, linewidth=1.1, linestyle="--", label="budget")
-        axes.set_yticks(range(len(known)), [name for name, _ in known])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.16 * most / divisor)
-        axes.set_xlabel(f"peak of the step ({unit})")
-        if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
-        time = added_time(report)
-        added = "" if time is None else f": {time:+.1%} time by the target's rates"
-        plot.add_title(axes, f"Plan{'' if report.target is None else f' on {report.target}'}{added}")
-    return figure
+    axes = figure.subplots()
+    for place, (name, peak) in enumerate(known):
+        _peak_bar(axes, place, peak / divisor, plot.GREY if name == "without a plan" else plot.FRONT)
+        if name == "planned, predicted" and report.predicted is not None:
+            _parts_bar(axes, place, report.predicted, divisor)
+        axes.annotate(
+            format_bytes(peak), (peak / divisor, place), (5, 0), textcoords="offset points", va="center",
+            fontsize=8.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    if report.budget is not None:
+        colour = plot.LINES[1]
+        axes.axvline(report.budget / divisor, color=colour, linewidth=1.1, linestyle="--", label="budget")
+    axes.set_yticks(range(len(known)), [name for name, _ in known])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.16 * most / divisor)
+    axes.set_xlabel(f"peak of the step ({unit})")
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    time = added_time(report)
+    added = "" if time is None else f": {time:+.1%} time by the target's rates"
+    plot.add_title(axes, f"Plan{'' if report.target is None else f' on {report.target}'}{added}")
 
 
 def _peak_bar(axes: Axes, place: int, width: float, colour: str, left: float = 0.0, label: str | None = None) -> None:
@@ -424,11 +500,8 @@ def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) 
     measured = report.measured
     if measured is not None:
         parts += [
-            "<h2>Live bytes over the planned step</h2>",
-            html.image(
-                plot.timelines_figure({"planned": measured}, title=False),
-                "Bytes that are live at each point of the compiled schedule.",
-            ),
+            "<h2>Live bytes over the step</h2>",
+            _timelines(report),
             "<h2>Largest buffers at the peak</h2>",
             f'<div class="wide">{html.buffers_of(measured)}</div>',
         ]

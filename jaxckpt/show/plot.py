@@ -251,7 +251,7 @@ def timelines_figure(reports: Mapping[str, MemoryReport], *, title: bool = True)
         axes = figure.add_subplot()
         if title:
             add_title(axes, f"Live bytes over the step on {', '.join(targets)}")
-        _timelines(axes, reports)
+        draw_timelines(axes, reports)
     return figure
 
 
@@ -271,7 +271,7 @@ def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
         figure = Figure(figsize=(7.6, 6.4), dpi=150, layout="constrained")
         above, below = figure.subplots(2, 1, height_ratios=(3, 2))
         add_title(above, f"Live bytes over the step on {report.target}")
-        _timelines(above, {"step": report})
+        draw_timelines(above, {"step": report})
         add_title(below, "Live at the peak, the largest")
         unit, divisor = unit_of(max(sizes, default=1))
         below.barh(range(len(cells)), [size / divisor for size in sizes], color=FRONT, height=0.62)
@@ -289,7 +289,8 @@ def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
     return figure
 
 
-def _timelines(axes: Axes, reports: Mapping[str, MemoryReport]) -> None:
+def draw_timelines(axes: Axes, reports: Mapping[str, MemoryReport]) -> None:
+    """Draws live bytes over the compiled schedule: a line for each report; within the style of all pictures."""
     lines: dict[tuple[int, ...], list[str]] = {}
     for name, report in reports.items():
         lines.setdefault(report.timeline().live_bytes, []).append(name)

@@ -29,6 +29,22 @@ def test_a_report_as_text_and_page_has_its_figures():
     assert "a &lt;title&gt; &amp; more" in page and "<script src" not in page
 
 
+def test_printed_residuals_have_equal_arrays_in_one_row_and_a_total():
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin(x))
+
+    report = jaxckpt.residuals(layers, [jnp.ones((128, 128))] * 12, jnp.ones((8, 128)))
+    lines = str(report).splitlines()
+    assert any(line.startswith("  48.0 KiB  12 × float32[8, 128]  tanh") for line in lines)
+    assert lines[-2].strip() == f"{report.kept_bytes / 1024:.1f} KiB  kept for the backward pass, in 25 arrays"
+    assert lines[-1].strip() == "772.0 KiB  in 13 arguments besides, in memory anyway" and len(lines) == 5
+    assert (
+        str(jaxckpt.residuals(lambda x: 2.0 * x, jnp.ones(3))).strip() == "0 B  kept for the backward pass, in 0 arrays"
+    )
+
+
 def test_residuals_as_a_table():
     report = jaxckpt.residuals(loss, jnp.ones((256, 256)))
     text = table.to_text(table.residuals_view(report, 1))
