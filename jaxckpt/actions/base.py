@@ -398,8 +398,9 @@ def action_from(value: Any, argument: str = "action") -> Action:
         kind, parameters = value["kind"], {name: item for name, item in value.items() if name != "kind"}
     found = KINDS.get(kind.strip().lower()) if isinstance(kind, str) else None
     if found is None:
-        rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(KINDS)}"
-        raise ArgumentError(argument, rule, value, did_you_mean(str(kind), KINDS))
+        known = [name for name, cls in KINDS.items() if cls is not Composed]
+        rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(known)}"
+        raise ArgumentError(argument, rule, value, did_you_mean(str(kind), known))
     try:
         return found(**parameters)  # type: ignore[no-any-return]
     except ArgumentError:

@@ -133,7 +133,7 @@ def mixed(w, x, key):
     hidden = jnp.where(mask, jnp.tanh(narrow.astype(jnp.float32)), 0)
     body = lambda c, k: (jnp.sin(tag(c @ w, "inner")) @ w.T, jax.random.uniform(tag(k, "key")))
     keys = jax.random.split(key, 2)
-    deep = jax.lax.cond(jnp.sum(x) < 1e9, lambda h: jax.lax.scan(body, h, keys)[0], lambda h: h, hidden @ w.T)
+    deep = jax.lax.cond(jnp.sum(w) < 1e9, lambda h: jax.lax.scan(body, h, keys)[0], lambda h: h, hidden @ w.T)
     return jnp.sum(tag(deep, "deep") ** 2)
 
 
