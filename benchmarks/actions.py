@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Action, Policy, compress, tag
-from jaxckpt.actions.base import Kept
+from jaxckpt.actions.base import StoredArray
 
 LAYERS, ROWS, WIDTH = 16, 2048, 1024
-UP = Kept((ROWS, 4 * WIDTH), jnp.dtype(jnp.bfloat16), ROWS * 4 * WIDTH * 2)
+UP = StoredArray((ROWS, 4 * WIDTH), jnp.dtype(jnp.bfloat16), ROWS * 4 * WIDTH * 2)
 TARGETS = ("cuda:h100", "tpu:v5e:2x2")
 ACTIONS: dict[str, Action] = {
     "recomputed": RECOMPUTE,

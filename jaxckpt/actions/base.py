@@ -61,7 +61,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredArray:
     """An array that is kept of a value: an `Array`."""
 
     shape: tuple[int, ...]
@@ -156,7 +156,7 @@ class Action(metaclass=_Kinds):
             return (value,)
         made = jax.eval_shape(self.encode, jax.ShapeDtypeStruct(value.shape, value.dtype))
         share = value.bytes / max(math.prod(value.shape) * value.dtype.itemsize, 1)  # that one device has
-        return tuple(Kept(each.shape, each.dtype, round(_bytes(each) * share)) for each in jax.tree.leaves(made))
+        return tuple(StoredArray(each.shape, each.dtype, round(_bytes(each) * share)) for each in jax.tree.leaves(made))
 
     def cost(self, value: Array) -> Cost:
         """Returns the cost to store a value and to restore it, for one execution."""
@@ -303,7 +303,7 @@ class Composed(Action):
             each: list[tuple[Any, Any]] = []
             for array in arrays:
                 kind = jax.typeof(array)
-                if part.admits(Kept(kind.shape, kind.dtype, _bytes(kind))):
+                if part.admits(StoredArray(kind.shape, kind.dtype, _bytes(kind))):
                     leaves, tree = jax.tree.flatten(part.encode(array))
                 else:
                     leaves, tree = [array], None

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, did_you_mean
-from jaxckpt.actions.base import Action, Array, Cost, Kept
+from jaxckpt.actions.base import Action, Array, Cost, StoredArray
 
 _Names = tuple[tuple[str, ...], ...]
 
@@ -45,7 +45,7 @@ class Shard(Action):
         for dim, count in self._counts().items():
             shape[dim] = math.ceil(shape[dim] / count)
         share = math.prod(shape) / max(math.prod(value.shape), 1)
-        return (Kept(value.shape, value.dtype, math.ceil(value.bytes * share)),)
+        return (StoredArray(value.shape, value.dtype, math.ceil(value.bytes * share)),)
 
     def device_bytes(self, value: Array) -> int:
         """Returns the bytes that one device keeps, over the axes of the mesh in scope; those of the whole value where
