@@ -15,10 +15,10 @@ from typing import Any
 
 import jaxckpt
 from benchmarks import reporting
-from benchmarks.models import llama
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.collectives import by_kind
 from jaxckpt.memory.targets import start_backend
+from jaxckpt.models import llama
 from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.problems import Problem, problem_of
 from jaxckpt.show.table import markdown

@@ -24,11 +24,11 @@ import jax
 
 import jaxckpt
 from benchmarks import frontier, reporting
-from benchmarks.models import gpt
 from jaxckpt.core.files import write_whole
 from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
 from jaxckpt.memory.targets import start_backend
+from jaxckpt.models import gpt
 from jaxckpt.planner.problems import Problem, problem_of
 from jaxckpt.show.table import markdown
 

@@ -29,7 +29,7 @@ from jaxckpt._errors import (
     UnsupportedJaxError,
     VerificationError,
 )
-from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, compress
+from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, compress, shard
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.lift import count_flops
@@ -117,6 +117,7 @@ __all__ = [
     "residuals",
     "scan",
     "schedules",
+    "shard",
     "tag",
     "targets",
     "tile",

@@ -211,6 +211,9 @@ def selector(value: Selector | str) -> Selector:
 
 # --------------------------------------------------------------------------------------------------------------- policy
 
+_GIVEN = ("input", "argument")
+"""Kinds of values that are not computed, and that a policy decides on if they are tagged."""
+
 
 class Policy:
     """Rules that give every intermediate value of a function an action.
@@ -252,7 +255,8 @@ class Policy:
         """Returns index -> action for the values that are not recomputed.
 
         Arguments and constants are in memory anyway. So a policy decides only on intermediates, and on tagged inputs of
-        loop bodies.
+        loop bodies. A tagged argument is kept in another form, or on the host, if its action says so: instead of the
+        argument, where nothing else reads that.
 
         Raises:
           UnmatchedTagError: the policy is strict, and one of its tag globs matches no tag.
@@ -262,10 +266,10 @@ class Policy:
             self._check_globs(graph)
         actions: dict[int, Action] = {}
         for value in graph.values:
-            if not value.addressable or not (value.kind == "intermediate" or (value.kind == "input" and value.tags)):
+            if not value.addressable or not (value.kind == "intermediate" or (value.kind in _GIVEN and value.tags)):
                 continue
             action = next((action for sel, action in self.rules if sel.picks(value)), self.default)
-            if action.keeps:
+            if action.keeps and (value.kind != "argument" or action.changes or action.on_host):
                 actions[value.index] = given(action, value)
         return actions
 

@@ -21,7 +21,7 @@ NAMES = """
     TiledStretch UnknownTargetError
     TilingError UnmatchedTagError UnreadableDumpError UnsupportedJaxError Verification VerificationError
     adaptive autocheckpoint checkpoint checkpoint_sequential compare compiler_options compress
-    count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules tag
+    count_flops estimate_memory_savings frontier intensity_above larger_than measure op plan policies residuals scan schedules shard tag
     targets tile trace verify where without_checkpoints
 """.split()  # noqa: SIM905
 

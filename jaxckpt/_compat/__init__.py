@@ -55,6 +55,7 @@ from jaxckpt._compat.jaxprs import (
     run_mapped,
     side_effects,
     source_line,
+    spec_of_parts,
     with_equations,
 )
 from jaxckpt._compat.names import (

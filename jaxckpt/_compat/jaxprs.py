@@ -159,19 +159,36 @@ def mapped_sizes(eqn: Any) -> list[int]:
     return [params["mesh"].shape[name] for name in params["newly_manual_axes"]]
 
 
-def mapped_as(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+def mapped_as(
+    eqn: Any, fun: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
+) -> Callable[..., Any]:
     """Returns a flat function of what one device has as a function of the whole arrays, mapped as a jax.shard_map's
     equation is.
+
+    Args:
+      eqn, fun: see above.
+      more_in: specs of operands before those of the equation.
+      more_out: specs of results after those of the equation.
     """
     params = _mapped_parameters(eqn)
     return jax.shard_map(
         lambda *args: tuple(fun(*args)),
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
+        in_specs=(*more_in, *params["in_specs"]),
+        out_specs=(*params["out_specs"], *more_out),
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
+
+
+def spec_of_parts(eqn: Any, aval: Any) -> Any:
+    """Returns the spec by which the parts that devices have of a value inside of a jax.shard_map lie one behind the
+    other along a first axis: over the axes that it varies over, or all where JAX does not know these.
+    """
+    params = _mapped_parameters(eqn)
+    axes = aval.manual_axis_type.varying if params["check_vma"] else params["newly_manual_axes"]
+    names = params["mesh"].axis_names
+    return jax.sharding.PartitionSpec(tuple(n for n in names if n in axes and n in params["newly_manual_axes"]))
 
 
 def run_mapped(eqn: Any, fun: Callable[[], Returned]) -> Returned:

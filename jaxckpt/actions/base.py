@@ -9,10 +9,13 @@ that name.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABCMeta
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
+
+import jax
 
 from jaxckpt._errors import ArgumentError, did_you_mean
 
@@ -51,6 +54,23 @@ class Cost:
     memory_bytes: float = 0.0
     host_bytes: float = 0.0
     link_bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        names = self.__dataclass_fields__
+        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array that is kept of a value: an `Array`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+
+
+def _bytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize  # type: ignore[no-any-return]
 
 
 KINDS: dict[str, type[Action]] = {}
@@ -130,6 +150,14 @@ class Action(metaclass=_Kinds):
         """Returns the bytes that are kept of a value in both memories, for one execution."""
         return self.device_bytes(value) + self.host_bytes(value)
 
+    def kept(self, value: Array) -> tuple[Array, ...]:
+        """Returns the arrays that are kept of a value: the value itself, or what `encode` makes of it."""
+        if not self.changes:
+            return (value,)
+        made = jax.eval_shape(self.encode, jax.ShapeDtypeStruct(value.shape, value.dtype))
+        share = value.bytes / max(math.prod(value.shape) * value.dtype.itemsize, 1)  # that one device has
+        return tuple(StoredArray(each.shape, each.dtype, round(_bytes(each) * share)) for each in jax.tree.leaves(made))
+
     def cost(self, value: Array) -> Cost:
         """Returns the cost to store a value and to restore it, for one execution."""
         return Cost()
@@ -161,6 +189,17 @@ class Action(metaclass=_Kinds):
         parameters = self.parameters()
         return {"kind": self.kind, **parameters} if parameters else self.kind
 
+    def __or__(self, other: Action) -> Action:
+        """Returns both in order: this action, and then the other one on what this one keeps.
+
+        `compress("int8") | OFFLOAD` keeps numbers in a byte each, in host memory. `SAVE` on either side changes
+        nothing. Only the last action may move what is kept to the host.
+
+        Raises:
+          ArgumentError: one of the two recomputes, the left one keeps its bytes on the host, or both round values.
+        """
+        return composed((self, other)) if isinstance(other, Action) else NotImplemented
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.parameters() == other.parameters()  # type: ignore[attr-defined]
 
@@ -173,6 +212,174 @@ class Action(metaclass=_Kinds):
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
         return f"{self.kind}({given})" if given else self.kind.upper()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layers:
+    """What a composition has encoded: the arrays that are kept, and how to undo each part.
+
+    Attributes:
+      arrays: what is kept.
+      shapes: of each part, the types of the arrays that it was given, and the structure of what it made of each; None
+        for one that it left as it was.
+    """
+
+    arrays: list[Any]
+    shapes: tuple[tuple[tuple[Any, Any], ...], ...] = field(metadata={"static": True})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Composed(Action):
+    """Several actions, each on what the one before it keeps: the result of `Action.__or__`.
+
+    Attributes:
+      parts: at least two actions, none of them `RECOMPUTE`, `SAVE` or composed.
+    """
+
+    parts: tuple[Action, ...]
+
+    kind = "composed"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parts, (str, bytes)) or not isinstance(self.parts, Sequence) or len(self.parts) < 2:
+            raise ArgumentError("parts", "a sequence of at least two actions", self.parts)
+        parts = tuple(action_from(part, "parts") for part in self.parts)
+        _check_order(parts)
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def changes(self) -> bool:  # type: ignore[override]
+        """Whether one of the parts keeps another form."""
+        return any(part.changes for part in self.parts)
+
+    @property
+    def on_host(self) -> bool:  # type: ignore[override]
+        """Whether the last part keeps its bytes in host memory."""
+        return self.parts[-1].on_host
+
+    def given(self, value: Array) -> Action | None:
+        """Returns the composition of the parts that admit what they get of a value; None if there are none."""
+        parts, arrays = [], [value]
+        for part in self.parts:
+            if any(map(part.admits, arrays)):
+                parts.append(part)
+                arrays = _kept_by(part, arrays)
+        return composed(parts) if parts else None
+
+    def admits(self, value: Array) -> bool:
+        """Returns whether every part admits something of what the part before it keeps."""
+        return self.given(value) == self
+
+    def kept(self, value: Array) -> tuple[Array, ...]:
+        """Returns the arrays that the last part keeps."""
+        arrays: list[Array] = [value]
+        for part in self.parts:
+            arrays = _kept_by(part, arrays)
+        return tuple(arrays)
+
+    def device_bytes(self, value: Array) -> int:
+        """Returns the bytes of what the last part keeps, if that is in device memory."""
+        return 0 if self.on_host else sum(array.bytes for array in self.kept(value))
+
+    def host_bytes(self, value: Array) -> int:
+        """Returns the bytes of what the last part keeps, if that is in host memory."""
+        return sum(array.bytes for array in self.kept(value)) if self.on_host else 0
+
+    def cost(self, value: Array) -> Cost:
+        """Returns the costs of all parts."""
+        total, arrays = Cost(), [value]
+        for part in self.parts:
+            for array in filter(part.admits, arrays):
+                total += part.cost(array)
+            arrays = _kept_by(part, arrays)
+        return total
+
+    def encode(self, x: Any) -> Any:
+        """Returns what all parts that change make of an array."""
+        arrays, shapes = [x], []
+        for part in self._changing:
+            made: list[Any] = []
+            each: list[tuple[Any, Any]] = []
+            for array in arrays:
+                kind = jax.typeof(array)
+                if part.admits(StoredArray(kind.shape, kind.dtype, _bytes(kind))):
+                    leaves, tree = jax.tree.flatten(part.encode(array))
+                else:
+                    leaves, tree = [array], None
+                made += leaves
+                each.append((kind, tree))
+            arrays = made
+            shapes.append(tuple(each))
+        return Layers(arrays, tuple(shapes))
+
+    def decode(self, stored: Any, like: Any) -> Any:
+        """Returns the array, all parts undone from the last to the first."""
+        arrays = stored.arrays
+        for number, part in reversed(tuple(enumerate(self._changing))):
+            left, given = iter(arrays), []
+            for kind, tree in stored.shapes[number]:
+                leaves = [next(left) for _ in range(1 if tree is None else tree.num_leaves)]
+                kind = like if number == 0 else kind
+                given.append(leaves[0] if tree is None else part.decode(jax.tree.unflatten(tree, leaves), kind))
+            arrays = given
+        return arrays[0]
+
+    @property
+    def _changing(self) -> tuple[Action, ...]:
+        return tuple(part for part in self.parts if part.changes)
+
+    def error(self, dtype: Any) -> float:
+        """Returns the error of the part that rounds; 0 if there is none."""
+        return max(part.error(dtype) for part in self.parts)
+
+    def refusal(self, target: Any) -> str:
+        """Returns the first refusal of a part."""
+        return next((said for part in self.parts if (said := part.refusal(target))), "")
+
+    def parameters(self) -> Mapping[str, Any]:
+        """Returns the parts, each as a JSON value."""
+        return {"parts": [part.to_json() for part in self.parts]}
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+def composed(actions: Iterable[Action]) -> Action:
+    """Returns actions in order as one: see `Action.__or__`."""
+    flat = [part for action in actions for part in (action.parts if isinstance(action, Composed) else (action,))]
+    if len(flat) > 1:
+        _check_order(flat)
+    plain = [part for part in flat if not part.keeps or part.changes or part.on_host]
+    return (plain or flat)[0] if len(plain) < 2 else Composed(tuple(plain))
+
+
+def _kept_by(part: Action, arrays: Iterable[Array]) -> list[Array]:
+    return [each for array in arrays for each in (part.kept(array) if part.admits(array) else (array,))]
+
+
+def _check_order(parts: Sequence[Action]) -> None:
+    rule = "actions of which each can follow the one before it"
+    shown = " | ".join(map(repr, parts))
+    lossy: list[Action] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, Composed):
+            raise ArgumentError("parts", "actions that are not composed themselves", shown)
+        if not part.keeps:
+            hint = f"{part!r} keeps nothing, so no other action can follow or precede it."
+            raise ArgumentError("parts", rule, shown, hint)
+        later = [each for each in parts[place + 1 :] if each.changes or each.on_host]
+        if part.on_host and later:
+            better = " | ".join(map(repr, [*parts[:place], *later, part]))
+            hint = f"What {part!r} has moved to the host is not changed there. Write {better}."
+            if any(each.on_host for each in later):
+                hint = "Values are moved to the host once."
+            raise ArgumentError("parts", rule, shown, hint)
+        if part.changes and part.error("float32"):
+            lossy.append(part)
+    if len(lossy) > 1:
+        hint = f"{lossy[0]!r} and {lossy[1]!r} both round values, and their bounds do not add up. Take one of them."
+        raise ArgumentError("parts", rule, shown, hint)
 
 
 def action_from(value: Any, argument: str = "action") -> Action:
@@ -191,9 +398,12 @@ def action_from(value: Any, argument: str = "action") -> Action:
         kind, parameters = value["kind"], {name: item for name, item in value.items() if name != "kind"}
     found = KINDS.get(kind.strip().lower()) if isinstance(kind, str) else None
     if found is None:
-        rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(KINDS)}"
-        raise ArgumentError(argument, rule, value, did_you_mean(str(kind), KINDS))
+        known = [name for name, cls in KINDS.items() if cls is not Composed]
+        rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(known)}"
+        raise ArgumentError(argument, rule, value, did_you_mean(str(kind), known))
     try:
         return found(**parameters)  # type: ignore[no-any-return]
+    except ArgumentError:
+        raise  # says itself which parameter is wrong
     except TypeError as error:
         raise ArgumentError(argument, f"{found.kind} with the parameters that it has", value, f"{error}.") from error

@@ -563,7 +563,10 @@ def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
                 f"got {region.start}..{region.stop}. Plan anew."
             )
         where = f"the region {region.start}..{region.stop}"
-        _check_actions(region.actions, _made(ops[region.start : region.stop], graph), graph, where)
+        made = [*_made(ops[region.start : region.stop], graph)]
+        if not region.body and (region.start, region.stop) == (0, len(ops)):
+            made += [index for index in graph.body.inputs if graph.values[index].tags]
+        _check_actions(region.actions, made, graph, where)
 
 
 def _check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:

@@ -77,7 +77,7 @@ class ScanRun(abc.ABC):
       body: its body.
       consts, init, xs: its operands: what all iterations read, the carry before the first, the rows.
       unroll: as of `lax.scan`, for loops over single iterations.
-      carry: where kept carries lie, SAVE or OFFLOAD.
+      carry: what becomes of the carries that are kept: SAVE, OFFLOAD or an action that changes their form.
       depth: how many segments it lies in.
     """
 

@@ -14,6 +14,7 @@ import base64
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.primitives import Holds
+from jaxckpt.core.tie import tie
 
 INTERNAL = "jaxckpt:"
 """Names that begin so are the emitter's, and no tags."""
@@ -32,9 +34,25 @@ INTERNAL = "jaxckpt:"
 _MARKER = f"{INTERNAL}@"
 StoredValues = dict[str, Any]
 """What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that
-hold markers ("0", "1") what is kept inside of it: of a scan stacked, of branches a list."""
+hold markers ("0", "1") what is kept inside of it: of a scan stacked, of branches a list, of a `jax.shard_map` as
+`MappedValues`."""
 
-_THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL)
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MappedValues:
+    """What is kept inside of a `jax.shard_map`.
+
+    Attributes:
+      values: each array with the parts of the devices along its first axis.
+      specs: for each array, the axes of the mesh that its first axis is distributed over.
+    """
+
+    values: StoredValues
+    specs: tuple[Any, ...] = field(metadata={"static": True})
+
+
+_THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPPED)
 """Programs in which markers are reached; while loops have no derivative."""
 
 
@@ -108,8 +126,14 @@ def _named(kept: StoredValues) -> StoredValues:
         if key.startswith(INTERNAL):
             done[key] = jax.tree.map(functools.partial(jax.ad_checkpoint.checkpoint_name, name=key), item)
         else:
-            done[key] = [_named(each) for each in item] if isinstance(item, list) else _named(item)
+            done[key] = _named_inside(item)
     return done
+
+
+def _named_inside(item: Any) -> Any:
+    if isinstance(item, MappedValues):
+        return replace(item, values=_named(item.values))
+    return [_named(each) for each in item] if isinstance(item, list) else _named(item)
 
 
 class _Storing:
@@ -147,11 +171,10 @@ class _Storing:
                 # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
                 # encodes it, right before that is decoded.
                 x = _read(env, value)
-                env[eqn.outvars[0]], found[name] = lax.optimization_barrier((x, action.encode(x)))
+                env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
             else:
                 assert kept is not None, "the forward pass kept what is marked"
-                like = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
-                env[eqn.outvars[0]] = _checked(action, action.decode(kept[name], like), like)
+                env[eqn.outvars[0]] = _checked(action, action.decode(kept[name], value.aval), value.aval)
             again.add(eqn.outvars[0])
         return [_read(env, atom) for atom in jaxpr.outvars], found
 
@@ -169,7 +192,45 @@ class _Storing:
         if primitive == "cond":
             return self._cond(programs, kept, operands)
         (program,) = programs
+        holds = primitives.of(primitive).holds
+        if holds is Holds.CHECKPOINT and not self.storing:
+            run = lambda kept, *xs: self.program(program, kept, xs)[0]
+            policy, prevent_cse = params["policy"], params["prevent_cse"]
+            apart = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+            return jax.checkpoint(run, policy=policy, prevent_cse=apart)(kept, *operands), None
+        if holds is Holds.MAPPED:
+            return self._mapped(eqn, program, kept, operands)
         return self.program(program, kept, operands)
+
+    def _mapped(
+        self, eqn: Any, program: Any, kept: MappedValues | None, operands: list[Any]
+    ) -> tuple[list[Any], MappedValues | None]:
+        """Evaluates a `jax.shard_map`. What is kept goes out with the devices' parts one behind the other, along a new
+        first axis.
+        """
+        if kept is not None:
+            leaves, tree = jax.tree.flatten(kept.values)
+
+            def read(*args: Any) -> list[Any]:
+                parts = [part[0] for part in args[: len(leaves)]]
+                return self.program(program, jax.tree.unflatten(tree, parts), args[len(leaves) :])[0]
+
+            return list(_compat.mapped_as(eqn, read, more_in=kept.specs)(*leaves, *operands)), None
+
+        def store(*args: Any) -> list[Any]:
+            results, found = self.program(program, None, args)
+            return [*results, *(leaf[None] for leaf in jax.tree.leaves(found))]
+
+        def types() -> tuple[list[Any], Any]:
+            run = lambda *args: self.program(program, None, args)[1]
+            traced, made = jax.make_jaxpr(run, return_shape=True)(*(v.aval for v in _compat.open_jaxpr(program).invars))
+            return [v.aval for v in _compat.open_jaxpr(traced).outvars], jax.tree.structure(made)
+
+        avals, tree = _compat.run_mapped(eqn, types)
+        specs = tuple(_compat.spec_of_parts(eqn, aval) for aval in avals)
+        out = list(_compat.mapped_as(eqn, store, more_out=specs)(*operands))
+        count = len(eqn.outvars)
+        return out[:count], MappedValues(jax.tree.unflatten(tree, out[count:]), specs)
 
     def _scan(
         self, params: dict[str, Any], kept: StoredValues | None, operands: list[Any]
@@ -225,11 +286,22 @@ def _stretches(jaxpr: Any) -> Iterator[tuple[bool, list[Any]]]:
         yield False, plain
 
 
+def _together(x: Any, kept: Any) -> tuple[Any, Any]:
+    """Returns both behind one barrier."""
+    leaves, tree = jax.tree.flatten(kept)
+    kinds = [_compat.varying_axes(jax.typeof(leaf)) for leaf in (x, *leaves)]
+    if all(kind == kinds[0] for kind in kinds):
+        return lax.optimization_barrier((x, kept))  # type: ignore[no-any-return]
+    # Within jax.shard_map that barrier would make its values vary over the axes of all.
+    x, *leaves = tie(x, *leaves)
+    return x, jax.tree.unflatten(tree, leaves)
+
+
 def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
 
-def _checked(action: Action, value: Any, like: jax.ShapeDtypeStruct) -> Any:
+def _checked(action: Action, value: Any, like: Any) -> Any:
     if (value.shape, value.dtype) != (like.shape, like.dtype):
         raise ArgumentError(
             "decode",

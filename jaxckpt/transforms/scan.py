@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
+from jaxckpt.actions import SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
@@ -25,10 +25,11 @@ from jaxckpt.schedules import Binomial, Schedule, schedule_of
 from jaxckpt.schedules.body import take_apart
 from jaxckpt.schedules.budget import SlotBudget, fit
 from jaxckpt.schedules.engine import scan_with_slots
+from jaxckpt.schedules.segments import Nested
 from jaxckpt.transforms.checkpoint import checkpoint
 
-# The name of carries that are kept on the host, with a number of its own at each level: a checkpoint moves all that
-# bears its name, in inner segments and in inner scans too, which keep their carries for no longer than they run.
+# The name of carries that are not saved as they are, with a number of its own at each level: a checkpoint moves all
+# that bears its name, in inner segments and in inner scans too, which keep their carries for no longer than they run.
 _CARRY = "jaxckpt.scan:carry:"
 
 
@@ -66,8 +67,10 @@ def scan(
         `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left, and
         nothing is padded.
       policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
-      carry: SAVE, or OFFLOAD to keep the carries between segments, or in the slots, in host memory. If no carries are
-        kept, nothing moves. SAVE where the schedule has host slots.
+      carry: what becomes of the carries between segments. SAVE; OFFLOAD, to keep them in host memory; or an action
+        that keeps another form of them, such as `compress("bfloat16")` and `compress("int8") | OFFLOAD`, in schedules
+        of segments. The scan's results stay exact; the backward pass runs segments again from what is restored. If no
+        carries are kept, nothing changes. SAVE where the schedule has host slots.
       budget: bytes ("64MiB") that differentiating the scan may take, instead of a schedule: the one with the least
         recomputation that fits. It bounds the memory that the compiled value and gradient takes in addition to
         arguments, results, their cotangents, and the memory of the scan without a gradient: kept carries, residuals,
@@ -101,7 +104,10 @@ def scan(
         raise ArgumentError("schedule", "omitted if a budget is given, because the budget chooses it", schedule)
     policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
-    schedule_of(0, schedule)
+    known = schedule_of(0, schedule)
+    if action.changes and (budget is not None or not isinstance(known, Nested)):
+        rule = "SAVE or OFFLOAD with Slots, with schedules of your own, and with a budget"
+        raise ArgumentError("carry", rule, action, "Use a schedule of segments, such as 'sqrt'.")
     taken = take_apart(f, init, xs, length, reverse, unroll)
     if taken is None:
         return lax.scan(f, init, xs, length, reverse, unroll)
@@ -126,13 +132,15 @@ def scan(
 
 def _carry_action(carry: Action | str) -> Action:
     action = action_from(carry, "carry")
-    if action not in (SAVE, OFFLOAD):
-        raise ArgumentError("carry", "SAVE or OFFLOAD: the carries between segments are what is kept", carry)
+    if not action.keeps:
+        rule = "SAVE, OFFLOAD or an action that keeps another form: the carries between segments are what is kept"
+        raise ArgumentError("carry", rule, carry)
     return action
 
 
 def _first_name(jaxpr: Any, carry: Action) -> int | None:
-    """Returns the number of the first name for carries that are kept on the host; None where they stay on the device.
+    """Returns the number of the first name for carries that are kept elsewhere, or in another form; None
+    where they are saved.
 
     Numbers go up from those in the body: the same program has the same names wherever it is traced.
     """
@@ -166,7 +174,8 @@ class _Call(ScanRun):
         if self.name is None:
             return checkpoint(body, policy=self.policy, prevent_cse=False)
         if self.policy is not None:
-            rule, hint = "None with schedule='every' and carry=OFFLOAD", "Use a segment length, such as schedule=1."
+            rule = f"None with schedule='every' and carry={self.carry!r}"
+            hint = "Use a segment length, such as schedule=1."
             raise ArgumentError("policy", rule, self.policy, hint)
         return self._away(body)
 
@@ -174,7 +183,9 @@ class _Call(ScanRun):
         return checkpoint(run, prevent_cse=False) if self.name is None else self._away(run)
 
     def _away(self, f: Iteration) -> Iteration:
-        """Returns iterations under a checkpoint of which the carry that they start from is kept on the host."""
+        """Returns iterations under a checkpoint of which the carry that they start from is kept on the host, or in
+        another form.
+        """
         assert self.name is not None
         name = f"{_CARRY}{self.name + self.depth}"
 
@@ -185,6 +196,8 @@ class _Call(ScanRun):
             ]
             return f(away, x)
 
+        if self.carry.changes:
+            return checkpoint(named, policy=Policy({name: self.carry}, strict=False), prevent_cse=False)
         offload = _compat.keep_names([], [name])
 
         def run(state: Values, x: Values) -> tuple[Values, Values]:

@@ -278,11 +278,21 @@ def test_an_action_that_gives_back_something_else_is_refused():
         del KINDS["wrong"]
 
 
-def test_a_value_inside_of_a_checkpoint_of_the_users_is_refused():
-    inner = jax.checkpoint(lambda w, x: tag(jnp.tanh(x @ w), "hidden"))
-    fun = lambda w, x: jnp.sum(jnp.sin(inner(w, x)))
-    with pytest.raises(ArgumentError, match="inside of (checkpoint|remat)"):
-        jax.grad(jaxckpt.checkpoint(fun, policy=Policy({"hidden": HALF})))(W, X)
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jaxckpt.checkpoint], ids=["jax", "jaxckpt"])
+def test_a_value_inside_of_a_checkpoint_of_the_users(wrap):
+    block = wrap(lambda w, x: jnp.sin(tag(jnp.tanh(x @ w), "hidden")) @ w.T + x)
+    fun = lambda w, x: jnp.sum(block(w, block(w, block(w, x))) ** 2)
+    exact = jax.grad(loss)(W, X)
+    found = {}
+    for action in (SAVE, HALF, compress("int8") | OFFLOAD):
+        kept = jaxckpt.checkpoint(fun, policy=Policy({"hidden": action}))
+        assert float(jnp.max(jnp.abs(jax.grad(kept)(W, X) - exact))) < 0.01 * float(jnp.max(jnp.abs(exact)))
+        count = executions(jax.grad(kept), W, X)
+        found[action] = jaxckpt.residuals(kept, W, X).kept_bytes, count["tanh"], count["dot_general"]
+    size, *runs = found[SAVE]
+    assert size == 3 * WIDE and runs[0] == 3
+    assert found[HALF] == (size // 2, *runs)
+    assert found[compress("int8") | OFFLOAD] == (3 * (WIDE // 4 + 128 * 4), *runs)
 
 
 def test_under_a_schedule_of_scan_and_never_silently_saved_in_slots():
