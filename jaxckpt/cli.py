@@ -11,6 +11,7 @@ import ast
 import functools
 import json
 import logging
+import operator
 import pathlib
 import re
 import sys
@@ -27,6 +28,7 @@ from rich.text import Text
 import jaxckpt
 from jaxckpt import factories, policies
 from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt.actions import KINDS, RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core.files import check_writable, write_whole
 from jaxckpt.memory.cache import FOLDER, OFF
 from jaxckpt.memory.compare import check_differentiable, compare
@@ -91,6 +93,15 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "free on it now)",
     )
     _target_option(parser)
+    _add(
+        parser,
+        "--actions",
+        default="",
+        metavar="LIST",
+        help="actions to use besides recompute and save: offload, compress(int8), compress(int8)|offload; "
+        "separated by commas",
+    )
+    _add(parser, "--host-budget", metavar="BYTES", help="the most that may be moved to host memory: 200GiB")
     _add(parser, "--solver", default="chain", metavar="NAME", help="the solver that finds the plan (default: chain)")
     _add(
         parser,
@@ -132,6 +143,26 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _actions(text: str) -> list[Action]:
+    """Returns the actions of a list such as "offload, compress(int8)|offload"."""
+    found = []
+    for item in filter(None, map(str.strip, text.split(","))):
+        parts = [re.fullmatch(r"\s*(\w+)\s*(?:\(\s*['\"]?(\w+)['\"]?\s*\))?\s*", part) for part in item.split("|")]
+        if not all(parts):
+            raise ArgumentError("--actions", "a list such as 'offload, compress(int8)'", text)
+        found.append(functools.reduce(operator.or_, (_action(*part.groups()) for part in parts if part is not None)))
+    return found
+
+
+def _action(kind: str, parameter: str | None) -> Action:
+    """Returns the action of a kind, with its first parameter."""
+    names = list(getattr(KINDS.get(kind.lower()), "__dataclass_fields__", ())) if parameter else []
+    if parameter and not names:
+        raise ArgumentError("--actions", "a list of actions, such as 'offload, compress(int8)'", f"{kind}({parameter})")
+    given = {"kind": kind.lower(), names[0]: parameter} if names else kind
+    return action_from(given, "--actions")
+
+
 def _plan(options: argparse.Namespace) -> None:
     _check_files(options)
     if options.budget is None and not options.frontier:
@@ -154,6 +185,8 @@ def _plan(options: argparse.Namespace) -> None:
             fun,
             *args,
             target=target,
+            actions=(RECOMPUTE, SAVE, *_actions(options.actions)),
+            host_budget=options.host_budget,
             costs=options.costs,
             respect_checkpoints=not options.ignore_checkpoints,
             tile=options.tile,

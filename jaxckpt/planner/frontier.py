@@ -170,6 +170,7 @@ def frontier(
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
@@ -182,7 +183,7 @@ def frontier(
     """Returns the cheapest plan for each budget; the function is analysed once for all of them.
 
     Args:
-      fun, *args, target, step, actions, costs, verify, solver, reverse_only, respect_checkpoints,
+      fun, *args, target, step, actions, host_budget, costs, verify, solver, reverse_only, respect_checkpoints,
         cache: see `jaxckpt.plan`.
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
       others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
@@ -217,6 +218,7 @@ def frontier(
         target=target,
         step=step,
         actions=actions,
+        host_budget=host_budget,
         costs=costs,
         reverse_only=reverse_only,
         respect_checkpoints=respect_checkpoints,
