@@ -184,7 +184,7 @@ def _action_error(action: Action, got: Any, expected: Any) -> ActionError:
     least = FLOOR * max((float(np.linalg.norm(b)) for _, _, b in pairs), default=0.0)
     each = {path: _error(a, b, least) for path, a, b in pairs}
     worst = max(each, key=lambda path: each[path])
-    total = _error(*(np.concatenate([pair[side] for pair in pairs]) for side in (1, 2)))
+    total = _error(np.concatenate([got for _, got, _ in pairs]), np.concatenate([known for _, _, known in pairs]))
     return ActionError(action, worst, *each[worst], *total)
 
 

@@ -196,11 +196,11 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandida
         for n in {length, *_spaced(1, length - 1, SPLITS)}:
             kept = length * sizes.carry + n * choice.kept + (length - n) * choices[0].kept
             time = n * _time(choice) + (length - n) * _time(choices[0])
-            schedule = _nested(length, (), choice)
+            parts = [_nested(n, (), choice)]
             if n < length:  # the last iterations' values are fetched at once
-                schedule = in_turn(_nested(n, (), choice), _nested(length - n, (), choices[0]))
+                parts.append(_nested(length - n, (), choices[0]))
             work = max(choice.work, choices[0].work) + loop + (copies if n < length else 0)
-            yield LoopCandidate(schedule, kept, time, work, n * choice.link, n * choice.host)
+            yield LoopCandidate(in_turn(*parts), kept, time, work, n * choice.link, n * choice.host)
     for choice in choices:
         kept = length * (choice.kept + sizes.carry)
         yield LoopCandidate(_nested(length, (), choice), kept, length * _time(choice), choice.work + loop)

@@ -46,9 +46,9 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
     if report.predicted is not None and report.predicted.kept_bytes:
         cells.append(("kept for the backward pass", format_bytes(report.predicted.kept_bytes), ""))
     if report.host_bytes:
-        error = "" if report.measured_host_bytes is None else f"predicted {format_bytes(report.host_bytes)}"
+        beside = "" if report.measured_host_bytes is None else f"predicted {format_bytes(report.host_bytes)}"
         there = report.host_bytes if report.measured_host_bytes is None else report.measured_host_bytes
-        cells.append(("in host memory", format_bytes(there), error))
+        cells.append(("in host memory", format_bytes(there), beside))
         cells.append(
             ("the host's link", table.format_seconds(report.host_seconds or 0.0), f"{report.host_share:.0%} full")
         )
