@@ -293,3 +293,7 @@ and the one before it for the others. Judged by the models of benchmarks/ on an 
 LINK_FULL = 0.97
 """How much of the step's seconds the planner's model lets the host's link be at work, so that the traced step, whose
 seconds differ a little, finds it at most full. Judged by the models of benchmarks/ on an H100."""
+
+LINK_SHARES = (1.0, 0.6, 0.3)
+"""Shares of the link that one stage may take, where plans are also looked for with such a bound: loops would take more
+than all of it. Judged by a scan of six layers on an H100."""

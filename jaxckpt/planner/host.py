@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.constants import LINK_FULL, LINK_STEPS
+from jaxckpt.core.constants import LINK_FULL, LINK_SHARES, LINK_STEPS
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Chain, Drop, Keep, Segment, Solution, cost
@@ -96,10 +97,18 @@ class _Priced:
       prices: of each stage, of a second of the link; None where nothing may be on the host.
       weight: seconds that a byte on the host counts as.
       solver: solves it, and keeps what it solved.
+      most: seconds of the link that one candidate may take.
     """
 
-    def __init__(self, chain: Chain, prices: Sequence[float | None], weight: float, solver: Solver) -> None:
-        self.solver = copy.copy(solver)
+    def __init__(
+        self,
+        chain: Chain,
+        prices: Sequence[float | None],
+        weight: float,
+        solver: Solver,
+        most: float = math.inf,
+    ) -> None:
+        self.solver, self._most = copy.copy(solver), most
         self._numbers: dict[tuple[int, int], list[int]] = {}
         segments = {
             (start, stop): self._segment(start, stop, segment, prices[start], weight)
@@ -109,7 +118,9 @@ class _Priced:
 
     def _segment(self, start: int, stop: int, segment: Segment, price: float | None, weight: float) -> Segment:
         chosen = [
-            (number, each) for number, each in enumerate(segment.candidates) if not (each.on_host and price is None)
+            (number, each)
+            for number, each in enumerate(segment.candidates)
+            if not each.on_host or (price is not None and each.link <= self._most)
         ]
         self._numbers[start, stop] = [number for number, _ in chosen]
         charge = lambda each: replace(each, time=each.time + (price or 0.0) * (each.link + weight * each.host))
@@ -145,7 +156,7 @@ class Host:
     def __init__(self, chain: Chain, solver: Solver, step_seconds: float, budget: int | None = None) -> None:
         self.chain, self.solver, self.step_seconds, self.budget = chain, solver, step_seconds, budget
         self.used = any(each.on_host for segment in chain.segments.values() for each in segment.candidates)
-        self._known: dict[tuple[int, int], _Priced] = {}
+        self._known: dict[tuple[int, int, float], _Priced] = {}
 
     def solve(self, limit: int) -> Solution | None:
         """Returns a solution within a limit of device bytes, or None; see the module."""
@@ -182,7 +193,19 @@ class Host:
                 few = middle
             else:
                 many = middle
+        best += [found for share in LINK_SHARES if (found := self._shared(share, limit)) is not None]
         return min((each for each in best if each is not None), key=self._time)
+
+    def _shared(self, share: float, limit: int) -> Solution | None:
+        """Returns an admitted solution in which no candidate takes more than a share of the link, or None, also where
+        none would: a loop has many iterations, which change their minds at one price too.
+        """
+        most = share * LINK_FULL * self.step_seconds
+        links = (each.link for segment in self.chain.segments.values() for each in segment.candidates)
+        if all(link <= most for link in links):
+            return None
+        solution = self._priced(0, most=most).solve(limit)
+        return solution if solution is not None and self.admits(solution) else None
 
     def least(self) -> Solution | None:
         """Returns the solution with the least bytes that the solver knows of, within the budget of host memory."""
@@ -222,14 +245,14 @@ class Host:
     def _time(self, solution: Solution) -> float:
         return cost(self.chain, solution).time
 
-    def _priced(self, step: int, first: int = 0) -> _Priced:
+    def _priced(self, step: int, first: int = 0, most: float = math.inf) -> _Priced:
         """Returns the chain whose stages pay the price number `step`, its `first` ones the price before it; the number
-        after the last is no price, and nothing on the host.
+        after the last is no price, and nothing on the host. No candidate takes more than `most` seconds of the link.
         """
-        if (step, first) not in self._known:
+        if (step, first, most) not in self._known:
             prices = [self._price(step - (stage < first)) for stage in range(self.chain.length + 1)]
-            self._known[step, first] = _Priced(self.chain, prices, self._weight, self.solver)
-        return self._known[step, first]
+            self._known[step, first, most] = _Priced(self.chain, prices, self._weight, self.solver, most)
+        return self._known[step, first, most]
 
     def _price(self, step: int) -> float | None:
         return LINK_STEPS[step] if step < len(LINK_STEPS) else None

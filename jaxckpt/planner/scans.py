@@ -298,10 +298,14 @@ def _spaced(first: int, last: int, most: int) -> list[int]:
 
 
 def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
-    """Returns the ways that no other beats in bytes, seconds and work, at most `MOST_LOOP_CANDIDATES` of them."""
+    """Returns the ways that no other beats in bytes, seconds, work and the host's link, at most `MOST_LOOP_CANDIDATES`
+    of them.
+    """
     best: list[LoopCandidate] = []
     for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
-        if not any(b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work for b in best):
+        if not any(
+            b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work and b.link <= way.link for b in best
+        ):
             best.append(way)
     while len(best) > MOST_LOOP_CANDIDATES:  # every second of those in the middle
         best = [best[0], *best[1:-1:2], best[-1]]
