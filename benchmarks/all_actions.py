@@ -31,7 +31,9 @@ MODELS = {
     "gpt2": "benchmarks/models/gpt.py:gpt2",
     "resnet50": "benchmarks/models/resnet.py:resnet50",
     "unet": "benchmarks/models/unet.py:unet",
+    "gpt2, 4 blocks": "benchmarks/models/gpt.py:gpt2",
 }
+SETTINGS = {"gpt2, 4 blocks": {"layers": 4, "batch": 4}}
 BUDGETS = ("30%", "15%")
 PLAIN = (RECOMPUTE, SAVE)
 ALL = (*PLAIN, OFFLOAD, compress("bits"), compress("int8"), compress("float8_e4m3fn"))
@@ -201,7 +203,9 @@ def main() -> None:
     rows: list[Row] = []
     for name in options.models:
         factory = factories.load(MODELS[name])
-        functions, args = factories.build(factory, factories.variants_for(factory, chosen=["none"]))
+        functions, args = factories.build(
+            factory, factories.variants_for(factory, chosen=["none"]), settings=SETTINGS.get(name)
+        )
         rows += planned(name, functions["none"], args, options.budgets, options.target, options.cache)
     if not options.no_save:
         stored = RESULTS / "all_actions.json"
