@@ -103,6 +103,7 @@ from jaxckpt._compat.traces import (
     create_device_mesh,
     explicit_sharding,
     is_linearized,
+    is_on_host,
     is_ref,
     is_ref_type,
     is_tracer,

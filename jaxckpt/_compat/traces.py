@@ -100,6 +100,11 @@ def varying_axes(aval: Any) -> Any:
     return aval.manual_axis_type if isinstance(aval, jax.core.ShapedArray) else None
 
 
+def is_on_host(aval: Any) -> bool:
+    """Returns whether an abstract value lies in host memory."""
+    return "host" in str(getattr(aval, "memory_space", "")).lower()
+
+
 def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
     """Returns the abstract value of an array."""
     return jax.core.ShapedArray(shape, dtype, weak_type=weak_type)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from jaxckpt.actions.base import Action, Array, Cost
 
 
@@ -17,12 +19,19 @@ class Offload(Action):
         """Returns the bytes to the host and back."""
         return Cost(host_bytes=2 * value.bytes)
 
+    def encode(self, x: Any) -> Any:
+        """Returns the array in host memory."""
+        return jax.device_put(x, jax.memory.Space.Host)
+
+    def decode(self, stored: Any, like: Any) -> Any:
+        """Returns the array in device memory."""
+        return jax.device_put(stored, jax.memory.Space.Device)
+
     def refusal(self, target: Any) -> str:
-        """Returns the same for all targets: the planner counts only device memory."""
-        return (
-            "The planner has no budget for host memory yet. "
-            "A Policy can move values there: jaxckpt.checkpoint(policy=...)."
-        )
+        """Returns that a CPU has no other memory to move values to; "" for other targets."""
+        if target.platform != "cpu":
+            return ""
+        return "A CPU's memory is the host's memory: nothing would be freed. Leave it out, or plan for another target."
 
 
 OFFLOAD: Action = Offload()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,7 @@ class _Names:
         self.read: set[int] = (
             set()
         )  # values that the derivative of their own operation reads, and those kept as something else
+        self.moved: frozenset[int] = frozenset()  # values that tied regions move to the host
         self.shared: dict[Any, tuple[Any, Any, list[int]]] = {}  # calls that have been given names, see `_call`
         self.same: dict[int, int] = {}  # value -> the one whose name it has, where two calls are one program
         taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
@@ -158,6 +159,7 @@ class _Names:
         self.regions = by_body(regions)
         self.loops = {address: {loop.op: loop for loop in each} for address, each in by_body(loops).items()}
         self.prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else True
+        self.moved = frozenset(index for region in regions for index in _moved(region))
         for address in {*self.regions, *self.loops}:
             for depth in range(len(address) + 1):
                 self.addresses[id(graph.at(address[:depth]))] = address[:depth]
@@ -178,7 +180,7 @@ class _Names:
         """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line
         of `maker`.
         """
-        if action.changes:
+        if action.changes or index in self.moved:
             self.read.add(index)
             return [_compat.name_equation(operand, result, stored.marker(self(index), action), maker)]
         if self.whole:
@@ -197,6 +199,14 @@ def _bodies(body: Body) -> list[Body]:
 def _internal_names(body: Body) -> list[str]:
     names = (_compat.equation_name(eqn) for eqn in body.jaxpr.eqns)
     return [stored.unmarked(name) for name in names if name is not None and name.startswith(INTERNAL)]
+
+
+def _moved(region: Region) -> Iterator[int]:
+    """Yields the values that tied regions move to the host as they are."""
+    if region.tied:
+        yield from (index for index, action in region.actions.items() if action.on_host and not action.changes)
+    for inner in region.regions:
+        yield from _moved(inner)
 
 
 def _all_actions(region: Region) -> dict[int, Action]:
@@ -595,9 +605,15 @@ def _hold_tangents(primals: Any, tangents: Any) -> Any:
 _hold.defjvp(_hold_tangents, symbolic_zeros=True)
 
 
+def _is_stored(index: int, action: Action, names: _Names) -> bool:
+    return action.changes or index in names.moved
+
+
 def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
-    saved = [names(i) for i, action in actions.items() if action.keeps and not action.on_host]
-    offloaded = [names(i) for i, action in actions.items() if action.keeps and action.on_host]
+    # What is stored is where it is when it is named; see `stored`.
+    there = {i: action for i, action in actions.items() if action.keeps}
+    offloaded = [names(i) for i, action in there.items() if action.on_host and not _is_stored(i, action, names)]
+    saved = [name for name in map(names, there) if name not in offloaded]
     return _compat.keep_names(saved, offloaded)
 
 

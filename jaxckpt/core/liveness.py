@@ -157,8 +157,13 @@ def _flatten(
         if op.bodies and primitives.of(op.primitive).holds in _WRITTEN_OUT:
             yield from _call(graph, op, slots, inputs, platform, around)
             continue
-        on_host = op.primitive == "device_put" and "host" in str(op.params["devices"]).lower()
-        outputs = [_Slot(graph.values[index].bytes, counted=not on_host) for index in op.outputs]
+        made = [var.aval for var in op.equation.outvars if not isinstance(var, _compat.DropVar)]
+        here = (
+            [not _compat.is_on_host(aval) for aval in made]
+            if len(made) == len(op.outputs)
+            else [True] * len(op.outputs)
+        )
+        outputs = [_Slot(graph.values[index].bytes, counted=counted) for index, counted in zip(op.outputs, here)]
         slots.update(zip(op.outputs, outputs))
         inside = (_events(graph, inner, set(inner.inputs), platform)[0] for inner in op.bodies)
         workspace = max((_peak(events, []) for events in inside), default=0)

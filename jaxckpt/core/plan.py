@@ -45,8 +45,10 @@ from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 7
+FORMAT = 8
 """Version of the JSON form."""
+READ_FORMATS = (7, FORMAT)
+"""Versions that are read. Reports of format 7 say nothing of the host."""
 
 
 @dataclass(frozen=True)
@@ -249,9 +251,10 @@ class Plan:
             raw = json.loads(text)
             if not isinstance(raw, dict) or "format" not in raw:
                 raise PlanMismatchError("The file must be one that Plan.save wrote; it is something else. Plan anew.")
-            if raw["format"] != FORMAT:
+            if raw["format"] not in READ_FORMATS:
+                read = " and ".join(map(str, READ_FORMATS))
                 raise PlanMismatchError(
-                    f"The plan is of format {raw['format']!r:.40}; this version reads format {FORMAT}. Plan anew."
+                    f"The plan is of format {raw['format']!r:.40}; this version reads format {read}. Plan anew."
                 )
             if raw.pop("digest", None) != _digest(raw):
                 raise PlanMismatchError(
@@ -340,6 +343,7 @@ class Plan:
         if self.overhead is not None:
             known.append(f"added time {self.overhead:+.1%} of the step's")
         lines += [f"  {', '.join(known)}"] if known else []
+        lines += [] if self.report is None or not self.report.host_bytes else [f"  {self.report.host_line}"]
         lines += [] if self.regions else [f"  {note}" for note in self.notes]
         notes = itertools.chain(self.notes, itertools.repeat(""))
         for region, note in zip(self.regions, notes):
@@ -392,6 +396,11 @@ class PlanReport:
       flops: FLOPs of the planned step as traced, recomputation counted; with sharded arguments, of all devices.
       seconds: of the planned step as traced, by the target's rates; of one device.
       unplanned_flops, unplanned_seconds: the same of the step without the plan.
+      host_bytes: in host memory, as the planner's model has them: of all that the plan moves there.
+      measured_host_bytes: in host memory, as the compiler says.
+      host_seconds: of the link to the host, both ways, by the target's rates. Other work hides them as far as it goes:
+        `seconds` counts what it does not.
+      host_share: how full the link is: `host_seconds` over the seconds that the planned step computes.
       times: median seconds of (the planned step, the step without the plan), where they were run.
       timed_on: name of the backend that ran them.
     """
@@ -413,6 +422,10 @@ class PlanReport:
     unplanned_seconds: float | None = None
     times: tuple[float, float] | None = None
     timed_on: str | None = None
+    host_bytes: int | None = None
+    measured_host_bytes: int | None = None
+    host_seconds: float | None = None
+    host_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.measured is not None:
@@ -451,6 +464,14 @@ class PlanReport:
         """Seconds that the plan adds to the traced step by the target's rates, over those of the step without it."""
         return _added(self.seconds, self.unplanned_seconds)
 
+    @property
+    def host_line(self) -> str:
+        """What the plan takes of the host, in words; "" where it takes nothing."""
+        if not self.host_bytes:
+            return ""
+        size = self.host_bytes if self.measured_host_bytes is None else self.measured_host_bytes
+        return f"in host memory {format_bytes(size)}, its link {self.host_share or 0.0:.0%} full"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain values, without the plan: bytes, FLOPs, seconds, shares."""
         times = None
@@ -469,6 +490,10 @@ class PlanReport:
                 "flops": self.flops,
                 "seconds": self.seconds,
                 "donated_bytes": self.donated_bytes,
+                "host_bytes": self.measured_host_bytes,
+                "predicted_host_bytes": self.host_bytes,
+                "host_seconds": self.host_seconds,
+                "host_share": self.host_share,
             },
             "unplanned": {
                 "name": "as it is",
@@ -623,7 +648,8 @@ def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
 _REPORT: dict[str, Any] = {
     "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "donated_bytes": int, "unplanned_bytes": int,
     "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
-    "unplanned_seconds": (int, float), "timed_on": str,
+    "unplanned_seconds": (int, float), "timed_on": str, "host_bytes": int, "measured_host_bytes": int,
+    "host_seconds": (int, float), "host_share": (int, float),
 }  # fmt: skip
 
 

@@ -11,7 +11,9 @@ and read by it again.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,10 @@ StoredValues = dict[str, Any]
 """What is kept of one program: by a marker's name what the action encoded; by the place of an equation among those that
 hold markers ("0", "1") what is kept inside of it: of a scan stacked, of branches a list, of a `jax.shard_map` as
 `MappedValues`."""
+
+_alone = jax.make_user_context(default_value=None)
+"""None, or (a number, text): of the actions that change gradients only the one of that text is used."""
+_numbers = itertools.count()
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +80,35 @@ def marked(eqn: Any) -> tuple[str, Action] | None:
         return None
     text, _, plain = name.removeprefix(_MARKER).partition("@")
     return plain, action_from(json.loads(base64.urlsafe_b64decode(text)))
+
+
+def is_lossy(action: Action, dtype: Any) -> bool:
+    """Whether values of a dtype do not come back from an action as they were."""
+    return action.error(dtype) > 0
+
+
+def lossy_actions(jaxpr: Any) -> list[Action]:
+    """Returns the actions that change gradients by which a program keeps values, in the order in which it does."""
+    found: dict[Action, None] = {}
+    for eqn in jaxpr.eqns:
+        mark = marked(eqn)
+        if mark is not None and is_lossy(mark[1], eqn.invars[0].aval.dtype):
+            found[mark[1]] = None
+        for inner in _compat.inner_jaxprs(eqn):
+            found.update(dict.fromkeys(lossy_actions(_compat.open_jaxpr(inner))))
+    return list(found)
+
+
+def only_lossy(action: Action | None) -> contextlib.AbstractContextManager[Any]:
+    """Within this context, of the actions that change gradients only this one is used; what the others are for is saved
+    as it is. Nothing is taken from JAX's caches there.
+    """
+    return _alone((next(_numbers), "" if action is None else repr(action)))  # type: ignore[no-any-return]
+
+
+def _is_saved(action: Action, dtype: Any) -> bool:
+    """Whether a value is saved as it is, as of `only_lossy`."""
+    return _alone.value is not None and is_lossy(action, dtype) and repr(action) != _alone.value[1]
 
 
 def has_markers(jaxpr: Any) -> bool:
@@ -149,6 +184,7 @@ class _Storing:
         env.update(zip(jaxpr.invars, args))
         found: StoredValues = {}
         again: set[Any] = set()  # values that a marker returned
+        moved: list[str] = []  # names of what goes to the host
         for special, eqns in _stretches(jaxpr):
             if not special:
                 self._plain(jaxpr, eqns, env)
@@ -167,6 +203,12 @@ class _Storing:
                 # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
                 # it runs.
                 env[eqn.outvars[0]] = _read(env, value)
+            elif _is_saved(action, value.aval.dtype):
+                env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
+            elif self.storing and action.on_host:
+                env[eqn.outvars[0]] = x = _read(env, value)
+                found[name] = action.encode(x)
+                moved.append(name)
             elif self.storing:
                 # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
                 # encodes it, right before that is decoded.
@@ -176,7 +218,7 @@ class _Storing:
                 assert kept is not None, "the forward pass kept what is marked"
                 env[eqn.outvars[0]] = _checked(action, action.decode(kept[name], value.aval), value.aval)
             again.add(eqn.outvars[0])
-        return [_read(env, atom) for atom in jaxpr.outvars], found
+        return _after(moved, [_read(env, atom) for atom in jaxpr.outvars], found), found
 
     def _plain(self, jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
         inputs = surgery.used(eqns)
@@ -269,6 +311,26 @@ class _Storing:
 
     def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], StoredValues]:
         return self.program(programs[place], None if kept is None else kept[place], inputs)
+
+
+def _after(moved: Sequence[str], results: list[Any], found: StoredValues) -> list[Any]:
+    """Returns a program's results, which wait until what goes to the host is there.
+
+    Else a compiler may keep the value itself on the device, and move it to the host right before it is fetched from
+    there: XLA for GPUs and TPUs does, of jax 0.10.2. So the copies run beside the operations of this program, and what
+    comes after it finds their memory free.
+    """
+    results = list(results)
+    axes = lambda x: _compat.varying_axes(jax.typeof(x))
+    for kind in dict.fromkeys(axes(leaf) for name in moved for leaf in jax.tree.leaves(found[name])):
+        # Within jax.shard_map a barrier makes its values vary over the axes of all.
+        mine = [name for name in moved if all(axes(leaf) == kind for leaf in jax.tree.leaves(found[name]))]
+        places = [place for place, x in enumerate(results) if isinstance(x, jax.Array) and axes(x) == kind]
+        held, here = lax.optimization_barrier(([results[i] for i in places], [found[name] for name in mine]))
+        for place, x in zip(places, held):
+            results[place] = x
+        found.update(zip(mine, here))
+    return results
 
 
 def _stretches(jaxpr: Any) -> Iterator[tuple[bool, list[Any]]]:

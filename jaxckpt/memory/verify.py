@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError
-from jaxckpt.core import lift
+from jaxckpt.actions import Action
+from jaxckpt.core import lift, stored
 from jaxckpt.core.leaves import is_inexact
 
 # Recomputation repeats the same operations, but XLA may order and fuse them in another way. The table has the relative
@@ -36,6 +38,33 @@ error."""
 
 
 @dataclass(frozen=True)
+class ActionError:
+    """What one action does to the gradients, where it alone of those that change gradients is used.
+
+    Attributes:
+      action: such as `compress("int8")`.
+      worst: the leaf whose gradient is off most, such as "gradient of args[0]['w']".
+      rel_error: of that leaf, the norm of the difference over the norm of the reference's gradient; the latter is taken
+        to be at least a hundredth of the largest of all leaves.
+      cosine: of the angle between both gradients of that leaf.
+      total_rel_error, total_cosine: of all leaves together, as one vector.
+    """
+
+    action: Action
+    worst: str
+    rel_error: float
+    cosine: float
+    total_rel_error: float
+    total_cosine: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.action!r}: gradients off by {self.total_rel_error:.3g} of their norm, cosine "
+            f"{self.total_cosine:.6f}; the worst is {self.worst}: {self.rel_error:.3g}, cosine {self.cosine:.6f}."
+        )
+
+
+@dataclass(frozen=True)
 class Verification:
     """The result of `verify` for functions that agree.
 
@@ -45,6 +74,8 @@ class Verification:
       max_abs_error: the largest absolute error in that array.
       max_rel_error: that error divided by the largest magnitude in the reference's array; see `verify`.
       rtol: the tolerance for `max_rel_error`.
+      per_action: what each action that changes gradients does to them; empty if the function uses none. The other
+        figures are then of the function with these values saved as they are.
     """
 
     leaves: int
@@ -52,12 +83,14 @@ class Verification:
     max_abs_error: float
     max_rel_error: float
     rtol: float
+    per_action: tuple[ActionError, ...] = ()
 
     def __str__(self) -> str:
-        return (
+        agree = (
             f"{self.leaves} arrays agree within {self.rtol:g}; the worst is {self.worst}: "
             f"off by {self.max_abs_error:.3g}, {self.max_rel_error:.3g} of its largest value."
         )
+        return "\n".join([agree, *map(str, self.per_action)])
 
 
 @dataclass(frozen=True)
@@ -77,6 +110,10 @@ def verify(
     by the largest magnitude in the reference's array; for a gradient, the divisor is at least a hundredth of the
     largest magnitude in all gradients. Integers, booleans and keys must be equal. NaN agrees with NaN, and an infinity
     with the same infinity.
+
+    Some actions change gradients, such as `compress("int8")`. If `fun` keeps values by such actions, in a plan or in a
+    policy anywhere in it, it is compared with these values saved as they are. Then each of the actions is used alone,
+    and `Verification.per_action` says what that does to the gradients. With `rtol`, that error must be within it too.
 
     Args:
       fun: the function to check, for example one with checkpoints.
@@ -104,14 +141,19 @@ def verify(
         if not callable(given):
             raise ArgumentError(argument, "a function; verify(fun, reference, *args) compares two", given)
     lift.refuse_traced(reference, args, "verify")
-    args = fill(args, seed)
+    args, asked = fill(args, seed), rtol
     if rtol is None:
         rtol = _tolerance(reference, args)
     alike = functools.wraps(reference)(lambda *args: fun(*args))  # so that its arguments have the same names
-    got, expected = (
-        lift.attempt(each, args, {}, functools.partial(_outputs_and_gradients, name=_name(each), seed=seed))
-        for each in (alike, reference)
-    )
+
+    def run(each: Callable[..., Any]) -> tuple[Any, Any]:
+        both = functools.partial(_outputs_and_gradients, name=_name(each), seed=seed)
+        return lift.attempt(each, args, {}, both)  # type: ignore[no-any-return]
+
+    lossy = stored.lossy_actions(_compat.open_jaxpr(lift.trace_call(alike, *args).jaxpr))
+    with stored.only_lossy(None) if lossy else contextlib.nullcontext():
+        got = run(alike)
+    expected = run(reference)
     differences = [*_compare(got[0], expected[0], "output"), *_compare(got[1], expected[1], "gradient of args", FLOOR)]
     worst = max(differences, key=lambda difference: difference.relative)
     wrong = sum(difference.relative > rtol for difference in differences)
@@ -124,7 +166,42 @@ def verify(
             "closures, no random numbers without a key), so that a recomputation reads the same values as the "
             "forward pass."
         )
-    return Verification(len(differences), worst.path, worst.absolute, worst.relative, rtol)
+    per_action = []
+    for action in lossy:
+        with stored.only_lossy(action):
+            per_action.append(_action_error(action, run(alike)[1], expected[1]))
+    too_far = max(per_action, key=lambda each: each.rel_error, default=None)
+    if asked is not None and too_far is not None and not too_far.rel_error <= asked:
+        raise VerificationError(f"Gradients must be within rtol={asked:g}. {too_far} Use another action, or no rtol.")
+    return Verification(len(differences), worst.path, worst.absolute, worst.relative, rtol, tuple(per_action))
+
+
+def _action_error(action: Action, got: Any, expected: Any) -> ActionError:
+    pairs = [
+        ("gradient of args" + jax.tree_util.keystr(path), _flat(a), _flat(b))
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected))
+    ]
+    least = FLOOR * max((float(np.linalg.norm(b)) for _, _, b in pairs), default=0.0)
+    each = {path: _error(a, b, least) for path, a, b in pairs}
+    worst = max(each, key=lambda path: each[path])
+    total = _error(np.concatenate([got for _, got, _ in pairs]), np.concatenate([known for _, _, known in pairs]))
+    return ActionError(action, worst, *each[worst], *total)
+
+
+def _flat(array: Any) -> np.ndarray:
+    return _wide(array).ravel()
+
+
+def _error(got: np.ndarray, expected: np.ndarray, least: float = 0.0) -> tuple[float, float]:
+    """Returns the norm of the difference over that of what is expected, which is taken to be at least `least`, and the
+    cosine of the angle between both; infinity where the difference is not finite.
+    """
+    off, sizes = float(np.linalg.norm(got - expected)), [float(np.linalg.norm(each)) for each in (got, expected)]
+    if not np.isfinite(off):
+        return float("inf"), 0.0
+    scale = max(sizes[1], least)
+    cosine = float(np.vdot(expected, got).real) / (sizes[0] * sizes[1]) if all(sizes) else float(sizes[0] == sizes[1])
+    return (off / scale if scale else float(off > 0)), cosine
 
 
 def fill(args: Any, seed: int = 0) -> Any:

@@ -70,6 +70,7 @@ def autocheckpoint(
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
@@ -89,6 +90,7 @@ def autocheckpoint(
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
@@ -107,6 +109,7 @@ def autocheckpoint(
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
@@ -130,7 +133,7 @@ def autocheckpoint(
         training step plans again where a step runs out of memory all the same.
       target: None for the local backend.
       step: makes the training step from `fun`; the step takes the arguments of `fun`.
-      actions, costs, verify, solver, respect_checkpoints, tile, cache, progress: see `jaxckpt.plan`.
+      actions, host_budget, costs, verify, solver, respect_checkpoints, tile, cache, progress: see `jaxckpt.plan`.
       path: a folder to keep plans in; what another process left there is read instead of planned again, as long as the
         versions of jax, its compilers and jaxckpt, and XLA's flags, are the same. It is made if it does not exist.
       static_argnums: positional arguments that are no arrays and select the program; they must be hashable. Strings,
@@ -166,6 +169,7 @@ def autocheckpoint(
         target,
         step,
         problems.actions_of(actions),
+        host_budget,
         costs,
         verify,
         solver,
@@ -189,6 +193,7 @@ class _Settings:
     target: Any
     step: Callable[..., Any]
     actions: tuple[Action, ...]
+    host_budget: int | str | None
     costs: str
     verify: bool
     solver: str | Solver
@@ -402,6 +407,7 @@ class _Auto:
             target=settings.target,
             step=settings.step,
             actions=settings.actions,
+            host_budget=settings.host_budget,
             costs=settings.costs,
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
@@ -482,6 +488,7 @@ class _Auto:
             "target": target_of(settings.target).name,
             "devices": devices_of(lift.leaves(fun, shapes), target_of(settings.target)),
             "actions": [repr(action) for action in settings.actions],
+            "host_budget": str(settings.host_budget),
             "costs": str(settings.costs),
             "solver": _solver_title(settings.solver),
             "respect_checkpoints": settings.respect_checkpoints,

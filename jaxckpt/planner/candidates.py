@@ -19,6 +19,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import surgery
+from jaxckpt.core.constants import LINK_PRICES
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Body, Graph, Op, Value, graph_of
 from jaxckpt.core.inline import inline
@@ -29,7 +30,7 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner import held, mincut
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, keeping, passes, roofline, scaled, timer, total, written
+from jaxckpt.planner.costs import Time, keeping, link_seconds, passes, roofline, scaled, timer, total, written
 from jaxckpt.planner.timing import run_seconds
 
 
@@ -38,7 +39,8 @@ class Candidates:
     """A stretch: the candidates of what it keeps, and what it takes to run it.
 
     Attributes:
-      candidates: those that no other beats, then those of policies; `how` is the actions of the values that are kept.
+      candidates: those that no other beats, then those of policies, then those that have values on the host; `how` is
+        the actions of the values that are kept.
         What later stretches use is among these where the backward pass needs it, but its bytes do not count.
       forward, backward: time of one run, recomputation not counted.
       forward_work: bytes that a forward run needs at once, results counted, what goes in not.
@@ -94,7 +96,12 @@ def candidates_of(
         time = scaled(time, factor)
     operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
-    ways = {index: list(_ways(graph.values[index], context.actions, target, write(index))) for index in joint.origin}
+    stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index)))
+
+    def ways_at(price: float | None) -> dict[int, list[mincut.Storage]]:
+        return {index: [each.at(price or 0.0) for each in _here(stored(index), price)] for index in joint.origin}
+
+    ways = ways_at(None)
     anyway = {index for index, original in joint.origin.items() if original in carried}
 
     def candidate(cut: mincut.Cut) -> Candidate:
@@ -106,9 +113,10 @@ def candidates_of(
         peak = stretch_peak(graph, [*again, *joint.backward], joint.results, there, target.platform)
         # The region has to be told that it needs what goes out.
         kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
-        stored = total(_keeping(graph.values[index], cut.kept[index], target) + write(index) for index in own)
-        spent = total(map(time, again)) + stored
-        return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept)
+        own_ways = [next(each for each in stored(index) if each.action == cut.kept[index]) for index in own]
+        spent = total(map(time, again)) + total(each.time for each in own_ways)
+        link, host = sum(each.link for each in own_ways), sum(each.host for each in own_ways)
+        return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept, link, host)
 
     cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
     if anyway.intersection(cuts[0].kept):  # a checkpoint without a policy: what goes out is not there for longer
@@ -142,6 +150,12 @@ def candidates_of(
         own = {*joint.origin.values(), *held.values(inner)}
         numbers = {name: len(candidates) + i for i, name in enumerate(presets)}
         candidates += [look({index: SAVE for index in values if index in own}) for values in presets.values()]
+    seen = [cut.kept for cut in cuts]
+    for price in LINK_PRICES if any(each.on_host for index in joint.origin for each in stored(index)) else ():
+        for cut in mincut.hull(operations, joint.needed, ways_at(price), anyway):
+            if cut.kept not in seen:
+                seen.append(cut.kept)
+                candidates.append(candidate(cut))
     return Candidates(
         tuple(candidates),
         forward,
@@ -174,7 +188,8 @@ def _levels(
         if known is None:
             made = {index for op in body.ops for index in op.outputs}
             outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
-            known = candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
+            found = candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
+            known = [candidate for candidate in found if not candidate.on_host]
             context.programs[id(body), active] = body, known
         return known
 
@@ -254,16 +269,46 @@ def _cheapest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def _ways(value: Value, actions: Sequence[Action], target: Target, write: Time) -> Iterator[mincut.Storage]:
-    """Yields the ways to keep a value, which takes `write` to have in memory; one that no action admits is saved as it
+@dataclass(frozen=True)
+class _Store:
+    """A way to keep a value.
+
+    Attributes:
+      action: by which it is kept.
+      bytes, host: on the device and on the host.
+      time: of storing it and bringing it back, but for the host's link, of which that takes `link` seconds.
+    """
+
+    action: Action
+    bytes: int
+    host: int
+    time: Time
+    link: float
+
+    @property
+    def on_host(self) -> bool:
+        return self.link > 0 or self.host > 0
+
+    def at(self, price: float) -> mincut.Storage:
+        """Returns the way where a second of the host's link costs `price` seconds."""
+        return mincut.Storage(self.action, self.bytes, self.time.effort + price * self.link)
+
+
+def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time) -> Sequence[_Store]:
+    """Returns the ways to keep a value, which takes `write` to have in memory; one that no action admits is saved as it
     is.
     """
+    found = []
     for action in dict.fromkeys(given(action, value) for action in actions):
-        yield mincut.Storage(action, action.device_bytes(value), (_keeping(value, action, target) + write).effort)
+        cost = action.cost(value)
+        time, link = keeping(cost, target) + write, link_seconds(cost, target)
+        found.append(_Store(action, action.device_bytes(value), action.host_bytes(value), time, link))
+    return found
 
 
-def _keeping(value: Value, action: Action, target: Target) -> Time:
-    return keeping(action.cost(value), target)
+def _here(ways: Sequence[_Store], price: float | None) -> Sequence[_Store]:
+    """Returns the ways, without a price those that have nothing on the host."""
+    return [way for way in ways if price is not None or not way.on_host]
 
 
 class _Joint:

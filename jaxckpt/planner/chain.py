@@ -35,6 +35,9 @@ class Candidate:
       seconds: the same seconds by the target's rates, not weighed.
       how: what a plan says of it: the actions of values, or the schedule of a loop; None where it is left to JAX as it
         is.
+      link: seconds of the link to the host, in both directions; not counted in `time` and `seconds`, for other work
+        hides them.
+      host: bytes kept in host memory.
     """
 
     kept: int
@@ -42,6 +45,13 @@ class Candidate:
     work: int
     seconds: float = 0.0
     how: Any = field(default=None, hash=False)
+    link: float = 0.0
+    host: int = 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it has something in host memory, or moves something there."""
+        return self.link > 0 or self.host > 0
 
 
 @dataclass(frozen=True)

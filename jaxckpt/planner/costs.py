@@ -134,7 +134,8 @@ def written(graph: Graph, target: Target) -> Callable[[int], Time]:
 
 
 def keeping(cost: Cost, target: Target, devices: int = 1) -> Time:
-    """Returns what it takes to store a value and to bring it back, one resource after the other.
+    """Returns what it takes to store a value and to bring it back, one resource after the other, but for the host's
+    link: see `link_seconds`.
 
     Args:
       cost: as of the value on all devices together.
@@ -143,10 +144,16 @@ def keeping(cost: Cost, target: Target, devices: int = 1) -> Time:
     seconds = (
         cost.flops / (target.flops["float32"] * VECTOR)
         + cost.memory_bytes / target.bandwidth
-        + cost.host_bytes / target.host_bandwidth
         + cost.link_bytes / target.link_bandwidth
     ) / devices
     return Time(seconds, seconds)
+
+
+def link_seconds(cost: Cost, target: Target) -> float:
+    """Returns the seconds of the link to the host that it takes to store a value and to bring it back; other work may
+    hide them.
+    """
+    return cost.host_bytes / target.host_bandwidth
 
 
 def scaled(time: Callable[[Op], Time], factor: float) -> Callable[[Op], Time]:

@@ -171,6 +171,7 @@ def frontier(
     target: Target | str | None = None,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
@@ -183,7 +184,7 @@ def frontier(
     """Returns the cheapest plan for each budget; the function is analysed once for all of them.
 
     Args:
-      fun: see `jaxckpt.plan`, and so for target, step, actions, costs, verify, solver, reverse_only,
+      fun: see `jaxckpt.plan`, and so for target, step, actions, host_budget, costs, verify, solver, reverse_only,
         respect_checkpoints, cache.
       *args: arguments of the training step.
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
@@ -220,6 +221,7 @@ def frontier(
         target=target,
         step=step,
         actions=actions,
+        host_budget=host_budget,
         costs=costs,
         reverse_only=reverse_only,
         respect_checkpoints=respect_checkpoints,

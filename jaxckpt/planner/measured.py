@@ -28,6 +28,7 @@ from jaxckpt.planner.collectives import NOTHING, Sent, sent
 from jaxckpt.planner.corrections import traced_moments
 from jaxckpt.planner.costs import Time, timer, total
 from jaxckpt.planner.cycles import Cycles
+from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.model import Model
 from jaxckpt.planner.shards import device_bytes, is_sharded
 from jaxckpt.planner.solvers import Solver
@@ -46,6 +47,7 @@ class Asked:
       target: what it would run on.
       respect_checkpoints, cache: as of `plan`.
       cycles: what the target's compiler says that operations take; None where it is not asked.
+      host_budget: bytes of host memory that plans may take; None for no bound.
     """
 
     fun: Callable[..., Any]
@@ -55,6 +57,7 @@ class Asked:
     respect_checkpoints: bool = True
     cache: str | os.PathLike[str] | bool | None = None
     cycles: Cycles | None = None
+    host_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -263,8 +266,18 @@ class Measured:
         return self._traced[solution, by_hand]
 
     def effort(self, solution: Solution, by_hand: bool = False) -> float:
-        """Returns what a solution adds to the traced step: what plans are chosen by."""
-        return self.traced(solution, by_hand).time.effort - self.plain.time.effort
+        """Returns what a solution adds to the traced step, with transfers that nothing hides: what plans are chosen
+        by.
+        """
+        traced = self.traced(solution, by_hand).time
+        exposed = max(host_use(self.model.chain, solution).link - traced.seconds, 0.0)
+        return traced.effort - self.plain.time.effort + exposed
+
+    @functools.cached_property
+    def host(self) -> Callable[[Solver], Host]:
+        """Returns the function that says how a solver solves the chain with its host; for equal solvers the same."""
+        seconds = min(self.model.step_seconds, self.plain.time.seconds)
+        return functools.cache(lambda solver: Host(self.model.chain, solver, seconds, self.asked.host_budget))
 
     def measure_planned(self, made: Plan) -> MemoryReport:
         """Returns what the step needs under a plan.

@@ -25,11 +25,12 @@ from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
+from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
-from jaxckpt.planner.solvers.optimal import Table
-from jaxckpt.planner.solvers.sqrt import barest, fastest, leanest, tightest
+from jaxckpt.planner.solvers.optimal import Optimal, Table
+from jaxckpt.planner.solvers.sqrt import barest, fastest, leanest, on_device, tightest
 from jaxckpt.policies import PRESETS
 
 BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
@@ -124,7 +125,7 @@ class Model:
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
         candidates = self.chain.segment(start, stop).candidates
-        return Keep(start, stop, min(range(len(candidates)), key=lambda o: preference(candidates[o])))
+        return Keep(start, stop, min(range(len(candidates)), key=lambda o: on_device(preference)(candidates[o])))
 
     def plan(self, solution: Solution) -> Plan:
         """Returns a solver's solution as a plan."""
@@ -232,17 +233,21 @@ def _planned(
     if not stages.loops(body) and len(stages.repeats(body)) < 3:
         return None
     inner = replace(build(whole(body, differentiated), replace(context, timed=False), looped=True), address=address)
-    table = Table(inner.chain)
-    limits = [limit for limit, _ in table.frontier()]
-    chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
-    solutions = [solution for solution in map(table.solution, sorted(chosen)) if solution]
+    host = Host(inner.chain, Optimal(), inner.step_seconds)
+    solutions: list[Solution] = []
+    for chain, original in host.priced_chains():
+        table = Table(chain)
+        limits = [limit for limit, _ in table.frontier()]
+        chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
+        solutions += [original(solution) for solution in map(table.solution, sorted(chosen)) if solution]
     candidates = []
     for solution in dict.fromkeys((*solutions, *inner.by_hand())):
         made = inner.plan(solution)
         # Behind a barrier, what all iterations read is a value of each: JAX would keep a copy for every one.
         how = InnerRegions(tuple(map(_untied, made.regions)), made.loops)
         spent, kept = cost(inner.chain, solution), inner.kept_bytes(solution)
-        candidates.append(Candidate(kept, spent.time, max(spent.peak - kept, 0), inner.seconds(solution), how))
+        there, work = host_use(inner.chain, solution), max(spent.peak - kept, 0)
+        candidates.append(Candidate(kept, spent.time, work, inner.seconds(solution), how, there.link, there.bytes))
     return InnerCandidates(tuple(candidates), inner.chain.segment(0, inner.chain.length).forward_work)
 
 
@@ -509,7 +514,10 @@ def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
     """Returns the candidates of a stretch or of a loop."""
     if isinstance(found, Candidates):
         return list(found.candidates)
-    return [Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule) for way in found.candidates]
+    return [
+        Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule, way.link, way.host)
+        for way in found.candidates
+    ]
 
 
 def _units(places: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import (
-    CLOSE,
     FAR,
     INNERMOST_SHARE,
     TILE_ROUNDS,
@@ -44,6 +43,7 @@ from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.chain import cost
 from jaxckpt.planner.context import Context, is_quick
 from jaxckpt.planner.cycles import Cycles
+from jaxckpt.planner.host import host_budget_bytes
 from jaxckpt.planner.inside import Inside, innermost, whole
 from jaxckpt.planner.measured import Asked, Measured
 from jaxckpt.planner.model import Model, build
@@ -52,7 +52,7 @@ from jaxckpt.planner.search import Search
 from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, read
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
-from jaxckpt.planner.solvers.sqrt import fastest, single
+from jaxckpt.planner.solvers.sqrt import fastest, on_device, single
 from jaxckpt.planner.tiles import Tiler
 
 logger = logging.getLogger("jaxckpt")
@@ -68,6 +68,7 @@ def plan(
     target: Target | str | None = None,
     step: StepMaker = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     verify: bool = True,
     solver: str | Solver = "chain",
@@ -92,7 +93,11 @@ def plan(
       step: makes the training step from the loss: `jax.value_and_grad`, or a function whose step also has the
         optimiser's update. The step must call and differentiate the loss.
       actions: the allowed actions: RECOMPUTE, SAVE, and any others. For each value that is kept, the planner takes the
-        cheapest of them.
+        cheapest of them. One that changes gradients, such as `compress("int8")`, is used only if it is named here:
+        `jaxckpt.verify` says by how much. `OFFLOAD` moves values to the host; transfers count as free until they take
+        as long as the step computes, and no plan transfers more unless nothing else fits.
+      host_budget: bytes of host memory that the plan may take of each device's host, or "200GiB"; None for no bound.
+        Only a target with host memory of its own can have one.
       costs: "roofline": seconds from the target's rates; or "measured": each distinct stretch runs on the local device,
         which must be the target, and the measured times correct the rates; or "compiler": each distinct stretch is
         compiled to the end, and the cost model of the compiler says what its operations take. Only XLA for TPUs has
@@ -145,6 +150,7 @@ def plan(
         target=target,
         step=step,
         actions=actions,
+        host_budget=host_budget,
         costs=costs,
         reverse_only=reverse_only,
         respect_checkpoints=respect_checkpoints,
@@ -161,6 +167,7 @@ def problem_of(
     target: Target | str | None = None,
     step: StepMaker = jax.value_and_grad,
     actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
+    host_budget: int | str | None = None,
     costs: str = "roofline",
     reverse_only: bool = True,
     respect_checkpoints: bool = True,
@@ -186,6 +193,7 @@ def problem_of(
     if costs not in COSTS:
         raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
     resolved = target_of(target)
+    host_bytes = host_budget_bytes(host_budget, resolved)
     for action in wanted:
         if refusal := action.refusal(resolved):
             raise ArgumentError("actions", f"actions that {resolved.name} can take", action, refusal)
@@ -224,7 +232,7 @@ def problem_of(
 
     if costs == "compiler" and cycles is None:
         cycles = Cycles(resolved, cache)
-    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache, cycles)
+    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache, cycles, host_bytes)
 
     def problem(inside: Inside, kept: tuple[Action, ...] = keeping) -> Problem:
         shards, traced = WHOLE, graph
@@ -290,6 +298,7 @@ def problem_of(
                 target=resolved,
                 step=step,
                 actions=wanted,
+                host_budget=host_budget,
                 costs=costs,
                 reverse_only=reverse_only,
                 cache=cache,
@@ -323,8 +332,8 @@ class Problem(Measured):
     Attributes:
       other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
-      saving: makes the problem where SAVE alone keeps values, for budgets that other actions come nowhere near: what
-        the compiler makes of those is hard to predict. None where there are no others.
+      saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
+        predict. None where there are no others.
       tiled: plans with tiles, where they are wanted.
     """
 
@@ -359,8 +368,8 @@ class Problem(Measured):
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
     def _best(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
-        """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving` where none of these is
-        near the budget.
+        """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving`: a plan with fewer
+        actions is one with more.
         """
         found: list[tuple[float, Plan]] = []
         errors: list[InfeasibleBudgetError] = []
@@ -376,7 +385,7 @@ class Problem(Measured):
         look(self)
         if self.other is not None and not found:
             look(self._shared(self.other()))
-        if self.saving is not None and not any(effort == 0.0 or _is_near(plan, budget) for effort, plan in found):
+        if self.saving is not None and not any(effort == 0.0 for effort, _ in found):
             look(self._shared(self.saving()))
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)
@@ -489,7 +498,7 @@ class Tiled:
     def _is_hopeless(self, budget: int, solver: Solver, verify: bool, report: Progress) -> bool:
         """Whether the leanest plan without tiles is estimated to be far above a budget."""
         problem = self.problem.whole()
-        least = solver.least(problem.model.chain)
+        least = problem.host(solver).least()
         if least is None:
             return False
         standing = Search(problem, budget, solver, verify, report).standing(least)
@@ -505,7 +514,7 @@ class Tiled:
         problem = self.problem.whole()
         for place in range(TILE_ROUNDS):
             chain = problem.model.chain
-            solution = single(chain, fastest) if extent.keep else solver.least(chain)
+            solution = single(chain, on_device(fastest)) if extent.keep else problem.host(solver).least()
             if solution is None:
                 break
             standing = Search(problem, budget, solver, verify, report).standing(solution)
@@ -544,8 +553,3 @@ class Tiled:
         with_tiles = self._make(tiles)  # it is not verified: what it recomputes is the chain's word
         seconds = with_tiles.plain.time.seconds + (said.overhead or 0.0) * with_tiles.model.step_seconds
         return replace(told, overhead=seconds / whole.plain.time.seconds - 1).plan
-
-
-def _is_near(plan: Plan, budget: int) -> bool:
-    """Whether a plan needs nearly all of a budget; without a compiled peak it is taken to."""
-    return plan.measured_bytes is None or plan.measured_bytes >= budget * (1 - CLOSE)

@@ -69,13 +69,15 @@ class LoopCandidate:
 
     Attributes:
       schedule: of the loop, or what lies in its body; None for the scan as it stands.
-      bytes, time, work: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
+      bytes, time, work, link, host: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
     """
 
     schedule: LoopSchedule | InnerRegions | None
     bytes: int
     time: Time
     work: int
+    link: float = 0.0
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,11 @@ def loop_candidates_of(
         forward_work, loop = min(forward_work, inner.forward_work), sizes.gradients + sizes.arriving
         for each in inner.candidates:
             kept = length * (each.kept + sizes.carry)
-            ways.append(LoopCandidate(each.how, kept, length * _time(each), each.work + loop))
+            there = length * each.link, length * each.host
+            ways.append(LoopCandidate(each.how, kept, length * _time(each), each.work + loop, *there))
+    here = _best([way for way in ways if not way.host])
     return LoopCandidates(
-        tuple(_best(ways)),
+        (*here, *_best([way for way in ways if way.host])),
         length * found.forward,
         length * found.backward,
         forward_work + sizes.carry + sizes.results,
@@ -179,12 +183,24 @@ def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> LoopCandidat
 
 
 def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandidate]:
-    choices = [*found.candidates]
+    """Yields the ways of a loop whose iterations keep what candidates say; those that have values on the host as one
+    stretch of it alone, and together with the leanest of the others.
+    """
+    choices = [each for each in found.candidates if not each.on_host]
     if choices[-1].seconds > DEAR_LOOP * found.forward.seconds and found.residual_bytes > choices[-1].kept:
         time = found.residual_time
         choices.append(Candidate(found.residual_bytes, time.effort, found.plain_work, time.seconds))
     loop = sizes.gradients + sizes.arriving
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
+    for choice in (each for each in found.candidates if each.on_host):
+        for n in {length, *_spaced(1, length - 1, SPLITS)}:
+            kept = length * sizes.carry + n * choice.kept + (length - n) * choices[0].kept
+            time = n * _time(choice) + (length - n) * _time(choices[0])
+            parts = [_nested(n, (), choice)]
+            if n < length:  # the last iterations' values are fetched at once
+                parts.append(_nested(length - n, (), choices[0]))
+            work = max(choice.work, choices[0].work) + loop + (copies if n < length else 0)
+            yield LoopCandidate(in_turn(*parts), kept, time, work, n * choice.link, n * choice.host)
     for choice in choices:
         kept = length * (choice.kept + sizes.carry)
         yield LoopCandidate(_nested(length, (), choice), kept, length * _time(choice), choice.work + loop)
@@ -282,10 +298,14 @@ def _spaced(first: int, last: int, most: int) -> list[int]:
 
 
 def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
-    """Returns the ways that no other beats in bytes, seconds and work, at most `MOST_LOOP_CANDIDATES` of them."""
+    """Returns the ways that no other beats in bytes, seconds, work and the host's link, at most `MOST_LOOP_CANDIDATES`
+    of them.
+    """
     best: list[LoopCandidate] = []
     for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
-        if not any(b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work for b in best):
+        if not any(
+            b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work and b.link <= way.link for b in best
+        ):
             best.append(way)
     while len(best) > MOST_LOOP_CANDIDATES:  # every second of those in the middle
         best = [best[0], *best[1:-1:2], best[-1]]

@@ -49,9 +49,10 @@ from jaxckpt.memory.report import MemoryReport
 from jaxckpt.planner import refusal
 from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
 from jaxckpt.planner.corrections import Corrections
+from jaxckpt.planner.host import Host, HostUse, host_use
 from jaxckpt.planner.measured import Measured, Traced, Try
-from jaxckpt.planner.solvers import Infeasible, Solver
-from jaxckpt.planner.solvers.sqrt import leanest, single
+from jaxckpt.planner.solvers import Solver
+from jaxckpt.planner.solvers.sqrt import leanest, on_device, single
 
 logger = logging.getLogger("jaxckpt")
 
@@ -71,7 +72,9 @@ class Search:
         self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
         self.free = problem.shares(solver)
         self.chain = problem.model.chain
+        self.host = problem.host(solver)
         self.corrections, self.aiming = Corrections(self.chain), copy.copy(solver)  # a solver may keep what it solved
+        self._corrected: Host | None = None  # the host of the corrected chain
         self.learned: set[Solution] = set()  # what the corrections are from
         self.tries: list[Try] = []
         self.compiles = 0
@@ -89,8 +92,8 @@ class Search:
         if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
             return found
         purity.refuse_effects(self.problem.asked.fun, self.problem.graph)
-        least = self.solver.least(self.chain)
-        traced = least if least is not None and self._is_traced(least) else single(self.chain, leanest)
+        least = self.host.least()
+        traced = least if least is not None and self._is_traced(least) else single(self.chain, on_device(leanest))
         standing = self.standing(traced)
         if not self.verify:
             solution = self._solve(self.budget - standing) or least
@@ -108,7 +111,7 @@ class Search:
 
     def known(self) -> Try | None:
         """Returns the cheapest plan that was compiled for another budget and fits this one."""
-        least = self.solver.least(self.chain)
+        least = self.host.least()
         return None if least is None else self._known(self.standing(least))
 
     def _search(self, least: Solution | None, standing: int) -> Try | None:
@@ -424,9 +427,13 @@ class Search:
         Raises:
           ArgumentError: it is none: it leaves stages out, or peaks above the limit.
         """
-        chain, solver = (self.chain, self.solver) if corrected is None else (corrected, self.aiming)
-        found = solver.solve(chain, limit)
-        if isinstance(found, Infeasible):
+        chain, host = self.chain, self.host
+        if corrected is not None:
+            if self._corrected is None or self._corrected.chain is not corrected:
+                self._corrected = Host(corrected, self.aiming, host.step_seconds, host.budget)
+            chain, host = corrected, self._corrected
+        found = host.solve(limit)
+        if found is None:
             return None
         if not covers(chain, found) or cost(chain, found).peak > limit:
             rule = f"one whose solutions cover every stage once, in order, and peak at no more than {limit} bytes"
@@ -464,8 +471,8 @@ class Search:
         problem = self.problem
         if not problem.divided:
             return problem.plain.peak_bytes
-        cheapest = self.solver.solve(self.chain, EVERYTHING)
-        kept = 0 if isinstance(cheapest, Infeasible) else cost(self.chain, cheapest).peak
+        cheapest = self.host.without(EVERYTHING)
+        kept = 0 if cheapest is None else cost(self.chain, cheapest).peak
         return problem.argument_bytes + problem.model.outside_bytes + kept
 
     def _predicted_as_it_is(self) -> Plan | None:
@@ -535,19 +542,26 @@ class Search:
                 problem.tries[solution, by_hand] = known
         estimate = self._estimate(solution, known.predicted)
         logger.info("plan: predicted %s, compiled %s", format_bytes(estimate.peak_bytes), format_bytes(known.compiled))
-        finished = replace(known, plan=self._record(known.plan, estimate, known.report, known.traced))
+        there = host_use(self.chain, solution)
+        finished = replace(known, plan=self._record(known.plan, estimate, known.report, known.traced, host=there))
         if corrects and not by_hand:
             self.tries.append(finished)
         return finished
 
     def _unverified(self, solution: Solution, standing: int) -> Plan:
         modelled = cost(self.chain, solution)
-        self.effort = modelled.time
+        hidden = self.problem.model.step_seconds + self.problem.model.seconds(solution)
+        self.effort = modelled.time + max(host_use(self.chain, solution).link - hidden, 0.0)
         estimate = self._estimate(solution, modelled.peak + standing)
         if estimate.peak_bytes > self.budget:
             raise self._infeasible(min(estimate.peak_bytes, self._peak_as_it_is()))
         return self._record(
-            self.problem.model.plan(solution), estimate, None, None, self.problem.model.seconds(solution)
+            self.problem.model.plan(solution),
+            estimate,
+            None,
+            None,
+            self.problem.model.seconds(solution),
+            host_use(self.chain, solution),
         )
 
     def _estimate(self, solution: Solution, peak: int) -> MemoryEstimate:
@@ -562,9 +576,15 @@ class Search:
         report: MemoryReport | None,
         traced: Traced | None,
         seconds: float = 0.0,
+        host: HostUse | None = None,
     ) -> Plan:
-        """Returns the plan with its report. `seconds`: of recomputation by the chain, where the step is not traced."""
-        problem = self.problem
+        """Returns the plan with its report.
+
+        Args:
+          seconds: of recomputation by the chain, where the step is not traced.
+          host: what it takes of the host.
+        """
+        problem, host = self.problem, host or HostUse()
         found = PlanReport(
             replace(made, respect_checkpoints=problem.asked.respect_checkpoints),
             budget=self.budget,
@@ -574,15 +594,22 @@ class Search:
             unplanned=problem.known_unplanned,
             measured_bytes=None if report is None else report.peak_bytes,
             unplanned_bytes=None if problem.known_unplanned is None else problem.known_unplanned.peak_bytes,
+            host_bytes=host.bytes,
+            measured_host_bytes=None if report is None else report.host_bytes,
+            host_seconds=host.link,
         )
         if traced is None:
             step = problem.model.step_seconds
-            return replace(found, overhead=seconds / step if step else 0.0).plan
+            computed = step + seconds
+            found = replace(found, host_share=host.link / computed if computed else 0.0)
+            added = seconds + max(host.link - computed, 0.0)
+            return replace(found, overhead=added / step if step else 0.0).plan
         plain = problem.plain
         found = replace(
             found,
             flops=traced.flops,
-            seconds=traced.time.seconds,
+            seconds=max(traced.time.seconds, host.link),
+            host_share=host.link / traced.time.seconds if traced.time.seconds else 0.0,
             unplanned_flops=plain.flops,
             unplanned_seconds=plain.time.seconds,
         )

@@ -49,6 +49,13 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
         cells.append(("kept for the backward pass", format_bytes(report.predicted.kept_bytes), ""))
     if report.donated_bytes:
         cells.append(("donated", format_bytes(report.donated_bytes), "of arguments, which results are written to"))
+    if report.host_bytes:
+        beside = "" if report.measured_host_bytes is None else f"predicted {format_bytes(report.host_bytes)}"
+        there = report.host_bytes if report.measured_host_bytes is None else report.measured_host_bytes
+        cells.append(("in host memory", format_bytes(there), beside))
+        cells.append(
+            ("the host's link", table.format_seconds(report.host_seconds or 0.0), f"{report.host_share:.0%} full")
+        )
     if report.recompute is not None:
         more = (report.flops or 0) - (report.unplanned_flops or 0)
         cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{report.recompute:+.1%} of the step's"))

@@ -213,7 +213,7 @@ def test_what_is_no_action_is_refused():
         action_from("hafl")
     with pytest.raises(ArgumentError, match="RECOMPUTE and SAVE"):
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(SAVE, HALF))
-    with pytest.raises(ArgumentError, match="no budget for host memory"):
+    with pytest.raises(ArgumentError, match="nothing would be freed"):
         jaxckpt.plan(loss, W, X, budget="80%", target="cpu", actions=(RECOMPUTE, SAVE, OFFLOAD))
 
 

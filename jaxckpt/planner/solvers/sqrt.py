@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from jaxckpt.planner.chain import Candidate, Chain, Drop, Keep, Solution
 from jaxckpt.planner.solvers.base import Infeasible, Solver, cheapest
 
-Preference = Callable[[Candidate], tuple[float, float]]
+Preference = Callable[[Candidate], tuple[float, ...]]
 
 
 class Sqrt(Solver):
@@ -68,3 +68,8 @@ def leanest(candidate: Candidate) -> tuple[float, float]:
 def barest(candidate: Candidate) -> tuple[float, float]:
     """Puts the candidate first that keeps nothing, as a checkpoint without a policy does; then as `leanest`."""
     return candidate.kept + bool(candidate.how), candidate.time
+
+
+def on_device(preference: Preference) -> Callable[[Candidate], tuple[float, ...]]:
+    """Returns the preference with candidates that have something on the host put last."""
+    return lambda candidate: (candidate.on_host, *preference(candidate))

@@ -1,0 +1,168 @@
+"""Plans with values on the host: the link is one resource of a step, and what is moved leaves the device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, ArgumentError
+from jaxckpt.core.plan import Plan, every_region
+from jaxckpt.planner.chain import Candidate, Carried, Chain, Keep, Segment, cost
+from jaxckpt.planner.host import Host, host_budget_bytes, host_use
+from jaxckpt.planner.solvers.optimal import Optimal
+
+MIB = 2**20
+LAYERS = 6
+
+
+def loss(ws, x):
+    for up, down in ws:
+        x = x + jnp.tanh(x @ up) @ down
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def scanned(ws, x):
+    block = lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None)
+    return jnp.mean(jax.lax.scan(block, x, ws)[0].astype(jnp.float32) ** 2)
+
+
+def shapes(rows=4096, width=512, hidden=2048, dtype=jnp.float32):
+    struct = jax.ShapeDtypeStruct
+    return [(struct((width, hidden), dtype), struct((hidden, width), dtype))] * LAYERS, struct((rows, width), dtype)
+
+
+def chain(link=1.0, layers=8):
+    """Equal stages, each of which saves 10 bytes, moves them, or computes 1.9 seconds again."""
+    ways = (
+        Candidate(0, 1.9, 1, 1.9),
+        Candidate(10, 0.0, 1, 0.0),
+        Candidate(0, 0.0, 1, 0.0, link=link, host=10),
+    )
+    segments = {}
+    for start in range(layers):
+        for stop in range(start + 1, layers + 1):
+            segments[start, stop] = Segment(float(stop - start), 1, 0, ways if stop == start + 1 else ())
+    carried = tuple(Carried(1, stage, (stage + 1,)) for stage in range(layers - 1))
+    return Chain(layers, segments, carried)
+
+
+def moved(made, solution):
+    return sum(made.candidate(item).on_host for item in solution if isinstance(item, Keep))
+
+
+def test_the_link_is_filled_and_not_more_than_filled():
+    made = chain()
+    for seconds, most in ((3.5, 3), (0.5, 0), (20.0, 8)):
+        host = Host(made, Optimal(), seconds)
+        solution = host.solve(12)
+        used = host_use(made, solution)
+        assert used.link <= seconds + cost(made, solution).time
+        assert moved(made, solution) >= most and host.admits(solution)
+
+
+def test_a_host_never_costs_more_than_none():
+    made = chain()
+    for seconds in (0.5, 2.5, 6.0):
+        host = Host(made, Optimal(), seconds)
+        for limit in range(10, 100, 10):
+            with_host, without = host.solve(limit), host.without(limit)
+            if without is not None:
+                assert cost(made, with_host).time <= cost(made, without).time + 1e-9
+
+
+def test_host_memory_is_bounded():
+    made = chain()
+    for budget, most in ((0, 0), (25, 2), (10**6, 8)):
+        host = Host(made, Optimal(), 100.0, budget)
+        solution = host.solve(12)
+        assert host_use(made, solution).bytes <= budget and moved(made, solution) == most
+
+
+def test_where_nothing_else_fits_more_is_moved_than_can_be_hidden():
+    stage = Segment(1.0, 1, 0, (Candidate(10, 0.0, 1), Candidate(0, 0.0, 1, link=5.0, host=10)))
+    made = Chain(1, {(0, 1): stage})
+    host = Host(made, Optimal(), 1.0)
+    assert moved(made, host.solve(5)) == 1 and not host.admits(host.solve(5))
+    assert moved(made, host.solve(11)) == 0
+    assert Host(made, Optimal(), 1.0, budget=5).solve(5) is None
+
+
+@pytest.mark.cuda
+def test_moved_values_leave_the_device_and_spare_recomputation():
+    """Compiled: the copies are made before what comes after the region, and fetched back one region at a time."""
+    args = shapes()
+    plans = {
+        actions: jaxckpt.plan(loss, *args, budget="65%", target="cuda:h100", actions=actions)
+        for actions in ((RECOMPUTE, SAVE), (RECOMPUTE, SAVE, OFFLOAD))
+    }
+    plain, made = plans.values()
+    report = made.report
+    assert made.measured_bytes <= made.budget
+    assert made.overhead < plain.overhead and 0 < report.host_share <= 1
+    kept = [value for region in every_region(made.regions) for value in region.actions.values()]
+    assert OFFLOAD in kept and report.measured_host_bytes >= 32 * MIB  # of one layer's hidden values
+    assert "in host memory" in str(made) and "host" in report._repr_html_()
+    assert report.to_json()["plan"]["host_bytes"] == report.measured_host_bytes
+    loaded = Plan.from_json(made.to_json())
+    assert loaded == made and loaded.report.host_share == report.host_share
+
+
+@pytest.mark.cuda
+def test_a_host_budget_bounds_what_is_moved():
+    args = shapes()
+    ask = {"budget": "65%", "target": "cuda:h100", "actions": (RECOMPUTE, SAVE, OFFLOAD), "verify": False}
+    free = jaxckpt.plan(loss, *args, **ask)
+    assert free.report.host_bytes > 40 * MIB
+    bounded = jaxckpt.plan(loss, *args, **ask, host_budget="40MiB")
+    assert 0 < bounded.report.host_bytes <= 40 * MIB and bounded.overhead >= free.overhead
+    assert jaxckpt.plan(loss, *args, **ask, host_budget=0).report.host_bytes == 0
+    assert jaxckpt.plan(loss, *args, **ask, host_budget="1TiB").overhead == free.overhead
+
+
+@pytest.mark.cuda
+def test_a_scan_moves_what_its_iterations_keep():
+    ws, x = shapes()
+    stacked = jax.tree.map(lambda *leaves: jax.ShapeDtypeStruct((LAYERS, *leaves[0].shape), leaves[0].dtype), *ws)
+    made = jaxckpt.plan(scanned, stacked, x, budget="40%", target="cuda:h100", actions=(RECOMPUTE, SAVE, OFFLOAD))
+    plain = jaxckpt.plan(scanned, stacked, x, budget="40%", target="cuda:h100")
+    assert made.overhead < plain.overhead and made.measured_bytes <= made.budget
+    assert made.report.measured_host_bytes > 0 and made.report.host_share <= 1
+
+
+@pytest.mark.cuda
+def test_a_plan_with_moved_values_trains_as_the_function_does():
+    """Planned for a GPU and run here; a CPU's host memory is its own."""
+    made = jaxckpt.plan(
+        loss, *shapes(), budget="65%", target="cuda:h100", actions=(RECOMPUTE, SAVE, OFFLOAD), verify=False
+    )
+    keys = jax.random.split(jax.random.key(0), 2 * LAYERS + 1)
+    ws = [
+        (jax.random.normal(a, (512, 2048)) / 32, jax.random.normal(b, (2048, 512)) / 64)
+        for a, b in zip(keys[::2], keys[1::2])
+    ]
+    x = jax.random.normal(keys[-1], (4096, 512))
+    losses = []
+    for fun in (loss, made.apply(loss)):
+        step, params, seen = jax.jit(jax.value_and_grad(fun)), ws, []
+        for _ in range(3):
+            value, gradient = step(params, x)
+            seen.append(float(value))
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+        losses.append(seen)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][-1] < losses[0][0]
+
+
+def test_a_cpu_has_no_other_memory():
+    args = shapes(64, 16, 32)
+    with pytest.raises(ArgumentError, match="nothing would be freed"):
+        jaxckpt.plan(loss, *args, budget="80%", target="cpu", actions=(RECOMPUTE, SAVE, OFFLOAD))
+    with pytest.raises(ArgumentError, match="host_budget"):
+        jaxckpt.plan(loss, *args, budget="80%", target="cpu", host_budget="1GiB")
+
+
+@pytest.mark.parametrize("wrong", [-1, "a lot", 1.5, True, "-3GiB", [1]])
+def test_a_host_budget_that_is_none_is_refused(wrong):
+    with pytest.raises(ArgumentError, match="host_budget"):
+        host_budget_bytes(wrong, jaxckpt.Target("cpu"))
