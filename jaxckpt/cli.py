@@ -181,7 +181,9 @@ def _plan(options: argparse.Namespace) -> None:
         content["frontier"] = swept.to_json()
     _write(options.json, lambda: json.dumps(content, indent=1))
     if swept is not None:
-        page = plans.frontier_page if found is None else functools.partial(plans.plan_page, found, problem.graph)
+        page = plans.frontier_page
+        if found is not None:
+            page = functools.partial(plans.plan_page, found, problem.graph, unplanned=problem.known_unplanned)
         drawn = f"Memory against recomputation, {pathlib.PurePath(options.factory).name} on {target.name}"
         _write(
             options.plot,
@@ -435,7 +437,7 @@ def _check_files(options: argparse.Namespace) -> None:
         check_writable(path, f"--{option}")
         if option == "plot":
             plot.check_suffix(path)
-        if option == "html":
+        if option == "html" and options.command != "measure":  # whose page has no pictures of matplotlib
             plot.require_matplotlib()
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from jaxckpt.core.plan import every_region
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import html, plot, table
+from jaxckpt.show.timeline import timeline_fragment
 from jaxckpt.show.tree import nothing, plan_lines
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from jaxckpt.core.graph import Graph
     from jaxckpt.core.plan import MemoryEstimate, PlanReport
+    from jaxckpt.memory.report import MemoryReport
     from jaxckpt.planner.frontier import Frontier, Point, Way
 
 
@@ -395,8 +397,18 @@ def _peak(point: Point | PlanReport) -> int:
 # ---------------------------------------------------------------------------------------------------------------- pages
 
 
-def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) -> str:
+def plan_page(
+    report: PlanReport, graph: Graph, title: str, frontier: Frontier, unplanned: MemoryReport | None = None
+) -> str:
     """Returns the page of a plan: figures, regions, the picture, the compiled step's timeline and largest buffers.
+
+    Args:
+      report: of the plan.
+      graph: of the function.
+      title: of the page.
+      frontier: that the plan lies on.
+      unplanned: what was compiled of the step without the plan, whose timeline is drawn beside that of the plan; None
+        where that was not compiled.
 
     Raises:
       MissingPackageError: matplotlib, which draws the pictures, is not installed.
@@ -422,11 +434,8 @@ def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) 
     measured = report.measured
     if measured is not None:
         parts += [
-            "<h2>Live bytes over the planned step</h2>",
-            html.image(
-                plot.timelines_figure({"planned": measured}, title=False),
-                "Bytes that are live at each point of the compiled schedule.",
-            ),
+            "<h2>Every buffer over the step</h2>",
+            timeline_fragment(({} if unplanned is None else {"unplanned": unplanned}) | {"planned": measured}),
             "<h2>Largest buffers at the peak</h2>",
             f'<div class="wide">{html.buffers_of(measured)}</div>',
         ]
