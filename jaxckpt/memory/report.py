@@ -151,7 +151,9 @@ class MemoryReport:
         if not names or not all(isinstance(report, MemoryReport) for report in beside.values()):
             raise ArgumentError("beside", "a mapping from a name to a MemoryReport, or None", beside)
         if shown.THIS in beside:
-            raise ArgumentError("beside", f"a mapping without the name {shown.THIS!r}, which is this one's", list(beside))
+            raise ArgumentError(
+                "beside", f"a mapping without the name {shown.THIS!r}, which is this one's", list(beside)
+            )
         shown.save_page(self, path, beside)
 
     def _read_assignment(self) -> Assignment:

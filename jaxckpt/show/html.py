@@ -24,7 +24,7 @@ BUFFERS = 12
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --rule: #cbd2d9; --ground: #ffffff; --mark: #e6f0fb; --link: #0967d2 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root { --ink: #e4e7eb; --soft: #9aa5b1; --rule: #3e4c59; --ground: #14191f; --mark: #16324f; --link: #6db3f8 }
 }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground) }

@@ -1,8 +1,8 @@
 """The interactive timeline: every buffer of one or more compiled programs over their schedules, as a piece of a page.
 
 The piece has its style, its program and its data in it, and loads nothing. `static/` has the style and the program, in
-plain JavaScript; `timeline_data` is what it draws. Small buffers are one band, so that a program of 50,000 buffers opens
-quickly: see `SHARE` and `MOST`.
+plain JavaScript; `timeline_data` is what it draws. Small buffers are one band, so that a program of 50,000 buffers
+opens quickly: see `SHARE` and `MOST`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def timeline_data(reports: Mapping[str, MemoryReport]) -> dict[str, Any]:
 
     For each program and each memory, `bands` has a row of numbers for each buffer that is drawn alone: first and last
     position, bytes, kind, and the texts of name, shape, operation and source line, as indices into `texts`. `small` has
-    the other buffers, added up by kind: the positions at which their bytes change, and the bytes from there on. At every
-    position, the bytes of the bands and of the small ones that are live add up to the report's timeline.
+    the other buffers, added up by kind: the positions at which their bytes change, and the bytes from there on. At
+    every position, the bytes of the bands and of the small ones that are live add up to the report's timeline.
     """
     texts: dict[str, int] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -32,7 +33,7 @@ def drawn(space, length):
             live[position] += size
     for small in space["small"]:
         changes = [*small["changes"], [length, 0]]
-        for (first, size), (end, _) in zip(changes, changes[1:]):
+        for (first, size), (end, _) in itertools.pairwise(changes):
             for position in range(first, end):
                 live[position] += size
     return tuple(live)
@@ -63,7 +64,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", ["loop and its transpose", "while", "donated"])
 def test_what_is_drawn_adds_up_to_the_timeline(target, name):
     fun, args = PROGRAMS[name]
     report = measure(fun, *args, target=target)
@@ -74,6 +75,13 @@ def test_what_is_drawn_adds_up_to_the_timeline(target, name):
         assert report.timeline().peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
     if name == "donated":  # the sum is in the place of the first argument, and drawn once
         assert sum(row[2] == X.size * 4 and row[3] < 3 for row in program["spaces"][0]["bands"]) == 2
+
+
+@pytest.mark.parametrize("name", ["constants", "nothing"])
+def test_programs_of_constants_and_of_nothing_are_drawn(name):
+    fun, args = PROGRAMS[name]
+    program = check(measure(fun, *args, target="cpu"))
+    assert (program["peak"] > 0) == (name == "constants")
 
 
 @pytest.mark.tpu
@@ -89,14 +97,17 @@ def test_the_other_memories_are_drawn_apart():
 @pytest.mark.tpu
 def test_values_in_host_memory_are_drawn_apart():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["kept"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
     def loss(x):
         body = jax.checkpoint(lambda x: jnp.sin(jaxckpt.tag(x @ x, "kept")), policy=policy)
         return body(body(x)).sum()
 
-    report = measure(jax.grad(loss), jax.ShapeDtypeStruct((2048, 2048), jnp.float32), target="tpu:v5e:2x2")
+    report = measure(jax.grad(loss), jax.ShapeDtypeStruct((512, 512), jnp.float32), target="tpu:v5e:2x2")
     program = check(report)
     assert report.host_bytes > 0
     host = next(space for space in program["spaces"] if space["name"] == "host memory")
@@ -124,7 +135,10 @@ def test_small_buffers_are_one_band_and_none_is_lost():
     (space,) = program["spaces"]
     assert drawn(space, 50) == report.timeline().live_bytes
     assert len(space["bands"]) == 30
-    assert {timeline.KINDS[small["kind"]]: small["count"] for small in space["small"]} == {"argument": 1, "temporary": 8000}
+    assert {timeline.KINDS[small["kind"]]: small["count"] for small in space["small"]} == {
+        "argument": 1,
+        "temporary": 8000,
+    }
     assert space["below"] == 1000
     assert space["count"] == 1 + 30 + 12000
 
@@ -182,7 +196,9 @@ def rendered(page: str, tmp_path, script: str = "") -> str:
     return done.stdout
 
 
-FIGURE = re.compile(r'<figure data-name="(.*?)" data-bands="(\d+)" data-peak="(\d+)" data-top="(\d+)" data-steps="(\d+)">')
+FIGURE = re.compile(
+    r'<figure data-name="(.*?)" data-bands="(\d+)" data-peak="(\d+)" data-top="(\d+)" data-steps="(\d+)">'
+)
 
 
 def page_of(tmp_path, report, beside=None):
@@ -196,7 +212,10 @@ def test_a_browser_stacks_all_bands_up_to_the_peak(tmp_path):
     dom = rendered(page_of(tmp_path, loop, {"many & <b>": many}), tmp_path)
     assert 'class="jaxckpt-timeline" data-ready="1"' in dom
     figures = FIGURE.findall(dom)
-    assert [name.replace("&lt;", "<").replace("&gt;", ">") for name, *_ in figures] == ["this program", "many &amp; <b>"]
+    assert [name.replace("&lt;", "<").replace("&gt;", ">") for name, *_ in figures] == [
+        "this program",
+        "many &amp; <b>",
+    ]
     data = timeline.timeline_data({"loop": loop, "many": many})["programs"]
     for report, program, (_, bands, peak, top, steps) in zip((loop, many), data, figures):
         (space,) = program["spaces"]
@@ -208,7 +227,8 @@ def test_a_browser_stacks_all_bands_up_to_the_peak(tmp_path):
 
 POINT = """
 const root = document.querySelector(".jaxckpt-timeline"), canvas = root.querySelector("canvas"), box = canvas.getBoundingClientRect();
-const at = { clientX: box.left + 74 + (box.width - 88) * .5, clientY: box.top + 26 + (box.height - 72) * (1 - .5 / 1.06), pointerId: 1, bubbles: true };
+const at = { clientX: box.left + 74 + (box.width - 88) * .5,
+  clientY: box.top + 26 + (box.height - 72) * (1 - .5 / 1.06), pointerId: 1, bubbles: true };
 """
 
 
@@ -218,8 +238,15 @@ def test_hover_shows_a_buffer_and_click_pins_it_with_its_line(tmp_path):
     move = f'{POINT} canvas.dispatchEvent(new PointerEvent("pointermove", at));'
     dom = rendered(page, tmp_path, move)
     tip = re.search(r'<div class="tip".*?>(.*?)</div></div>', dom, re.DOTALL)[0]
-    assert "jit(f)/t" in tip and "u8[3000] · 2.9 KiB · temporary" in tip and "/a/file.py:3" in tip and "whole program" in tip
-    click = f'{POINT} for (const kind of ["pointerdown", "pointerup"]) canvas.dispatchEvent(new PointerEvent(kind, at));'
+    assert (
+        "jit(f)/t" in tip
+        and "u8[3000] · 2.9 KiB · temporary" in tip
+        and "/a/file.py:3" in tip
+        and "whole program" in tip
+    )
+    click = (
+        f'{POINT} for (const kind of ["pointerdown", "pointerup"]) canvas.dispatchEvent(new PointerEvent(kind, at));'
+    )
     dom = rendered(page, tmp_path, click)
     assert 'data-source="/a/file.py:3"' in dom and "1 buffer drawn of this line, 2.9 KiB at the peak" in dom
     assert '<p class="soft">Nothing is pinned' not in dom

@@ -13,6 +13,7 @@ const THEMES = {
     forward: "#3f7a55", backward: "#44639b", recomputation: "#a3652b",
   },
 };
+const LEAST = 1.5; // pixels, of the narrowest band
 const MARGIN = { left: 74, right: 14, top: 26, bottom: 46 };
 
 // Returns a "nice" distance between ticks: 1, 2 or 5 times a power of ten; of bytes, times a power of 1024.
@@ -36,18 +37,21 @@ function scaleOf(width, height, view) {
   };
 }
 
+// Makes the outline of a band the path that is filled next. Returns its width in pixels, 0 if it is out of sight.
 function outline(context, band, scale, view) {
   const from = Math.max(0, lastAtMost(band.xs, view.x0)), edges = [];
   for (let i = from; i < band.xs.length && band.xs[i] < view.x1; i += 1) {
     const end = i + 1 < band.xs.length ? band.xs[i + 1] : band.end;
     edges.push([scale.x(Math.max(band.xs[i], view.x0)), scale.x(Math.min(end, view.x1)), scale.y(band.low[i]), scale.y(band.high[i])]);
   }
-  if (!edges.length) return false;
+  if (!edges.length) return 0;
+  const wide = edges[edges.length - 1][1] - edges[0][0];
+  if (wide < LEAST) edges[edges.length - 1][1] += LEAST - wide; // a band of one step among thousands is seen, too
   context.beginPath();
   for (const [x0, x1, , high] of edges) { context.lineTo(x0, high); context.lineTo(x1, high); }
   for (const [x0, x1, low] of edges.reverse()) { context.lineTo(x1, low); context.lineTo(x0, low); }
   context.closePath();
-  return true;
+  return wide;
 }
 
 // Draws one program. `state` has: panel, view, theme, colourOf, bright (whether a band is not dimmed), marked (bands with
@@ -63,11 +67,13 @@ function drawPanel(context, width, height, state) {
   context.rect(scale.left, scale.top - 6, scale.right - scale.left, scale.bottom - scale.top + 6);
   context.clip();
   for (const band of panel.layout.bands) {
-    if (band.end <= view.x0 || band.first >= view.x1 || !outline(context, band, scale, view)) continue;
+    if (band.end <= view.x0 || band.first >= view.x1) continue;
+    const wide = outline(context, band, scale, view);
+    if (!wide) continue;
     context.globalAlpha = state.bright(band) ? 1 : theme.veil;
     context.fillStyle = state.colourOf(band);
     context.fill();
-    if (scale.y(0) - scale.y(band.bytes) > 2.5) { context.strokeStyle = theme.edge; context.lineWidth = .8; context.stroke(); }
+    if (wide > 3 && scale.y(0) - scale.y(band.bytes) > 2.5) { context.strokeStyle = theme.edge; context.lineWidth = .8; context.stroke(); }
   }
   context.globalAlpha = 1;
   for (const band of state.marked) {

@@ -29,6 +29,7 @@ class Timeline {
     this.spaces = [...new Set(this.programs.flatMap((program) => program.spaces.map((space, i) => this.spaceName(program, i))))];
     this.space = this.spaces[0];
     this.shown = new Set(this.programs.map((_, i) => i).slice(0, 2));
+    this.due = null;
     this.pinned = this.hovered = this.line = null; // [panel, band], [panel, band], a source line
     this.dark = window.matchMedia("(prefers-color-scheme: dark)");
     this.printing = false;
@@ -194,7 +195,13 @@ class Timeline {
       view[low] = Math.min(Math.max(view[low], whole[low]), whole[high] - span);
       view[high] = view[low] + span;
     }
-    this.draw();
+    this.drawSoon();
+  }
+
+  // Draws before the next frame: several events in one frame are drawn once.
+  drawSoon() {
+    if (this.due) return;
+    this.due = requestAnimationFrame(() => { this.due = null; this.draw(); });
   }
 
   draw() {
@@ -225,6 +232,19 @@ class Timeline {
     return { x, y, inside, step: Math.floor(scale.step(x)), bytes: scale.bytes(y) };
   }
 
+  // The band under the pointer, or else one that is a pixel beside it: a step may be narrower than a pixel.
+  under(panel, at) {
+    if (!at.inside) return null;
+    const near = (pixels) => Math.max(0, Math.floor(panel.scale.step(at.x + pixels)));
+    const band = bandAt(panel.layout.bands, at.step, at.bytes);
+    if (band) return band;
+    for (let step = near(-LEAST); step <= near(LEAST); step += 1) {
+      const beside = bandAt(panel.layout.bands, step, at.bytes);
+      if (beside) return beside;
+    }
+    return null;
+  }
+
   move(panel, event) {
     const at = this.at(panel, event);
     if (this.drag) {
@@ -237,7 +257,7 @@ class Timeline {
       }
       return;
     }
-    const band = at.inside ? bandAt(panel.layout.bands, at.step, at.bytes) : null;
+    const band = this.under(panel, at);
     const changed = (this.hovered ? this.hovered[1] : null) !== band;
     this.hovered = band ? [panel, band] : null;
     panel.canvas.style.cursor = band ? "pointer" : "default";
@@ -248,10 +268,10 @@ class Timeline {
       this.tip.style.left = `${Math.max(0, Math.min(x + 14, box.width - wide - 4))}px`;
       this.tip.style.top = `${y + 16}px`;
     }
-    if (changed) this.draw();
+    if (changed) this.drawSoon();
   }
 
-  leave() { if (this.drag) return; this.hovered = null; this.tip.hidden = true; this.draw(); }
+  leave() { if (this.drag) return; this.hovered = null; this.tip.hidden = true; this.drawSoon(); }
 
   down(panel, event) {
     const at = this.at(panel, event);
@@ -265,8 +285,7 @@ class Timeline {
     const moved = this.moved;
     this.drag = null;
     if (moved) return;
-    const at = this.at(panel, event);
-    this.pin(panel, at.inside ? bandAt(panel.layout.bands, at.step, at.bytes) : null);
+    this.pin(panel, this.under(panel, this.at(panel, event)));
   }
 
   wheel(panel, event) {
