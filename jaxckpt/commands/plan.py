@@ -163,7 +163,9 @@ def _run(options: argparse.Namespace) -> None:
         content["frontier"] = swept.to_json()
     output.write(options.json, lambda: json.dumps(content, indent=1))
     if swept is not None:
-        page = plans.frontier_page if found is None else functools.partial(plans.plan_page, found, problem.graph)
+        page = plans.frontier_page
+        if found is not None:
+            page = functools.partial(plans.plan_page, found, problem.graph)
         drawn = f"Memory against recomputation, {pathlib.PurePath(options.factory).name} on {target.name}"
         output.write(
             options.plot,

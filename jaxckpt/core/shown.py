@@ -80,6 +80,10 @@ def tells(title: str) -> Callable[[F], F]:
     return decorate
 
 
+THIS = "this program"
+"""The name of a report on its own page."""
+
+
 @dataclass(frozen=True)
 class Look:
     """How values of one type are shown; None where they are not shown in that way.
@@ -87,13 +91,13 @@ class Look:
     Attributes:
       text: value -> lines for a terminal.
       fragment: value -> HTML for a notebook.
-      page: value -> a whole page of HTML.
+      page: (value, whatever `save_page` is given besides) -> a whole page of HTML.
       picture: (value, path) writes a picture to that file.
     """
 
     text: Callable[[Any], str] | None = None
     fragment: Callable[[Any], str] | None = None
-    page: Callable[[Any], str] | None = None
+    page: Callable[..., str] | None = None
     picture: Callable[[Any, str | os.PathLike[str]], None] | None = None
 
 
@@ -115,9 +119,9 @@ def fragment_of(value: Any) -> str:
     return _way(value, "fragment")(value)  # type: ignore[no-any-return]
 
 
-def save_page(value: Any, path: str | os.PathLike[str]) -> None:
+def save_page(value: Any, path: str | os.PathLike[str], *besides: Any) -> None:
     """Writes a value's page to a file, whole or not at all; raises as `write_whole`."""
-    write_whole(path, _way(value, "page")(value))
+    write_whole(path, _way(value, "page")(value, *besides))
 
 
 def save_picture(value: Any, path: str | os.PathLike[str]) -> None:

@@ -107,11 +107,24 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A temporary, with the first and the last position of the schedule at which it is live, both included."""
+    """A buffer, with the first and the last position of the schedule at which it is live, both included."""
 
     first: int
     last: int
     buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Space:
+    """The buffers of one memory.
+
+    Attributes:
+      name: what is in it, in words.
+      lifetimes: its buffers; those of the program's interface are live at every position.
+    """
+
+    name: str
+    lifetimes: tuple[Lifetime, ...]
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,7 @@ class Assignment:
       host_bytes: bytes of all allocations in host memory.
       argument_bytes, output_bytes: bytes of device memory for arguments and for results.
       alias_bytes: bytes of arguments that results are written to, counted in both.
+      host: buffers in host memory.
       collectives: what devices send to one another.
     """
 
@@ -137,6 +151,7 @@ class Assignment:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
+    host: tuple[Lifetime, ...] = ()
     collectives: tuple[CompiledCollective, ...] = ()
 
     @functools.cached_property
@@ -159,6 +174,17 @@ class Assignment:
         """The bytes of the timeline's peak that are in a TPU's vector memory: on the chip, not in HBM."""
         standing = sum(buffer.bytes for buffer in self.standing)
         return self.timeline.peak_bytes - standing if self.temporaries is self.on_chip else 0
+
+    @property
+    def spaces(self) -> tuple[Space, ...]:
+        """The buffers of each memory. First those that `timeline` counts; then a TPU's other memory, and the host's, if
+        anything is in them.
+        """
+        whole = tuple(Lifetime(0, len(self.labels) - 1, buffer) for buffer in self.standing) if self.labels else ()
+        main, chip = Space("main memory", (*whole, *self.main)), Space("memory on the chip", self.on_chip)
+        if self.temporaries is not self.main:
+            main, chip = Space("arguments, outputs and memory on the chip", (*whole, *self.on_chip)), main
+        return (main, *(space for space in (chip, Space("host memory", self.host)) if space.lifetimes))
 
     def live(self, position: int) -> tuple[Buffer, ...]:
         """Returns the buffers live at a position of the schedule, largest first."""
@@ -262,6 +288,7 @@ def _read(proto: Message, platform: str) -> Assignment:
     places = _replay(assignment.messages(_Assignment.traces), program, values)
 
     standing: list[Buffer] = []
+    offloaded: list[Lifetime] = []
     spaces: dict[int, list[Lifetime]] = {_MAIN: []}
     host = argument = output = alias = 0
     for allocation in assignment.messages(_Assignment.allocations):
@@ -270,8 +297,11 @@ def _read(proto: Message, platform: str) -> Assignment:
         if allocation.number(_Allocation.thread_local) or not members:  # scalars inside a kernel
             continue
         kind = _kind(allocation)
+        inside = list({id(place): place for m in members if (place := places.get(m.number(_Value.id)))}.values())
         if colour == _HOST:
             host += size
+            lives = _lives(program, inside, values, kind) if kind == "temporary" else []
+            offloaded += lives or [Lifetime(0, len(program.labels) - 1, program.buffer(members[0], kind, size))]
             continue
         given, result = bool(allocation.number(_Allocation.argument)), bool(allocation.number(_Allocation.output))
         argument, output, alias = argument + size * given, output + size * result, alias + size * (given and result)
@@ -281,12 +311,7 @@ def _read(proto: Message, platform: str) -> Assignment:
             standing.append(program.buffer(last, kind, size))
         else:
             lifetimes = spaces.setdefault(PLATFORMS[platform].space(colour), [])
-            inside = {id(place): place for m in members if (place := places.get(m.number(_Value.id)))}
-            for place in inside.values():
-                values_there = (values[identity] for identity in place.values)
-                widest = max(values_there, key=lambda v: (v.number(_Value.size), program.position_of(v)))
-                buffer = program.buffer(widest, kind, widest.number(_Value.size))
-                lifetimes.extend(Lifetime(first, last, buffer) for first, last in place.intervals)
+            lifetimes += _lives(program, inside, values, kind)
             simulated = bool(inside) or not size or bool(allocation.number(_Allocation.tuple))
             _agree(simulated, "the dump does not say when a temporary is live")
     main = spaces.pop(_MAIN)
@@ -300,8 +325,20 @@ def _read(proto: Message, platform: str) -> Assignment:
         argument,
         output,
         alias,
+        tuple(offloaded),
         collectives.read(proto.message(_Hlo.module), program.line),
     )
+
+
+def _lives(program: _Program, places: list[_Place], values: Mapping[int, Message], kind: str) -> list[Lifetime]:
+    """Returns the lifetimes of what is in some places: each is named after the widest value in it."""
+    lives = []
+    for place in places:
+        values_there = (values[identity] for identity in place.values)
+        widest = max(values_there, key=lambda v: (v.number(_Value.size), program.position_of(v)))
+        buffer = program.buffer(widest, kind, widest.number(_Value.size))
+        lives += [Lifetime(first, last, buffer) for first, last in place.intervals]
+    return lives
 
 
 def _check(program: _Program, assignment: Message, values: Mapping[int, Message]) -> None:

@@ -25,7 +25,7 @@ from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import assign, buffers
 from jaxckpt.memory import cache as results
-from jaxckpt.memory.buffers import Assignment, Buffer, Timeline
+from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Space, Timeline
 from jaxckpt.memory.collectives import CompiledCollective, total
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, start_backend, target_of
@@ -99,6 +99,24 @@ class MemoryReport:
         """Returns the live bytes at each position of the compiled schedule."""
         return self._read_assignment().timeline
 
+    def lifetimes(self) -> tuple[Lifetime, ...]:
+        """Returns every buffer that `timeline` counts, with the positions of the schedule at which it is live.
+
+        >>> import jax.numpy as jnp
+        >>> report = measure(lambda x: jnp.sin(x) @ x, jnp.ones((256, 256)), target="cpu")
+        >>> at = report.timeline().peak_position
+        >>> live = [life for life in report.lifetimes() if life.first <= at <= life.last]
+        >>> sum(life.buffer.bytes for life in live) == report.timeline().peak_bytes
+        True
+        """
+        return self.spaces()[0].lifetimes
+
+    def spaces(self) -> tuple[Space, ...]:
+        """Returns the buffers of each memory. First those that `timeline` counts; then those of a TPU's other memory,
+        and of the host's, if there are any.
+        """
+        return self._read_assignment().spaces
+
     def advice(self) -> str | None:
         """Returns a sentence that says how little checkpointing can save, if temporaries are a small share of the peak;
         else None.
@@ -121,6 +139,29 @@ class MemoryReport:
         plot).
         """
         shown.save_picture(self, path)
+
+    def to_html(self, path: str | os.PathLike[str], beside: Mapping[str, MemoryReport] | None = None) -> None:
+        """Writes one self-contained page: figures, an interactive timeline of every buffer, the largest buffers at the
+        peak.
+
+        Args:
+          path: the file.
+          beside: name -> report of other programs, whose timelines are drawn beside this one on the same scales.
+
+        Raises:
+          ArgumentError: the folder does not exist; or `beside` is not a mapping from names to reports, or has the name
+            "this program", which is this one's.
+          TargetError: the compiler gave no buffer assignment that could be read.
+        """
+        beside = {} if beside is None else beside
+        names = isinstance(beside, Mapping) and all(isinstance(name, str) for name in beside)
+        if not names or not all(isinstance(report, MemoryReport) for report in beside.values()):
+            raise ArgumentError("beside", "a mapping from a name to a MemoryReport, or None", beside)
+        if shown.THIS in beside:
+            raise ArgumentError(
+                "beside", f"a mapping without the name {shown.THIS!r}, which is this one's", list(beside)
+            )
+        shown.save_page(self, path, beside)
 
     def _read_assignment(self) -> Assignment:
         if self._assignment is None:

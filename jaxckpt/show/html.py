@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jaxckpt.core.shown import THIS
 from jaxckpt.core.units import format_bytes
 from jaxckpt.show import plot
 from jaxckpt.show.table import NOTE, buffer_cells, comparison_cells, report_cells
+from jaxckpt.show.timeline import timeline_fragment
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +24,7 @@ BUFFERS = 12
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --rule: #cbd2d9; --ground: #ffffff; --mark: #e6f0fb; --link: #0967d2 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root { --ink: #e4e7eb; --soft: #9aa5b1; --rule: #3e4c59; --ground: #14191f; --mark: #16324f; --link: #6db3f8 }
 }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground) }
@@ -75,15 +77,24 @@ def comparison_page(comparison: Comparison) -> str:
             plot.timelines_figure(shown, title=False),
             "Bytes that are live at each point of the compiled schedule, of the first variant and the Pareto front.",
         ),
+        "<h2>Every buffer over the step</h2>",
+        timeline_fragment(shown),
         "<h2>Largest buffers at the peak</h2>",
         *(details(f"{row.name}: {format_bytes(row.peak_bytes)}", buffers_of(row.report)) for row in comparison),
     ]
     return page(f"Checkpointing variants on {comparison.target}", parts)
 
 
-def report_page(report: MemoryReport, title: str) -> str:
-    """Returns the page of one compiled program: figures, timeline, largest buffers. Raises as `comparison_page`
-    does.
+def report_page(report: MemoryReport, title: str, beside: Mapping[str, MemoryReport] | None = None) -> str:
+    """Returns the page of one compiled program: figures, interactive timeline, largest buffers.
+
+    Args:
+      report: what was compiled.
+      title: of the page.
+      beside: name -> report of other programs, whose timelines are drawn beside this one.
+
+    Raises:
+      TargetError: the compiler gave no buffer assignment that could be read.
     """
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in report_cells(report))
     parts = [
@@ -91,11 +102,8 @@ def report_page(report: MemoryReport, title: str) -> str:
         f'<p class="soft">compiled for {escape(report.target)}</p>',
         _advice(report.advice()),
         f"<table>{rows}</table>",
-        "<h2>Live bytes over the program</h2>",
-        image(
-            plot.timelines_figure({title: report}, title=False),
-            "Bytes that are live at each point of the compiled schedule.",
-        ),
+        "<h2>Every buffer over the program</h2>",
+        timeline_fragment({THIS: report, **(beside or {})}),
         "<h2>Largest buffers at the peak</h2>",
         f'<div class="wide">{buffers_of(report)}</div>',
     ]

@@ -5,6 +5,7 @@ matplotlib takes long.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from jaxckpt.core.plan import PlanReport
 from jaxckpt.core.shown import Look, show_as, show_progress_as
@@ -36,6 +37,12 @@ def _comparison_picture(comparison: Comparison, path: str | os.PathLike[str]) ->
     from jaxckpt.show.plot import save_comparison
 
     save_comparison(comparison, path)
+
+
+def _report_page(report: MemoryReport, beside: Mapping[str, MemoryReport]) -> str:
+    from jaxckpt.show.html import report_page
+
+    return report_page(report, f"Memory on {report.target}", beside)
 
 
 def _report_picture(report: MemoryReport, path: str | os.PathLike[str]) -> None:
@@ -89,7 +96,7 @@ def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> No
 
 
 show_as(Comparison, Look(_comparison_text, _comparison_fragment, _comparison_page, _comparison_picture))
-show_as(MemoryReport, Look(picture=_report_picture))
+show_as(MemoryReport, Look(page=_report_page, picture=_report_picture))
 show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, _plan_report_page, _plan_report_picture))
 show_as(Frontier, Look(_frontier_text, _frontier_fragment, picture=_frontier_picture))
 show_progress_as(progress_bar)

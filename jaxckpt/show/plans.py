@@ -14,6 +14,7 @@ from rich.text import Text
 from jaxckpt.core.plan import every_region
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import html, plot, table
+from jaxckpt.show.timeline import timeline_fragment
 from jaxckpt.show.tree import nothing, plan_lines
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def report_fragment(report: PlanReport) -> str:
 
 
 def report_page(report: PlanReport) -> str:
-    """Returns the page of a report: figures, peaks, live bytes of both steps, regions, the largest buffers.
+    """Returns the page of a report: figures, peaks, every buffer of both steps, regions, the largest buffers.
 
     Raises:
       MissingPackageError: matplotlib, which draws the pictures, is not installed.
@@ -117,7 +118,7 @@ def report_page(report: PlanReport) -> str:
     if _peaks(report):
         parts += ["<h2>Peaks</h2>", html.image(_peaks_figure(report), "Peaks of the step against the budget.")]
     if steps_of(report):
-        parts += ["<h2>Live bytes over the step</h2>", _timelines(report)]
+        parts += ["<h2>Every buffer over the step</h2>", timeline_fragment(steps_of(report))]
     parts += ["<h2>What is kept where</h2>", f'<div class="wide">{_recipe_lines(report)}</div>']
     if report.measured is not None:
         parts += ["<h2>Largest buffers at the peak</h2>", f'<div class="wide">{html.buffers_of(report.measured)}</div>']
@@ -481,7 +482,13 @@ def _peak(point: Point | PlanReport) -> int:
 
 
 def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) -> str:
-    """Returns the page of a plan: figures, regions, the picture, the compiled step's timeline and largest buffers.
+    """Returns the page of a plan: figures, regions, the picture, every buffer of the compiled steps, the largest ones.
+
+    Args:
+      report: of the plan.
+      graph: of the function.
+      title: of the page.
+      frontier: that the plan lies on.
 
     Raises:
       MissingPackageError: matplotlib, which draws the pictures, is not installed.
@@ -507,8 +514,8 @@ def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) 
     measured = report.measured
     if measured is not None:
         parts += [
-            "<h2>Live bytes over the step</h2>",
-            _timelines(report),
+            "<h2>Every buffer over the step</h2>",
+            timeline_fragment(steps_of(report)),
             "<h2>Largest buffers at the peak</h2>",
             f'<div class="wide">{html.buffers_of(measured)}</div>',
         ]
