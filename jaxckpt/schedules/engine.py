@@ -31,11 +31,11 @@ from jaxckpt.schedules.host_carries import HostCarries, carries_of
 from jaxckpt.schedules.optimum import Binomial
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.schedules.reverse_only import no_forward_mode, no_second_reverse
-from jaxckpt.schedules.two_levels import Storage, TwoLevelRuns, with_host
+from jaxckpt.schedules.two_levels import LevelCounts, TwoLevelRuns, with_host
 
 
 def scan_with_slots(
-    scan: ScanRun, slots: Storage | SlotBudget, *, run: int | None = None, kept: Sequence[Any] | None = None
+    scan: ScanRun, slots: LevelCounts | SlotBudget, *, run: int | None = None, kept: Sequence[Any] | None = None
 ) -> tuple[Values, Values]:
     """Runs a scan; differentiated in reverse it keeps no more than `slots` carries.
 
@@ -120,7 +120,12 @@ class _Engine:
     """The loops of one scan."""
 
     def __init__(
-        self, body: ScanBody, slots: Storage | SlotBudget, run: int | None, kept: Sequence[Any] | None, carry: Action
+        self,
+        body: ScanBody,
+        slots: LevelCounts | SlotBudget,
+        run: int | None,
+        kept: Sequence[Any] | None,
+        carry: Action,
     ) -> None:
         self.body, self.slots, self.run, self.carry = body, slots, run, carry
         self.kept = dear_values(body) if kept is None else list(kept)

@@ -16,7 +16,7 @@ from jaxckpt.core.scans import ScanRun, Values
 from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
 from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.schedules.optimum import Binomial
-from jaxckpt.schedules.two_levels import Storage, TwoLevelRuns, with_host
+from jaxckpt.schedules.two_levels import LevelCounts, TwoLevelRuns, with_host
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Slots(LoopSchedule):
         return LoopCost(rows, rows, min(mixed.run, length), mixed.steps, levels.host_rows, mixed.transfers)
 
     @property
-    def _storage(self) -> Storage:
-        return Storage(self.count, self.host, self.transfer)
+    def _storage(self) -> LevelCounts:
+        return LevelCounts(self.count, self.host, self.transfer)
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:
         """Returns what is told of its iterations."""

@@ -439,7 +439,7 @@ def two_level_runs(
 
 
 @dataclass(frozen=True)
-class Storage:
+class LevelCounts:
     """Where carries may be kept.
 
     Attributes:

@@ -17,7 +17,7 @@ from jaxckpt import OFFLOAD, ArgumentError, Slots, residuals, scan
 from jaxckpt.schedules import Transfer, describe, extra_steps, schedule_from, two_levels
 from jaxckpt.schedules.body import take_apart
 from jaxckpt.schedules.budget import SlotBudget, everything
-from jaxckpt.schedules.two_levels import Storage, TwoLevelRuns, turns, turns_bytes
+from jaxckpt.schedules.two_levels import LevelCounts, TwoLevelRuns, turns, turns_bytes
 from tests.helpers import assert_trees_close
 
 FAST = {"xla_backend_optimization_level": "0"}
@@ -189,7 +189,7 @@ def test_more_carries_on_the_host_take_no_more_of_an_h100() -> None:
 
 def test_the_budget_counts_both_levels() -> None:
     body = take_apart(lambda c, _: ((jnp.sin(c[0]), c[1] + 1), None), (jnp.ones(8), 0), None, 60, False, 1).body
-    budget, plan = SlotBudget(body, 10_000), Storage(3, 8).runs(60)
+    budget, plan = SlotBudget(body, 10_000), LevelCounts(3, 8).runs(60)
     assert isinstance(plan, TwoLevelRuns)
     assert budget.host_bytes(plan) == plan.placed.host_rows * 8 * 4
     rows = plan.placed.device_rows + 1
