@@ -83,7 +83,8 @@ def table(results: dict[str, dict[str, dict[str, int]]]) -> str:
         "before the gelu, is kept by each action. Bytes in MiB, read from the compiled program. Expected: what the form",
         "needs, with float32 scales for each 128 numbers. A TPU holds the scales of the device on the chip, so they are",
         "not counted here; on its host rows of 32 scales are padded to 128. In unrolled layers the peak is where the",
-        "gradients are, when most of what is kept has gone. Command: `python -m benchmarks.actions`.",
+        "gradients are, when most of what is kept has gone; and the compilers undo offloading there: they copy values to",
+        "the host and back at once. Command: `python -m benchmarks.actions`.",
         "",
     ]
     for title, rows in results.items():
