@@ -54,7 +54,7 @@ napoleon_use_ivar = True
 FIRST = {
     "": ["guide", "planner", "pains", "scan", "tile", "coming_from"],
     "tutorials/": ["budget", "policy", "long_sequences"],
-    "howto/": """training linen nnx ../equinox haiku keras accumulation mixed_precision devices hosts orbax
+    "howto/": """training linen nnx ../equinox haiku keras rnn accumulation mixed_precision devices hosts orbax
         profiling""".split(),  # noqa: SIM905
     "api/": ["planning", "transforms", "policies", "measuring", "targets", "schedules", "flax", "errors"],
 }

@@ -42,6 +42,10 @@ def test_the_ten_pains_have_answers_that_measure(monkeypatch, tmp_path):
     assert run(PAINS)["plan"].regions
 
 
+def test_the_page_for_those_who_come_from_elsewhere_runs():
+    run(ROOT / "docs" / "coming_from.md")
+
+
 @pytest.mark.parametrize("name", sorted(OWN - {"hosts"}))
 def test_the_pages_code_runs_in_a_process_of_its_own(name, tmp_path):
     _need(name)
