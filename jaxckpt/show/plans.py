@@ -20,6 +20,7 @@ from jaxckpt.show.tree import nothing, plan_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
+    from matplotlib.text import Annotation
     from rich.table import Table
 
     from jaxckpt.core.graph import Graph
@@ -366,12 +367,14 @@ def frontier_figure(
         key = _letters(frontier, _top(frontier, chosen))
         width = (7.6 if len(measures) == 1 else 6.0 * len(measures)) + (2.4 if key else 0)
         figure = Figure(figsize=(width, 4.8), dpi=150, layout="constrained")
+        labels: list[Annotation] = []
         for place, (axes, measure) in enumerate(
             zip(figure.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures)
         ):
-            _frontier(axes, frontier, chosen, measure, key, last=place == len(measures) - 1)
+            labels += _frontier(axes, frontier, chosen, measure, key, last=place == len(measures) - 1)
             if title and not place:
                 plot.add_title(axes, title)
+        plot.part_labels(figure, labels)
     return figure
 
 
@@ -410,7 +413,8 @@ def _together(
 
 def _frontier(
     axes: Axes, frontier: Frontier, chosen: PlanReport | None, measure: str, key: dict[str, str], last: bool
-) -> None:
+) -> list[Annotation]:
+    """Draws a panel, and returns its labels of points."""
     base = getattr(frontier.unplanned, measure) or 1
 
     def x(way: Way | Point | PlanReport) -> float:
@@ -442,10 +446,11 @@ def _frontier(
             [x(way) for way in shown], [(way.peak_bytes or 0) / divisor for way in shown], "o", markersize=5.5,
             markerfacecolor="white", markeredgecolor=plot.GREY, zorder=3, label="placed by hand",
         )  # fmt: skip
-    for place, letters in _together(
-        [(x(way), (way.peak_bytes or 0) / divisor, key[way.name]) for way in shown], right, top
-    ):
+    together = _together([(x(way), (way.peak_bytes or 0) / divisor, key[way.name]) for way in shown], right, top)
+    labels = [
         axes.annotate(letters, place, (4, 4), textcoords="offset points", fontsize=8, color=plot.GREY, zorder=3)
+        for place, letters in together
+    ]
     _plan_line(axes, [(x(point), _peak(point) / divisor, point.peak_bytes is not None) for point in planned])
     if frontier.unplanned.peak_bytes is not None:
         axes.plot(
@@ -460,6 +465,7 @@ def _frontier(
         axes.text(
             1.03, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=8, color=plot.GREY, linespacing=1.5
         )
+    return labels
 
 
 def _plan_line(axes: Axes, points: list[tuple[float, float, bool]]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.legend import Legend
+    from matplotlib.text import Annotation
 
     from jaxckpt.memory.compare import Comparison, Row
     from jaxckpt.memory.report import MemoryReport
@@ -214,6 +215,48 @@ def _label(
         if reach > 12 * scale:
             ends = zip(to_data((x, y)), to_data((min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))))
             axes.plot(*ends, color=GREY, linewidth=0.6, zorder=2)
+
+
+def part_labels(figure: Figure, labels: Sequence[Annotation]) -> None:
+    """Moves labels of points to where they cover no line, no point, no legend and no other label, as far as there is
+    room. Their positions are offsets in points.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    if not labels:
+        return
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # fixes the layout, because everything below is measured in it
+    renderer, scale = canvas.get_renderer(), figure.dpi / 72
+    taken: dict[Any, list[Bbox]] = {}
+    for panel in figure.axes:
+        legend = panel.get_legend()
+        taken[panel] = [] if legend is None else [legend.get_window_extent(renderer)]
+        for line in panel.lines:
+            # Along a line, a box every few pixels; around a marker, a larger one.
+            corners = line.get_transform().transform(line.get_xydata())
+            round_ = 4 if line.get_marker() not in ("None", "", None) else 1
+            taken[panel] += [Bbox.from_bounds(x, y, 0, 0).padded(round_ * scale) for x, y in corners]
+            if line.get_linestyle() not in ("None", "", " "):
+                for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+                    steps = max(int(max(abs(x1 - x0), abs(y1 - y0)) / (4 * scale)), 1)
+                    along = [(x0 + (x1 - x0) * k / steps, y0 + (y1 - y0) * k / steps) for k in range(steps + 1)]
+                    taken[panel] += [Bbox.from_bounds(x, y, 0, 0).padded(scale) for x, y in along]
+    for label in labels:
+        axes: Any = label.axes
+        inside, size = axes.get_window_extent(renderer), label.get_window_extent(renderer)
+        places = [(4.0, 4.0), *((dx / scale, dy / scale) for _, dx, dy in _places(size.width, size.height, scale))]
+        best = places[0]
+        for offset in places:
+            label.set_position(offset)
+            box = label.get_window_extent(renderer)
+            within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if within and not any(box.overlaps(other) for other in taken[axes]):
+                best = offset
+                break
+        label.set_position(best)
+        taken[axes].append(label.get_window_extent(renderer))
 
 
 def _places(width: float, height: float, scale: float) -> list[tuple[float, float, float]]:

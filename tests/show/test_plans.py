@@ -4,9 +4,13 @@ every point.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.path import Path
 
 from jaxckpt.actions import OFFLOAD, SAVE
 from jaxckpt.core.graph import trace
@@ -239,6 +243,32 @@ def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_pla
     left, right = ([note.get_text() for note in axes.texts] for axes in figure.axes)
     assert left == ["a", "b", "c", "d, e"]
     assert right[-1].splitlines() == ["a  way 0", "b  way 1", "c  way 2", "d  way 3", "e  near the last"]
+
+
+def test_labels_of_crowded_points_cover_no_line_and_no_other_label():
+    """Ways that lie on the planner's line, and near one another."""
+    base = [(90, 2), (70, 15), (50, 40), (40, 90), (30, 200)]
+    point = lambda peak, more: Point(
+        f"{peak}%",
+        peak * MIB,
+        PlanReport(
+            Plan((), "x"), budget=peak * MIB, measured_bytes=peak * MIB, flops=1000 + more, seconds=1 + more / 1000
+        ),
+    )
+    beside = [(70, 16), (66, 20), (50, 42), (46, 55), (42, 80), (36, 130), (31, 200), (45, 210), (47, 220)]
+    others = tuple(Way(f"way {i}", peak * MIB, 1000 + more, 1 + more / 1000) for i, (peak, more) in enumerate(beside))
+    frontier = Frontier("cpu", Way("as it is", 100 * MIB, 1000, 1.0), tuple(point(*each) for each in base), others)
+    figure = plans.frontier_figure(frontier)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    *labels, _ = axes.texts
+    boxes = [label.get_window_extent(canvas.get_renderer()) for label in labels]
+    assert len(boxes) > 6
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    line = next(line for line in axes.lines if line.get_label() == "planner")
+    corners = Path(line.get_transform().transform(line.get_xydata()))
+    assert not any(corners.intersects_bbox(box, filled=False) for box in boxes)
 
 
 def test_pages_hold_all_of_it():

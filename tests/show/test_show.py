@@ -37,8 +37,12 @@ def test_printed_residuals_have_equal_arrays_in_one_row_and_a_total():
 
     report = jaxckpt.residuals(layers, [jnp.ones((128, 128))] * 12, jnp.ones((8, 128)))
     lines = str(report).splitlines()
-    assert any(line.startswith("  48.0 KiB  12 × float32[8, 128]  tanh") for line in lines)
-    assert lines[-2].strip() == f"{report.kept_bytes / 1024:.1f} KiB  kept for the backward pass, in 25 arrays"
+    kept = [r for r in report.residuals if not r.argument]
+    tanh = sum(r.name == "tanh" for r in kept)  # how many of them JAX keeps differs between its versions
+    assert tanh > 8 and any(
+        line.strip().startswith(f"{4 * tanh}.0 KiB  {tanh} × float32[8, 128]  tanh") for line in lines
+    )
+    assert lines[-2].strip() == f"{report.kept_bytes / 1024:.1f} KiB  kept for the backward pass, in {len(kept)} arrays"
     assert lines[-1].strip() == "772.0 KiB  in 13 arguments besides, in memory anyway" and len(lines) == 5
     assert (
         str(jaxckpt.residuals(lambda x: 2.0 * x, jnp.ones(3))).strip() == "0 B  kept for the backward pass, in 0 arrays"
