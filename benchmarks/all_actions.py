@@ -28,10 +28,10 @@ from jaxckpt.planner.problems import problem_of
 from jaxckpt.show import plot
 
 MODELS = {
-    "gpt2": "benchmarks/models/gpt.py:gpt2",
-    "resnet50": "benchmarks/models/resnet.py:resnet50",
-    "unet": "benchmarks/models/unet.py:unet",
-    "gpt2, 4 blocks": "benchmarks/models/gpt.py:gpt2",
+    "gpt2": "gpt2",
+    "resnet50": "resnet50",
+    "unet": "unet",
+    "gpt2, 4 blocks": "gpt2",
 }
 SETTINGS = {"gpt2, 4 blocks": {"layers": 4, "batch": 4}}
 BUDGETS = ("30%", "15%")
@@ -203,10 +203,8 @@ def main() -> None:
     rows: list[Row] = []
     for name in options.models:
         factory = factories.load(MODELS[name])
-        functions, args = factories.build(
-            factory, factories.variants_for(factory, chosen=["none"]), settings=SETTINGS.get(name)
-        )
-        rows += planned(name, functions["none"], args, options.budgets, options.target, options.cache)
+        built = variants.build(factory, variants.variants_for(factory, chosen=["none"]), settings=SETTINGS.get(name))
+        rows += planned(name, built.functions["none"], built.args, options.budgets, options.target, options.cache)
     if not options.no_save:
         stored = RESULTS / "all_actions.json"
         known = [Row(**row) for row in json.loads(stored.read_text())["results"]] if stored.is_file() else []
