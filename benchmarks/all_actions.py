@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.reporting import RESULTS, save
-from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, InfeasibleBudgetError, compress, factories
+from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, InfeasibleBudgetError, compress, factories, variants
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Plan, every_region
 from jaxckpt.core.units import format_bytes
