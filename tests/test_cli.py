@@ -156,6 +156,7 @@ def test_plan_prints_the_plan_and_writes_all_files(factory, tmp_path, capsys):
     assert values["times"]["planned"] > 0 and values["times"]["on"] == "cpu"
     page = pathlib.Path(files["html"]).read_text()
     assert "keeps" in page and "data:image/svg+xml" in page
+    assert '"name":"unplanned"' in page and '"name":"planned"' in page  # two timelines
     assert pathlib.Path(files["png"]).read_bytes().startswith(b"\x89PNG")
     # The file is what a training script loads.
     loss, args = load(f"{factory}:model")(layers=8)
@@ -285,13 +286,22 @@ def test_a_file_that_cannot_be_written_is_told_before_any_work(factory, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "model_file.py", "pipe.png"]
 
 
-@pytest.mark.parametrize("option", ["--html", "--plot"])
-@pytest.mark.parametrize("command", ["plan", "compare", "measure"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("plan", "--html"), ("plan", "--plot"), ("compare", "--html"), ("compare", "--plot"), ("measure", "--plot")],
+)
 def test_pictures_without_matplotlib_are_told_before_any_work(factory, capsys, monkeypatch, tmp_path, command, option):
     monkeypatch.setattr(factories, "load", lambda *_: pytest.fail("the model is loaded"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, command, f"{factory}:model", option, str(tmp_path / "out.png"))
     assert (code, out) == (1, "") and "pip install 'jaxckpt[plot]'" in err
+
+
+def test_the_page_of_measure_needs_no_matplotlib(factory, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "measure", f"{factory}:model", "--target", "cpu", "--html", str(tmp_path / "out.html"))
+    assert code == 0, err
+    assert '"name":"this program"' in (tmp_path / "out.html").read_text()
 
 
 @pytest.mark.parametrize("command", [None, *cli.COMMANDS])
