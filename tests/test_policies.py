@@ -165,7 +165,7 @@ def test_a_tag_that_jax_cannot_keep_is_an_error_that_says_why():
     [
         (
             lambda: Policy({"a": "sove"}),
-            "action must be an action, one of recompute, save, offload, compress; got 'sove'. Did you mean 'save'",
+            "action must be an action, one of recompute, save, offload, compress, shard; got 'sove'. Did you mean 'save'",
         ),
         (lambda: Policy({3: SAVE}), "selector must be a tag glob"),
         (lambda: Policy("dots"), "rules must be a mapping, or pairs"),
@@ -284,7 +284,9 @@ def test_a_selector_of_nothing_is_refused_at_once(make):
 
 
 def test_an_action_of_another_kind_is_refused_at_once():
-    with pytest.raises(ArgumentError, match=r"kind must be one of recompute, save, offload, compress; got 'foo'"):
+    with pytest.raises(
+        ArgumentError, match=r"kind must be one of recompute, save, offload, compress, shard; got 'foo'"
+    ):
         jaxckpt.Action("foo")
 
 

@@ -689,7 +689,7 @@ def test_bad_schedules_and_actions() -> None:
     ]:
         with pytest.raises(ArgumentError, match=message):
             run(schedule=schedule)
-    with pytest.raises(ArgumentError, match="carry must be SAVE or OFFLOAD"):
+    with pytest.raises(ArgumentError, match="carry must be SAVE, OFFLOAD or"):
         run(carry=RECOMPUTE)
     with pytest.raises(ArgumentError, match="carry must be an action"):
         run(carry="keep")
