@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
     from matplotlib.text import Annotation
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
     from jaxckpt.core.graph import Graph
@@ -180,6 +181,8 @@ FRONTIER_NOTE = (
     "peak: compiled, with arguments and outputs. predicted: before the plan was compiled. recomputed: FLOPs more "
     "than those of the step without a plan; time: by the target's rates."
 )
+OWN = 7
+"""Columns of a plan itself; those of the way beside it follow."""
 BESIDE_NOTE = " beside it: the cheapest other way that needs no more memory than the plan."
 
 
@@ -219,14 +222,35 @@ def _point_cells(frontier: Frontier, point: Point) -> list[str]:
     return cells
 
 
+class _FrontierTables:
+    """The table of a frontier; two of them, one below the other, where the terminal is too narrow for one."""
+
+    def __init__(self, header: list[str], rows: list[list[str]]) -> None:
+        self.header, self.rows = header, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        every = list(range(len(self.header)))
+        whole = self._table(every)
+        if len(every) <= OWN or console.measure(whole, options=options.update(width=1000)).maximum <= options.max_width:
+            yield whole
+        else:
+            yield self._table(every[:OWN])
+            yield self._table([0, *every[OWN:]])
+
+    def _table(self, places: list[int]) -> Table:
+        shown = table.plain_table()
+        for i in places:
+            shown.add_column(
+                self.header[i], justify="left" if i in (0, OWN) else "right", no_wrap=i != OWN, overflow="fold"
+            )
+        for row in self.rows:
+            shown.add_row(*(Text(row[i]) for i in places))
+        return shown
+
+
 def frontier_view(frontier: Frontier) -> Group:
     """Returns what is printed of a frontier: its table, what the columns mean, and why budgets have no plan."""
-    header, rows = frontier_cells(frontier)
-    shown = table.plain_table()
-    for i, name in enumerate(header):
-        shown.add_column(name, justify="right" if i not in (0, 7) else "left", no_wrap=i != 7, overflow="fold")
-    for row in rows:
-        shown.add_row(*map(Text, row))
+    shown = _FrontierTables(*frontier_cells(frontier))
     unplanned = (
         ""
         if frontier.unplanned.peak_bytes is None

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -90,7 +90,7 @@ def plain_table(**settings: Any) -> Table:
     return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **settings)
 
 
-def titled(title: str, table: Table, note: str = "", advice: str | None = None) -> Group:
+def titled(title: str, table: RenderableType, note: str = "", advice: str | None = None) -> Group:
     """Returns a table with lines of text above and below it. Rich's title and caption cannot be wider than the
     table.
     """

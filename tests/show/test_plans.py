@@ -245,6 +245,17 @@ def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_pla
     assert right[-1].splitlines() == ["a  way 0", "b  way 1", "c  way 2", "d  way 3", "e  near the last"]
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_a_frontier_cuts_no_word(width):
+    frontier = some_frontier()
+    shown = table.to_text(plans.frontier_view(frontier), width)
+    assert max(map(len, shown.splitlines())) <= width
+    header, rows = plans.frontier_cells(frontier)
+    words = shown.split()
+    for cell in [*header, *itertools.chain(*rows)]:
+        assert set(cell.split()) <= set(words), cell
+
+
 def test_labels_of_crowded_points_cover_no_line_and_no_other_label():
     """Ways that lie on the planner's line, and near one another."""
     base = [(90, 2), (70, 15), (50, 40), (40, 90), (30, 200)]
