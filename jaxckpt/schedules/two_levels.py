@@ -477,7 +477,7 @@ class Turns:
         the host.
       at: one a turn: the step of that carry.
       host, device: one a turn and one more: where its events begin among `to_host` and `to_device`.
-      to_host, to_device: (step, slot) of each event.
+      to_host, to_device: step and slot of each event in turn; flat, since a TPU pads rows.
     """
 
     source: np.ndarray
@@ -523,7 +523,7 @@ def turns(levels: TwoLevels) -> Turns:
             rows.append((source, at, *begun))
     ints = lambda values: np.asarray(values, np.int32)
     columns = [ints(column) for column in zip(*rows)]
-    pairs = [ints(events or [(0, 0)]).reshape(-1, 2) for events in (to_host, to_device)]
+    pairs = [ints(events or [(0, 0)]).ravel() for events in (to_host, to_device)]
     return Turns(
         columns[0],
         columns[1],
