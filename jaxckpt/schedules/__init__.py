@@ -37,4 +37,4 @@ from jaxckpt.schedules.segments import sqrt_size as sqrt_size
 from jaxckpt.schedules.slots import Slots as Slots
 from jaxckpt.schedules.two_levels import Transfer as Transfer
 from jaxckpt.schedules.two_levels import TwoLevels as TwoLevels
-from jaxckpt.schedules.two_levels import two_levels as two_levels
+from jaxckpt.schedules.two_levels import optimal_levels as optimal_levels

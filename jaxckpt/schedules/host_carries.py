@@ -92,7 +92,7 @@ class HostCarries:
 
         def keep(home: Home, table: Any, event: Any, state: Any) -> Any:
             at, carry, ys, slots = state
-            stop, slot = table[event, 0], table[event, 1]
+            stop, slot = table[2 * event], table[2 * event + 1]
             carry, ys = lax.fori_loop(at, stop, one, (carry, ys))
             return stop, carry, ys, home.write(slots, carry, slot)
 

@@ -124,8 +124,8 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     >>> describe(1000, Slots(10)).forward_steps
     4637
     >>> print(describe(10_007, Slots(32, host=1024), row=3.0))
-    Slots(32, host=1024) over 10007 steps: keeps 0 carries, at most 0 at once and the residuals of 10 steps; runs the
-    step 20014 times, 1.00 again for each; besides, at most 1001 at once on the host, in 2000 transfers.
+    Slots(32, host=1024) over 10007 steps: keeps 2 carries, at most 2 at once and the residuals of 6 steps; runs the
+    step 23860 times, 1.38 again for each; besides, at most 1024 at once on the host, in 2048 transfers.
     """
     if not is_int(length) or length < 0:
         raise ArgumentError("length", "an int of at least 0", length)

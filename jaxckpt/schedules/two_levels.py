@@ -171,7 +171,7 @@ def _shifted(length: int, slots: int, start: int) -> Iterator[Move]:
 
 
 @functools.lru_cache(maxsize=256)
-def two_levels(length: int, slots: int, host: int, transfer: Transfer) -> TwoLevels:
+def optimal_levels(length: int, slots: int, host: int, transfer: Transfer) -> TwoLevels:
     """Returns the solution that costs least.
 
     Args:
@@ -180,11 +180,11 @@ def two_levels(length: int, slots: int, host: int, transfer: Transfer) -> TwoLev
       host: carries in host memory, at least 0.
       transfer: the costs of the host.
 
-    >>> best = two_levels(100, 3, 10, Transfer(2.0, 2.0))
+    >>> best = optimal_levels(100, 3, 10, Transfer(2.0, 2.0))
     >>> best.extra_steps, best.writes, best.reads, best.leaves
     (235, 10, 10, (1, 10))
-    >>> [two_levels(10007, 32, host, Transfer(0.25, 0.25)).extra_steps for host in (0, 256, 1024, 10007)]
-    [32888, 21356, 18988, 10006]
+    >>> [optimal_levels(10007, 32, host, Transfer(0.25, 0.25)).extra_steps for host in (0, 256, 1024, 10007)]
+    [32888, 19724, 18956, 10006]
     """
     costs = _Costs(length, slots, min(host, length), transfer)
     leaves = _minimum(costs)
@@ -393,7 +393,7 @@ def with_host(plan: Binomial, host: int, cost: float) -> Binomial:
     """
     if not host:
         return plan
-    levels = two_levels(plan.units, plan.slots, host, Transfer(cost / plan.run, cost / plan.run))
+    levels = optimal_levels(plan.units, plan.slots, host, Transfer(cost / plan.run, cost / plan.run))
     if len(levels.leaves) == 1:
         return plan
     return TwoLevelRuns(plan.length, plan.run, levels.device_rows, plan.again, levels)
@@ -418,7 +418,7 @@ def two_level_runs(
 
     >>> best = two_level_runs(10_007, 32, 1024, 0.25, row=3.0)
     >>> best.run, best.units, best.steps
-    (10, 1001, 20014)
+    (6, 1668, 23860)
     """
     enough = -(-length // (host + slots))
     tried = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, enough, enough + 1, -(-length // host) if host else 1, LONGEST_RUN}
@@ -477,7 +477,7 @@ class Turns:
         the host.
       at: one a turn: the step of that carry.
       host, device: one a turn and one more: where its events begin among `to_host` and `to_device`.
-      to_host, to_device: (step, slot) of each event.
+      to_host, to_device: step and slot of each event in turn; flat, since a TPU pads rows.
     """
 
     source: np.ndarray
@@ -523,7 +523,7 @@ def turns(levels: TwoLevels) -> Turns:
             rows.append((source, at, *begun))
     ints = lambda values: np.asarray(values, np.int32)
     columns = [ints(column) for column in zip(*rows)]
-    pairs = [ints(events or [(0, 0)]).reshape(-1, 2) for events in (to_host, to_device)]
+    pairs = [ints(events or [(0, 0)]).ravel() for events in (to_host, to_device)]
     return Turns(
         columns[0],
         columns[1],

@@ -21,7 +21,7 @@ def test_the_guides_code_runs_and_prints_what_it_says(capsys: pytest.CaptureFixt
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, scope)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4 and all(f"    {line}\n" in text for line in printed)
+    assert len(printed) == 5 and all(f"    {line}\n" in text for line in printed)
     assert scope["final"].shape == (64,) and scope["same"]
     assert abs(scope["root"] ** 2 - 2) < 1e-5 and abs(scope["slope"] - 0.5 / 2**0.5) < 1e-4
 

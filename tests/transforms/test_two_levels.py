@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.slots import ORACLE, compiled, counted
 from jaxckpt import OFFLOAD, ArgumentError, Slots, residuals, scan
-from jaxckpt.schedules import Transfer, describe, extra_steps, schedule_from, two_levels
+from jaxckpt.schedules import Transfer, describe, extra_steps, optimal_levels, schedule_from
 from jaxckpt.schedules.body import take_apart
 from jaxckpt.schedules.budget import SlotBudget, everything
 from jaxckpt.schedules.two_levels import LevelCounts, TwoLevelRuns, turns, turns_bytes
@@ -44,7 +44,7 @@ def test_the_optimum_is_the_recursions(slots: int, costs: tuple[float, float]) -
     table = by_recursion(length, slots, host, *costs)
     for m in range(host + 1):
         for steps in range(1, length + 1):
-            best = two_levels(steps, slots, m, Transfer(*costs))
+            best = optimal_levels(steps, slots, m, Transfer(*costs))
             assert best.cost(Transfer(*costs)) == pytest.approx(table[m][steps]), (steps, m, best)
 
 
@@ -79,7 +79,7 @@ def followed(moves: Any, length: int, slots: int, host: int) -> tuple[int, int, 
 @pytest.mark.parametrize("cost", [0.0, 0.25, 2.0])
 def test_its_moves_reverse_the_steps_within_the_slots_at_its_cost(case: tuple[int, int, int], cost: float) -> None:
     length, slots, host = case
-    best = two_levels(length, slots, host, Transfer(cost, cost))
+    best = optimal_levels(length, slots, host, Transfer(cost, cost))
     assert best.host_rows <= host and best.device_rows <= slots
     found = followed(best.moves(), length, max(best.device_rows, 1), best.host_rows)
     assert found == (best.extra_steps, best.writes, best.reads)
@@ -89,7 +89,7 @@ def test_its_moves_reverse_the_steps_within_the_slots_at_its_cost(case: tuple[in
 @pytest.mark.parametrize("case", ORACLE)
 def test_iterations_and_transfers_are_at_most_those_of_hrevolve(case: tuple[int, int, int]) -> None:
     steps, writes, reads = ORACLE[case]
-    best = two_levels(*case, Transfer(2.0, 2.0))
+    best = optimal_levels(*case, Transfer(2.0, 2.0))
     assert best.extra_steps + case[0] <= steps and best.writes <= writes and best.reads <= reads
     assert best.extra_steps < 0.9 * extra_steps(case[0], case[1]), "the host is of use"
 
@@ -97,7 +97,7 @@ def test_iterations_and_transfers_are_at_most_those_of_hrevolve(case: tuple[int,
 @pytest.mark.parametrize("case", [(100, 3, 10), (23, 1, 2)])
 def test_the_compiled_loop_runs_and_moves_as_often_as_the_optimum_says(case: tuple[int, int, int]) -> None:
     length, slots, host = case
-    best = two_levels(length, slots, host, Transfer(2.0, 2.0))
+    best = optimal_levels(length, slots, host, Transfer(2.0, 2.0))
     expected = {"iterations": length + 1 + best.extra_steps, "writes": best.writes, "reads": best.reads}
     assert counted(*case) == expected
     assert best.writes and best.reads
@@ -105,7 +105,7 @@ def test_the_compiled_loop_runs_and_moves_as_often_as_the_optimum_says(case: tup
 
 def test_with_host_slots_for_all_no_iteration_runs_twice_but_to_be_linearised() -> None:
     run = Slots(1, host=40, run_length=1)
-    assert two_levels(29, 1, 40, Transfer(0.25, 0.25)).extra_steps == 28, "the forward pass alone"
+    assert optimal_levels(29, 1, 40, Transfer(0.25, 0.25)).extra_steps == 28, "the forward pass alone"
     assert describe(29, run).forward_steps == 2 * 29 < describe(29, Slots(1, run_length=1)).forward_steps
     told = describe(29, Slots(1, host=40))
     assert told.forward_steps == 2 * 29
