@@ -8,11 +8,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import pathlib
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+
+import jax
+
+from tests.pages.blocks import SLACK
 
 FOLDER = pathlib.Path(__file__).parents[2] / "docs" / "tutorials"
 PAGES = sorted(FOLDER.glob("*.ipynb"))
@@ -21,6 +26,11 @@ PAGES = sorted(FOLDER.glob("*.ipynb"))
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the cells of code."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def slack(notebook: dict[str, Any]) -> float:
+    """Returns how far numbers may be from the stored ones: any way, if another version of JAX stored them."""
+    return SLACK if notebook["metadata"].get("jax") == jax.__version__ else math.inf
 
 
 def stored(cell: dict[str, Any]) -> str:
@@ -49,6 +59,7 @@ def store(page: pathlib.Path) -> None:
         lines = text.splitlines(keepends=True)
         cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
         cell["execution_count"] = number
+    notebook["metadata"]["jax"] = jax.__version__
     page.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
