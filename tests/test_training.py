@@ -37,7 +37,7 @@ def make_step():
     loss, (ws, x) = model()
     return loss, (ws, jax.eval_shape(optimizer.init, ws), x), step_of
 
-def undonated():
+def keeps_arguments():
     loss, args, _ = make_step()
     return loss, args, lambda loss: step_of(loss, ())
 
@@ -111,7 +111,7 @@ def test_a_training_step_is_planned_whole_with_its_state_and_donation(file, tmp_
 
 def test_a_step_that_donates_nothing_says_nothing_of_it_and_needs_more(file, tmp_path, capsys):
     donated, *_ = planned(capsys, tmp_path, f"{file}:make_step", "--budget", "1GiB")
-    plain, out, _ = planned(capsys, tmp_path, f"{file}:undonated", "--budget", "1GiB")
+    plain, out, _ = planned(capsys, tmp_path, f"{file}:keeps_arguments", "--budget", "1GiB")
     assert plain["plan"]["donated_bytes"] == 0 and "donated" not in out
     assert plain["plan"]["peak_bytes"] >= donated["plan"]["peak_bytes"] + donated["plan"]["donated_bytes"] // 2
 
