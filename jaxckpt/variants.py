@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxckpt import training
-from jaxckpt._errors import ArgumentError, FactoryError, did_you_mean
+from jaxckpt._errors import ArgumentError, FactoryError, NotDifferentiableError, did_you_mean
 from jaxckpt.factories import Factory, call, parameters
 from jaxckpt.memory.compare import check_differentiable
 from jaxckpt.memory.gradient import StepMaker, suited
@@ -145,7 +145,11 @@ class Built:
         """
         for fun in self.functions.values():
             if self.step is None:
-                check_differentiable(name, fun, self.args)
+                try:
+                    check_differentiable(name, fun, self.args)
+                except NotDifferentiableError as error:
+                    hint = "If it is a training step, give the loss inside of it: return (fun, args, step)."
+                    raise NotDifferentiableError(f"{error} {hint}") from error
             else:
                 training.check_step(name, self.step, fun, self.args)
 

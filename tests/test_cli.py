@@ -319,6 +319,9 @@ def test_every_help_fits_into_eighty_columns(command, capsys, monkeypatch):
         "measure": "--no-code",
         "compare": "--variants",
         "residuals": "--all",
+        "init": "haiku",
+        "show": "PLAN.json",
+        "diff": "B.json",
     }
     assert wanted.get(command, "can be compiled for") in text
 

@@ -56,7 +56,7 @@ def _regions(first: Plan, second: Plan) -> tuple[list[str], list[str]]:
 
 
 COMMAND = Command(
-    "compare two plans from their files: peaks, bytes, FLOPs, and the regions that differ",
+    "compare two plans from their files: figures, and regions that differ",
     _options,
     _run,
     """\

@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "write a training file to start from: a model, optax's AdamW, dropout, donation, and a plan",
+    "write a training file to start from, with a plan for its training step",
     _options,
     _run,
     """\

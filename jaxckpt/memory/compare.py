@@ -173,8 +173,8 @@ def compare(
       step: makes the training step that is measured from a function: `jax.value_and_grad`, which differentiates with
         respect to the first argument, or a function that also has the optimiser's update.
       time: whether to run each step on the local backend, for any target, with `compiler_options()`. Times are medians
-        of interleaved runs. Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). The
-        step must not donate its arguments.
+        of interleaved runs. Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). A
+        step that donates its arguments gets copies of them, which are not timed.
       cache: where compilers' results are stored: see `jaxckpt.measure`.
       progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
         two seconds. A function is called as `progress(done, total, what)` before each piece of work.
@@ -309,7 +309,7 @@ def time_steps(
     Runs are interleaved (A B C A B C ...), so that a slower machine slows all of them down.
 
     Args:
-      steps: name -> function; the steps must not donate their arguments.
+      steps: name -> function. A step that donates its arguments gets copies of them, which are not timed.
       args: arrays, the arguments of all steps.
       report: called as `report(done, what)` before each step is compiled.
     """
@@ -322,23 +322,36 @@ def time_steps(
     for done in range(ROUNDS[-1]):
         if done >= ROUNDS[0] and (clock.perf_counter() - start) * (done + 1) / done > TIMING_SECONDS:
             break
-        for name, run in compiled.items():
+        for name, prepare in compiled.items():
+            run = prepare()
             before = clock.perf_counter()
             jax.block_until_ready(run())
             runs[name].append(clock.perf_counter() - before)
     return {name: statistics.median(times) for name, times in runs.items()}
 
 
-def _runnable(fun: Callable[..., Any], call: lift.Taken) -> Callable[[], Any]:
-    """Returns a function that runs a step on its arguments. The step is compiled and has run once. The state of objects
-    in the arguments does not change.
+def _runnable(fun: Callable[..., Any], call: lift.Taken) -> Callable[[], Callable[[], Any]]:
+    """Returns a function that prepares a run of a step: it returns a function that runs it on its arguments. The step
+    is compiled and has run once. The state of objects in the arguments does not change.
     """
     args = jax.device_put(call.args)
-    jitted = jax.jit(call.fun, compiler_options=compiler_options() or None)
+    options = compiler_options() or None
+    jitted: Callable[..., Any] = jax.jit(call.fun, compiler_options=options)
     if call.whole and hasattr(fun, "lower"):
-        jitted = fun  # type: ignore[assignment]
-    jax.block_until_ready(jitted(*args))
-    return functools.partial(jitted, *args)
+        jitted = fun.lower(*args).compile(compiler_options=options)
+    first = _copies(args)
+    jax.block_until_ready(jitted(*first))
+    gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(first)]
+    del first
+    if not any(gone):
+        return lambda: functools.partial(jitted, *args)
+    return lambda: functools.partial(jitted, *_copies(args))
+
+
+def _copies(args: Any) -> Any:
+    """Returns arguments with arrays of their own, which a step may take over."""
+    copies = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, args)
+    return jax.block_until_ready(copies)
 
 
 def _row_to_json(row: Row) -> dict[str, Any]:
