@@ -193,7 +193,7 @@ class Host:
                 few = middle
             else:
                 many = middle
-        best += [shared for share in LINK_SHARES if (shared := self._shared(share, limit)) is not None]
+        best += [self._shared(share, limit) for share in LINK_SHARES]
         return min((each for each in best if each is not None), key=self._time)
 
     def _shared(self, share: float, limit: int) -> Solution | None:
