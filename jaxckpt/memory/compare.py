@@ -338,7 +338,7 @@ def _runnable(fun: Callable[..., Any], call: lift.Taken) -> Callable[[], Callabl
     options = compiler_options() or None
     jitted: Callable[..., Any] = jax.jit(call.fun, compiler_options=options)
     if call.whole and hasattr(fun, "lower"):
-        jitted = fun.lower(*args).compile(compiler_options=options)
+        jitted = fun
     first = _copies(args)
     jax.block_until_ready(jitted(*first))
     gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(first)]

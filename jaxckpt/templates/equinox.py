@@ -49,12 +49,12 @@ def loss(model, x, y, key):
 
 
 def step_of(loss):  # takes the loss, returns the training step: a plan replaces the loss
-    def step(model, state, x, y, key):
-        value, grads = eqx.filter_value_and_grad(loss)(model, x, y, key)
+    def step(batch, model, state):  # the batch first: filter_jit donates all but the first argument
+        value, grads = eqx.filter_value_and_grad(loss)(model, *batch)
         updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), state, value
 
-    return eqx.filter_jit(step, donate="all")
+    return eqx.filter_jit(step, donate="all-except-first")
 
 
 def make_step():  # returns the loss, the arguments of the training step, and what makes the step
@@ -62,17 +62,17 @@ def make_step():  # returns the loss, the arguments of the training step, and wh
     model = Model(keys[0])
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     x, y = jax.random.normal(keys[1], (2048, 128)), jax.random.randint(keys[2], 2048, 0, 10)
-    return loss, (model, state, x, y, keys[3]), step_of
+    return loss, ((x, y, keys[3]), model, state), step_of
 
 
 def main():
     plan = jaxckpt.plan(loss, *make_step()[1], budget="60%", step=step_of)
     for name, fun in {"as it is": loss, "planned": plan.apply(loss)}.items():
-        model, state, x, y, key = make_step()[1]
-        peak = jaxckpt.measure(step_of(fun), model, state, x, y, key).peak_bytes
-        step = step_of(fun).lower(model, state, x, y, key).compile(compiler_options=jaxckpt.compiler_options())
+        (x, y, key), model, state = make_step()[1]
+        peak = jaxckpt.measure(step_of(fun), (x, y, key), model, state).peak_bytes
+        step = step_of(fun).lower((x, y, key), model, state).compile(compiler_options=jaxckpt.compiler_options())
         for i in range(20):
-            model, state, value = step(model, state, x, y, jax.random.fold_in(key, i))
+            model, state, value = step((x, y, jax.random.fold_in(key, i)), model, state)
             if i % 5 == 4:
                 print(f"{name:8}  step {i + 1:2}  loss {value:.5f}  peak {peak / 2**20:.1f} MiB")
 
