@@ -15,6 +15,10 @@ class Offload(Action):
     kind = "offload"
     on_host = True
 
+    def admits(self, value: Array) -> bool:
+        """Returns whether the value is an array of numbers: random keys stay where they are."""
+        return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+
     def cost(self, value: Array) -> Cost:
         """Returns the bytes to the host and back."""
         return Cost(host_bytes=2 * value.bytes)

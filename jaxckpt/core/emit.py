@@ -182,7 +182,9 @@ class _Names:
         """
         if action.changes or index in self.moved:
             self.read.add(index)
-            return [_compat.name_equation(operand, result, stored.marker(self(index), action), maker)]
+            return [
+                _compat.name_equation(operand, result, stored.marker(self(index), action, index in self.moved), maker)
+            ]
         if self.whole:
             return [_compat.name_equation(operand, result, self(index), maker)]
         return _compat.kept_equations(operand, result, self(index), maker)
@@ -202,9 +204,9 @@ def _internal_names(body: Body) -> list[str]:
 
 
 def _moved(region: Region) -> Iterator[int]:
-    """Yields the values that tied regions move to the host as they are."""
+    """Yields the values that tied regions move to the host."""
     if region.tied:
-        yield from (index for index, action in region.actions.items() if action.on_host and not action.changes)
+        yield from (index for index, action in region.actions.items() if action.on_host)
     for inner in region.regions:
         yield from _moved(inner)
 
@@ -605,14 +607,10 @@ def _hold_tangents(primals: Any, tangents: Any) -> Any:
 _hold.defjvp(_hold_tangents, symbolic_zeros=True)
 
 
-def _is_stored(index: int, action: Action, names: _Names) -> bool:
-    return action.changes or index in names.moved
-
-
 def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
-    # What is stored is where it is when it is named; see `stored`.
+    # What a tied region moves is on the host when it is named; see `stored`.
     there = {i: action for i, action in actions.items() if action.keeps}
-    offloaded = [names(i) for i, action in there.items() if action.on_host and not _is_stored(i, action, names)]
+    offloaded = [names(i) for i, action in there.items() if action.on_host and i not in names.moved]
     saved = [name for name in map(names, there) if name not in offloaded]
     return _compat.keep_names(saved, offloaded)
 

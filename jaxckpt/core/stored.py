@@ -62,9 +62,15 @@ _THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPP
 """Programs in which markers are reached; while loops have no derivative."""
 
 
-def marker(name: str, action: Action) -> str:
-    """Returns the name that marks a value: an internal name, and the action by which it is kept."""
-    text = base64.urlsafe_b64encode(json.dumps(action.to_json()).encode()).decode()
+def marker(name: str, action: Action, moved: bool = False) -> str:
+    """Returns the name that marks a value: an internal name, and the action by which it is kept.
+
+    Args:
+      name: the internal name.
+      action: the action.
+      moved: whether what is kept is moved to the host here. `jax.checkpoint` moves it, by its name, if not.
+    """
+    text = base64.urlsafe_b64encode(json.dumps([action.to_json(), moved]).encode()).decode()
     return f"{_MARKER}{text}@{name}"
 
 
@@ -73,13 +79,16 @@ def unmarked(name: str) -> str:
     return name.removeprefix(_MARKER).partition("@")[2] if name.startswith(_MARKER) else name
 
 
-def marked(eqn: Any) -> tuple[str, Action] | None:
-    """Returns the name under which what an equation marks is kept, and the action; None where it is no marker."""
+def marked(eqn: Any) -> tuple[str, Action, bool] | None:
+    """Returns the name under which what an equation marks is kept, the action, and whether what is kept is moved to the
+    host here; None where it is no marker.
+    """
     name = _compat.equation_name(eqn)
     if name is None or not name.startswith(_MARKER):
         return None
     text, _, plain = name.removeprefix(_MARKER).partition("@")
-    return plain, action_from(json.loads(base64.urlsafe_b64decode(text)))
+    action, moved = json.loads(base64.urlsafe_b64decode(text))
+    return plain, action_from(action), moved
 
 
 def is_lossy(action: Action, dtype: Any) -> bool:
@@ -197,7 +206,7 @@ class _Storing:
                 results, found[place] = self._inside(eqn, inside, [_read(env, atom) for atom in eqn.invars])
                 env.update(zip(eqn.outvars, results))
                 continue
-            name, action = mark
+            name, action, moves = mark
             value = eqn.invars[0]
             if value in again:
                 # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
@@ -205,9 +214,9 @@ class _Storing:
                 env[eqn.outvars[0]] = _read(env, value)
             elif _is_saved(action, value.aval.dtype):
                 env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
-            elif self.storing and action.on_host:
+            elif self.storing and moves:
                 env[eqn.outvars[0]] = x = _read(env, value)
-                found[name] = action.encode(x)
+                found[name] = _in(jax.memory.Space.Host, action.encode(x))
                 moved.append(name)
             elif self.storing:
                 # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
@@ -216,7 +225,8 @@ class _Storing:
                 env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
             else:
                 assert kept is not None, "the forward pass kept what is marked"
-                env[eqn.outvars[0]] = _checked(action, action.decode(kept[name], value.aval), value.aval)
+                there = _in(jax.memory.Space.Device, kept[name]) if moves else kept[name]
+                env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
             again.add(eqn.outvars[0])
         return _after(moved, [_read(env, atom) for atom in jaxpr.outvars], found), found
 
@@ -293,15 +303,12 @@ class _Storing:
 
     def _cond(self, programs: list[Any], kept: Any, operands: list[Any]) -> tuple[list[Any], list[StoredValues]]:
         index, *inputs = operands
-        keeps = [
-            jax.eval_shape(functools.partial(self._branch, programs, kept, place), *inputs)[1]
-            for place in range(len(programs))
-        ]
+        keeps = [_typed(lambda *xs, i=i: self._branch(programs, kept, i, *xs)[1], inputs) for i in range(len(programs))]
 
         def branch(place: int) -> Any:
             def run(*xs: Any) -> tuple[list[Any], list[StoredValues]]:
                 results, found = self._branch(programs, kept, place, *xs)
-                others = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), each) for each in keeps]
+                others = [jax.tree.map(_zeros, each) for each in keeps]
                 return results, [*others[:place], found, *others[place + 1 :]]
 
             return run
@@ -311,6 +318,24 @@ class _Storing:
 
     def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], StoredValues]:
         return self.program(programs[place], None if kept is None else kept[place], inputs)
+
+
+def _in(space: Any, arrays: Any) -> Any:
+    """Returns arrays in a memory; random keys stay where they are."""
+    move = lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.device_put(x, space)
+    return jax.tree.map(move, arrays)
+
+
+def _typed(fun: Any, args: Sequence[Any]) -> Any:
+    """Returns a function's results as types, which say in which memory each array is."""
+    traced, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    types = [var.aval for var in _compat.open_jaxpr(traced).outvars]
+    return jax.tree.unflatten(jax.tree.structure(shapes), types)
+
+
+def _zeros(aval: Any) -> Any:
+    """Returns zeros of a type, in the same memory."""
+    return _in(aval.memory_space, jnp.zeros(aval.shape, aval.dtype))
 
 
 def _after(moved: Sequence[str], results: list[Any], found: StoredValues) -> list[Any]:

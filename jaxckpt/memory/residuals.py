@@ -20,6 +20,7 @@ from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import is_operand
+from jaxckpt.core.primitives import Holds
 from jaxckpt.core.units import counted, format_bytes
 
 
@@ -157,6 +158,23 @@ def _path(path: tuple[Any, ...]) -> str:
     return f"args[{path[0].idx}]{jax.tree_util.keystr(path[1:])}"
 
 
+def _passed_on(eqn: Any, place: int) -> int | None:
+    """Returns the place of the operand that a call returns as it is at a place of its results; None if it does not."""
+    programs = surgery.programs(eqn)
+    if len(programs) != 1 or primitives.of(eqn.primitive.name).holds not in _ONCE:
+        return None
+    inner = _compat.open_jaxpr(programs[0])
+    result = inner.outvars[place]
+    if len(inner.invars) != len(eqn.invars) or isinstance(result, _compat.Literal):
+        return None
+    origin = _Makers(inner).origin(result)
+    return inner.invars.index(origin) if origin in inner.invars else None
+
+
+_ONCE = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
+"""Operations that run their program once, with their operands for its inputs."""
+
+
 class _Makers:
     """The equation of a jaxpr that makes each variable, and the name of each variable."""
 
@@ -170,18 +188,18 @@ class _Makers:
         }
 
     def origin(self, var: Any) -> Any:
-        """Returns the variable that `var` is a copy of: through names, barriers and the rounding of residuals by
-        JAX.
+        """Returns the variable that `var` is a copy of: through names, barriers, the rounding of residuals by JAX, and
+        calls that return an operand as it is.
         """
         while (eqn := self.makers.get(var)) is not None:
+            place: int | None = eqn.outvars.index(var)
             if _compat.equation_name(eqn) is None and not primitives.is_same(
                 eqn.primitive.name, eqn.params, var.aval.dtype
             ):
+                place = _passed_on(eqn, eqn.outvars.index(var))
+            if place is None or isinstance(eqn.invars[place], _compat.Literal):
                 break
-            operand = eqn.invars[eqn.outvars.index(var)]
-            if isinstance(operand, _compat.Literal):
-                break
-            var = operand
+            var = eqn.invars[place]
         return var
 
     def describe(self, var: Any) -> tuple[str, str]:

@@ -26,6 +26,11 @@ def run(w, x, schedule="none", **how):
     return jnp.sum(h**2) + jnp.sum(ys) + 0 * count
 
 
+def _floats(report):
+    """Returns the bytes that are kept but for the counter's."""
+    return sum(r.bytes for r in report.residuals if not r.argument and r.dtype != jnp.int32)
+
+
 @pytest.mark.parametrize("carry", [compress("bfloat16"), compress("int8") | OFFLOAD], ids=repr)
 @pytest.mark.parametrize(("schedule", "kept"), [("every", 12), (4, 3), (5, 2), ((2, 3, 2), 2)], ids=str)
 def test_carries_are_kept_in_another_form(carry, schedule, kept):
@@ -34,7 +39,7 @@ def test_carries_are_kept_in_another_form(carry, schedule, kept):
         lambda x: compress(carry.to_json()["parts"][0]["form"] if carry.on_host else carry.form).encode(x), X
     )
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape))
-    less = found[SAVE].kept_bytes - found[carry].kept_bytes
+    less = _floats(found[SAVE]) - _floats(found[carry])
     assert less == kept * (WIDE - one)
     small = lambda w, x: run(w, x, schedule, carry=carry)
     (got, gradient), (value, exact) = (jax.value_and_grad(f)(W, X) for f in (small, run))
