@@ -108,9 +108,9 @@ def check_step(name: str, step: StepMaker, fun: Callable[..., Any], args: tuple[
       args: of the step.
 
     Raises:
-      FactoryError: `step(fun)` is no function, or it returns no state: nothing with the shape and dtype of any
-        parameter that it differentiates with respect to. A compiler leaves out what is computed and not returned, so
-        such a step would keep nothing and need nothing.
+      FactoryError: `step(fun)` is no function, or it returns no state: nothing with the shape and dtype of any of its
+        arguments, or of a parameter that the loss is differentiated with respect to. A compiler leaves out what is
+        computed and not returned, so such a step would keep nothing and need nothing.
     """
     made = step(fun)
     if not callable(made):
@@ -123,6 +123,8 @@ def check_step(name: str, step: StepMaker, fun: Callable[..., Any], args: tuple[
     seen = observe(fun, step, args)
     given = jax.tree.leaves((seen.args, seen.kwargs))
     parameters = Counter((given[place].shape, given[place].dtype) for place in seen.differentiated)
+    # The loss may get its parameters in another dtype, or as parts of one vector: the step's own arguments count too.
+    parameters.update((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype"))
     out = lift.attempt(made, args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
     returned = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(out) if leaf.shape)
     shaped = Counter({kind: count for kind, count in parameters.items() if kind[0]})

@@ -163,12 +163,16 @@ class Action(metaclass=_Kinds):
         return Cost()
 
     def encode(self, x: Any) -> Any:
-        """Returns what is kept of an array, as a pytree of arrays. Used only if `changes`."""
-        raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
+        """Returns what is kept of an array, as a pytree of arrays: itself, unless the action `changes` it."""
+        if self.changes:
+            raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
+        return x
 
     def decode(self, stored: Any, like: Any) -> Any:
         """Returns the array for the backward pass from the result of `encode`, with the shape and dtype of `like`."""
-        raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
+        if self.changes:
+            raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
+        return stored
 
     def error(self, dtype: Any) -> float:
         """Returns the largest relative error of a restored value of a dtype; 0 if it is exact."""

@@ -86,7 +86,9 @@ class Compress(Action):
         """Returns the bytes of the numbers and of their scales."""
         *outer, last = value.shape
         scales = 0 if self._form.most is None else math.ceil(last / self.block) * _wide(value.dtype).itemsize
-        return math.prod(outer) * (math.ceil(last * self._form.bits / 8) + scales)
+        whole = math.prod(outer) * (math.ceil(last * self._form.bits / 8) + scales)
+        share = value.bytes / max(math.prod(value.shape) * value.dtype.itemsize, 1)  # that one device has
+        return math.ceil(whole * share)
 
     def cost(self, value: Array) -> Cost:
         """Returns some operations for each number, and that the value is read, and what is stored written and read."""

@@ -23,14 +23,6 @@ class Offload(Action):
         """Returns the bytes to the host and back."""
         return Cost(host_bytes=2 * value.bytes)
 
-    def encode(self, x: Any) -> Any:
-        """Returns the array in host memory."""
-        return jax.device_put(x, jax.memory.Space.Host)
-
-    def decode(self, stored: Any, like: Any) -> Any:
-        """Returns the array in device memory."""
-        return jax.device_put(stored, jax.memory.Space.Device)
-
     def refusal(self, target: Any) -> str:
         """Returns that a CPU has no other memory to move values to; "" for other targets."""
         if target.platform != "cpu":

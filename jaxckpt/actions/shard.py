@@ -109,7 +109,7 @@ class Shard(Action):
         Raises:
           ArgumentError: there is no mesh; an axis is not in it, or the array is distributed over it already.
         """
-        aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+        aval = jax.typeof(x) if isinstance(x, jax.Array) else x
         own = getattr(getattr(aval, "sharding", None), "mesh", None)
         scope = jax.sharding.get_abstract_mesh()
         mesh = scope if own is None or own.empty else own

@@ -291,16 +291,16 @@ Judged by steps of GPT-2 and of the U-Net: 0.1 to 1 MiB each, so a thousand plan
 
 LINK_PRICES = (0.01, 0.05, 0.2, 0.7)
 """Seconds of work that a second of the host's link may cost where a stretch is looked at for what to move to the host:
-little where the link has room, more where it is nearly full. At 1 a transfer that nothing hides is paid. Judged by the
-models of benchmarks/ on an H100."""
+little where the link has room, more where it is nearly full. At 1 a transfer that nothing hides is paid. No
+measurement is on record."""
 
 LINK_STEPS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0)
 """The same, of a whole plan, rising: the least at which the link is not more than full is taken for the first stages,
-and the one before it for the others. Judged by the models of benchmarks/ on an H100."""
+and the one before it for the others. No measurement is on record."""
 
 LINK_FULL = 0.97
 """How much of the step's seconds the planner's model lets the host's link be at work, so that the traced step, whose
-seconds differ a little, finds it at most full. Judged by the models of benchmarks/ on an H100."""
+seconds differ a little, finds it at most full. No measurement is on record."""
 
 LINK_SHARES = (1.0, 0.6, 0.3)
 """Shares of the link that one stage may take, where plans are also looked for with such a bound: loops would take more

@@ -334,8 +334,10 @@ def _typed(fun: Any, args: Sequence[Any]) -> Any:
 
 
 def _zeros(aval: Any) -> Any:
-    """Returns zeros of a type, in the same memory."""
-    return _in(aval.memory_space, jnp.zeros(aval.shape, aval.dtype))
+    """Returns zeros of a type, in the same memory; within `jax.shard_map` they vary over the same axes."""
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    axes = tuple(getattr(_compat.varying_axes(aval), "varying", ()))
+    return _in(aval.memory_space, lax.pcast(zeros, axes, to="varying") if axes else zeros)
 
 
 def _after(moved: Sequence[str], results: list[Any], found: StoredValues) -> list[Any]:

@@ -114,6 +114,7 @@ class _Adaptive:
             except InfeasibleBudgetError as error:
                 if trouble is None:
                     raise
+                restore()
                 raise trouble.given_up(f"No tighter plan is feasible: {error}") from error
             except jax.errors.JaxRuntimeError as error:
                 if not is_out_of_memory(error):

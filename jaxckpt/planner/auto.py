@@ -268,6 +268,7 @@ class _Auto:
         self.ahead: dict[Any, Any] = {}  # key without shardings -> key with them, (args, kwargs) that `plan` was given
         self.peaks: dict[Any, int] = {}  # key -> bytes of the last plan's step
         self.caps: dict[Any, int] = {}  # key -> the most bytes since a step ran out of memory
+        self.given_up: set[Any] = set()  # keys whose stored plan is one that was tried in vain
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the function's value, by its plan."""
@@ -312,6 +313,8 @@ class _Auto:
             before = self.caps.pop(source, None)
             if most is not None:
                 self.caps[source] = most
+            elif before is not None:
+                self.given_up.add(source)
             for each in {key, source}:
                 _plans_of(self).pop(each, None)
         return before
@@ -397,7 +400,9 @@ class _Auto:
             bytes_ = functools.partial(budget_bytes, budget, unplanned=_unasked, target=settings.target)
             budget = cap if normal(budget).endswith("%") else min(bytes_(), cap)
         file = None if self.folder is None else self.folder / self._file_name(fun, shapes)
-        if file is not None and (stored := self._load(file, fun, shapes, budget, cap)) is not None:
+        vain = key in self.given_up
+        self.given_up.discard(key)
+        if file is not None and not vain and (stored := self._load(file, fun, shapes, budget, cap)) is not None:
             self.peaks[key] = _peak(stored)
             return stored
         make = functools.partial(

@@ -157,6 +157,7 @@ def plan(
         tile=tile,
         cache=cache,
         progress=progress,
+        collectives=verify,
     )
     return problem.plan(budget, verify=verify, solver=solver, progress=progress)
 

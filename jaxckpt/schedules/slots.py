@@ -50,10 +50,10 @@ class Slots(LoopSchedule):
     kind: ClassVar[str] = "slots"
 
     count: int
-    host: int = 0
-    transfer: float = TRANSFER
     run_length: int | None = None
     actions: Mapping[int, Action] | None = None
+    host: int = 0
+    transfer: float = TRANSFER
 
     __hash__ = LoopSchedule.__hash__
 

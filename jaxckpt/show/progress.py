@@ -59,7 +59,9 @@ def _bar(title: str) -> tuple[Any, Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
-    bar = Bar(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
+    # What the user's function prints stays where it goes: the bar may start in the middle of it.
+    alone: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+    bar = Bar(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4, **alone)
     task = bar.add_task(title, total=None)
     return bar, lambda done, total, what: bar.update(task, completed=done, total=total, description=what or title)
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.actions import SAVE, Action, action_from
+from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
@@ -105,7 +105,7 @@ def scan(
     policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
     known = schedule_of(0, schedule)
-    if action.changes and (budget is not None or not isinstance(known, Nested)):
+    if (action.changes or action not in (SAVE, OFFLOAD)) and (budget is not None or not isinstance(known, Nested)):
         rule = "SAVE or OFFLOAD with Slots, with schedules of your own, and with a budget"
         raise ArgumentError("carry", rule, action, "Use a schedule of segments, such as 'sqrt'.")
     taken = take_apart(f, init, xs, length, reverse, unroll)

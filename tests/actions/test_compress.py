@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -244,3 +245,11 @@ def test_unrolled_layers_need_less_by_what_is_kept_less(target, form):
         measured(action, target, scanned=False).peak_bytes for action in (RECOMPUTE, SAVE, compress(form))
     )
     assert saved - small > 0.75 * (saved - nothing) > 0
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+def test_a_value_that_several_devices_share_is_made_smaller_on_each(form):
+    whole = Value(0, (64, 256), np.dtype("float32"), 64 * 256 * 4)
+    part = dataclasses.replace(whole, bytes=whole.bytes // 8)
+    assert admitted(compress(form), part) == compress(form)
+    assert compress(form).device_bytes(part) == compress(form).device_bytes(whole) // 8

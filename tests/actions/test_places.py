@@ -191,3 +191,20 @@ def test_masks_of_relu_and_dropout_take_a_bit_a_value_and_gradients_are_bitwise_
     assert count[SAVE] - count[compress("bits")] == 3 * 2 * (X.size - X.size // 8)
     got, exact = (jax.grad(loss(masks(a)), 1)(W, X) for a in (compress("bits"), SAVE))
     np.testing.assert_array_equal(got, exact)
+
+
+def test_a_branch_inside_of_a_shard_map():
+    mesh = jax.make_mesh((1,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = P("m")
+
+    def fun(w, x):
+        def body(w, x):
+            hidden = lambda x: jnp.sin(tag(jnp.tanh(x @ w), "h")) @ w.T
+            return jax.lax.cond(jnp.sum(x) > 0, hidden, lambda x: 2 * x, x)
+
+        return jnp.sum(jax.shard_map(body, mesh=mesh, in_specs=(P(), spec), out_specs=spec)(w, x) ** 2)
+
+    args = jnp.ones((16, 16)) / 20, jnp.ones((8, 16))
+    exact = jax.grad(fun)(*args)
+    got = jax.grad(jaxckpt.checkpoint(fun, policy=Policy({"h": compress("bfloat16")})))(*args)
+    assert 0 < float(jnp.max(jnp.abs(got - exact))) < 0.01 * float(jnp.max(jnp.abs(exact)))
