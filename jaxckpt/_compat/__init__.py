@@ -38,6 +38,7 @@ from jaxckpt._compat.jaxprs import (
     fresh_var,
     inner_jaxprs,
     is_jaxpr,
+    is_own_file,
     is_unspecified,
     jaxpr_consts,
     jaxpr_title,

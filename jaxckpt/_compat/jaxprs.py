@@ -260,6 +260,11 @@ def is_unspecified(sharding: Any) -> bool:
     return sharding is None or isinstance(sharding, UnspecifiedValue)
 
 
+def is_own_file(path: str) -> bool:
+    """Returns whether a file is one of jaxckpt's own; its models are programs like those of users."""
+    return path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
+
+
 def source_line(eqn: Any) -> str:
     """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
 
@@ -267,7 +272,7 @@ def source_line(eqn: Any) -> str:
     """
     first = None
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if frame.file_name.startswith(_PACKAGE):
+        if is_own_file(frame.file_name):
             continue
         first = first or frame
         if not any(library in frame.file_name for library in _LIBRARIES):
@@ -277,6 +282,8 @@ def source_line(eqn: Any) -> str:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PROGRAMS = (_PACKAGE + "models" + os.sep, _PACKAGE + "templates" + os.sep)
+"""Folders of programs like those of users."""
 _LIBRARIES = tuple(f"site-packages/{name}/" for name in ("flax", "optax", "haiku", "equinox", "chex", "einops"))
 
 

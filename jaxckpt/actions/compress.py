@@ -106,7 +106,7 @@ class Compress(Action):
         finite = jnp.isfinite(wide)
         largest = _in_blocks(jnp.abs(jnp.where(finite, wide, 0)), self.block).max(-1)
         scales = largest / form.most
-        scales = jnp.where(scales >= jnp.finfo(scales.dtype).tiny, scales, 1)
+        scales = jnp.maximum(scales, jnp.finfo(scales.dtype).tiny)
         scaled = wide / _spread(scales, self.block, x.shape[-1])
         numbers = jnp.where(finite, jnp.clip(scaled, -form.most, form.most), scaled)
         if not form.uniform:

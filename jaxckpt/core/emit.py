@@ -139,6 +139,7 @@ class _Names:
             set()
         )  # values that the derivative of their own operation reads, and those kept as something else
         self.moved: frozenset[int] = frozenset()  # values that tied regions move to the host
+        self.beside: frozenset[int] = frozenset()  # values of regions that keep some value in another form
         self.shared: dict[Any, tuple[Any, Any, list[int]]] = {}  # calls that have been given names, see `_call`
         self.same: dict[int, int] = {}  # value -> the one whose name it has, where two calls are one program
         taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
@@ -160,6 +161,7 @@ class _Names:
         self.loops = {address: {loop.op: loop for loop in each} for address, each in by_body(loops).items()}
         self.prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else True
         self.moved = frozenset(index for region in regions for index in _moved(region))
+        self.beside = frozenset(index for region in regions for index in _beside(region))
         for address in {*self.regions, *self.loops}:
             for depth in range(len(address) + 1):
                 self.addresses[id(graph.at(address[:depth]))] = address[:depth]
@@ -180,7 +182,7 @@ class _Names:
         """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line
         of `maker`.
         """
-        if action.changes or index in self.moved:
+        if action.changes or index in self.moved or index in self.beside:
             self.read.add(index)
             return [
                 _compat.name_equation(operand, result, stored.marker(self(index), action, index in self.moved), maker)
@@ -209,6 +211,14 @@ def _moved(region: Region) -> Iterator[int]:
         yield from (index for index, action in region.actions.items() if action.on_host)
     for inner in region.regions:
         yield from _moved(inner)
+
+
+def _beside(region: Region) -> dict[int, Action]:
+    """Returns what a region keeps, if it keeps some value in another form: all of that is stored by the exact forward
+    pass. Named alone, a value that is computed from another one would be kept as it is when that one is restored.
+    """
+    actions = _all_actions(region)
+    return actions if any(action.changes for action in actions.values()) else {}
 
 
 def _all_actions(region: Region) -> dict[int, Action]:

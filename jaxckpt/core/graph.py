@@ -495,6 +495,11 @@ def parameters_text(op: Op) -> str:
     The programs of custom rules are not in it: two rules for functions of one name and one program have one text.
     """
     params = {name: stable(param) for name, param in sorted(op.params.items())}
+    if "sharding" in params and op.primitive != "sharding_constraint":
+        # How arguments lie over automatic axes is no part of a program, but JAX writes their mesh into some operations.
+        axes = getattr(getattr(op.params["sharding"], "mesh", None), "axis_types", ())
+        if jax.sharding.AxisType.Explicit not in axes:
+            params["sharding"] = "None"
     if primitives.of(op.primitive).holds is primitives.Holds.RULE:
         params["rule"] = _compat.jaxpr_title(op.params["call_jaxpr"])
     return str(params)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,6 @@ NODES = 2000
 DEPTH = 6
 """Steps from the function to an object that is looked at."""
 _LIBRARIES = ("site-packages", "dist-packages")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HINT = "Return the value instead (has_aux=True in the gradient), or keep it in an nnx.Variable of an argument."
 
 
@@ -147,7 +145,7 @@ def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields what a Python object holds that a function may change: (the way to it, it)."""
     if isinstance(value, types.FunctionType):
         code = value.__code__
-        if code.co_filename.startswith(_PACKAGE):
+        if _compat.is_own_file(code.co_filename):
             yield name, getattr(value, "__wrapped__", None)
             return
         if any(library in code.co_filename for library in _LIBRARIES):

@@ -212,7 +212,7 @@ class _Storing:
                 # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
                 # it runs.
                 env[eqn.outvars[0]] = _read(env, value)
-            elif _is_saved(action, value.aval.dtype):
+            elif not (action.changes or moves) or _is_saved(action, value.aval.dtype):
                 env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
             elif self.storing and moves:
                 env[eqn.outvars[0]] = x = _read(env, value)

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from jaxckpt import _compat
 from jaxckpt._errors import UnreadableDumpError
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory import collectives
@@ -578,13 +579,15 @@ class _Sources:
         return f"{own[0][0]}:{own[0][1]}" if own else ""
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, _PACKAGE + os.sep)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or re.search(r"[/\\](site|dist)-packages[/\\]", file) is not None
+    if file.startswith(_PACKAGE):
+        return _compat.is_own_file(file)
+    return file.startswith(_STDLIB) or re.search(r"[/\\](site|dist)-packages[/\\]", file) is not None
 
 
 # xla.PrimitiveType

@@ -427,6 +427,7 @@ def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple
             or _unplaced(str(error), target)
             or _compat.unknown_option(error)
             or _option_error(str(error), options)
+            or _foreign_options(str(error), target)
         )
         if refusal is None:
             raise
@@ -440,6 +441,19 @@ def _unplaced(message: str, target: Target) -> ArgumentError | None:
     hint = "JAX takes the devices of a program from its arguments; a jax.sharding.AbstractMesh names none."
     rule = f"with the sharding of the function's mesh (jax.sharding.NamedSharding) on at least one, for {target.name}"
     return ArgumentError("args", rule, "arguments that lie nowhere in particular", hint)
+
+
+def _foreign_options(text: str, target: Target) -> ArgumentError | None:
+    """Returns what is wrong where a step carries the compiler options of a CPU, and is compiled for something else."""
+    if target.platform == "cpu" or "opt-barrier" not in text:
+        return None
+    hint = "Options that jax.jit is given go to every compiler. Give them to the function that you run, not in `step`."
+    return ArgumentError(
+        "fun",
+        f"without the CPU's compiler options, to be compiled for {target.name}",
+        "a jitted function with some",
+        hint,
+    )
 
 
 def _option_error(text: str, options: Mapping[str, Any]) -> ArgumentError | None:

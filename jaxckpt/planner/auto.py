@@ -42,6 +42,7 @@ from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import calls, problems
 from jaxckpt.planner.budget import DEVICE, budget_bytes, check_budget, normal, resident_bytes
 from jaxckpt.planner.calls import Call
+from jaxckpt.planner.measured import step_graph
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
 from jaxckpt.planner.watch import watch_here
@@ -458,7 +459,8 @@ class _Auto:
     def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
         """Returns the peak of the step without a plan, as its trace lets one expect."""
         step = suited(self.settings.step, fun, shapes)
-        return graph_peak(trace(step(fun), *shapes), target_of(self.settings.target).platform)
+        target = target_of(self.settings.target)
+        return graph_peak(step_graph(step(fun), shapes, target), target.platform)
 
     def _load(
         self, file: pathlib.Path, fun: Callable[..., Any], shapes: tuple[Any, ...], budget: Any, cap: int | None
@@ -485,7 +487,7 @@ class _Auto:
         facts = {
             "format": FORMAT,
             "compilers": surroundings(),
-            "step": trace(step(fun), *shapes).fingerprint,
+            "step": step_graph(step(fun), shapes, target_of(settings.target)).fingerprint,
             "shardings": [
                 str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None
             ],

@@ -106,6 +106,14 @@ class Try:
         return self.report is not None and self.compiled <= budget
 
 
+def step_graph(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Graph:
+    """Returns a training step as traced for a target: JAX traces one that is jitted with compiler options in no other
+    way.
+    """
+    stage: Any = traced_for(step, args, target) if hasattr(step, "trace") else None
+    return graph_of(stage.jaxpr, rules=True) if hasattr(stage, "jaxpr") else trace(step, *args)
+
+
 class Measured:
     """A function analysed for one step and target. What is compiled or traced of it once is at hand from then on.
 
@@ -157,7 +165,7 @@ class Measured:
         """
         if is_sharded(self.args):
             return self.argument_bytes
-        graph = trace(self.step(self.fun), *self.args)
+        graph = step_graph(self.step(self.fun), self.args, self.target)
         used = {index for op in graph.ops for index in op.inputs} | set(graph.body.outputs)
         unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
         return self.argument_bytes - sum(value.bytes for value in unused)
@@ -246,7 +254,7 @@ class Measured:
                 compiled = self.measure_planned(self.model.plan(least))
         if compiled is None or not compiled.collectives:
             return NOTHING
-        graph = self.model.shards.applied(trace(self.step(self.fun), *self.args))
+        graph = self.model.shards.applied(step_graph(self.step(self.fun), self.args, self.target))
         return sent(compiled.collectives, graph, self.target, planned)
 
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:

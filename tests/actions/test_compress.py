@@ -253,3 +253,31 @@ def test_a_value_that_several_devices_share_is_made_smaller_on_each(form):
     part = dataclasses.replace(whole, bytes=whole.bytes // 8)
     assert admitted(compress(form), part) == compress(form)
     assert compress(form).device_bytes(part) == compress(form).device_bytes(whole) // 8
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "int8"])
+def test_a_value_saved_beside_a_compressed_one_is_the_forward_passes_own(form):
+    def fun(x, w, scale):
+        hidden = tag(jnp.tanh(x), "hidden")
+        row = tag(jnp.argmax(hidden @ w, -1), "row")
+        y = tag(hidden @ w, "y")
+        return jnp.sum(jnp.sin(y * scale)) + jnp.sum(jnp.take_along_axis(y * scale, row[:, None], 1))
+
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(64, 128), (128, 256)]))
+    args = x, w, jnp.ones((64, 256))
+    kept = jaxckpt.checkpoint(fun, policy=Policy({"hidden": compress(form), "row": SAVE, "y": SAVE}))
+    exact = jax.grad(fun, (0, 1, 2))(*args)
+    got = jax.grad(kept, (0, 1, 2))(*args)
+    np.testing.assert_allclose(got[2], exact[2], rtol=1e-5, atol=1e-5)  # it is made of what is saved alone
+    assert all(np.isfinite(leaf).all() for leaf in got)
+    saved = jaxckpt.checkpoint(fun, policy=Policy({"hidden": SAVE, "row": SAVE, "y": SAVE}))
+    matmuls = [executions(jax.grad(f, (0, 1, 2)), *args)["dot_general"] for f in (kept, saved)]
+    assert matmuls[0] == matmuls[1]
+
+
+@pytest.mark.parametrize("form", ["float16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"])
+def test_tiny_numbers_do_not_vanish(form):
+    x = jnp.full((1, 128), 1e-33, jnp.float32)
+    action = compress(form)
+    back = action.decode(action.encode(x), jax.typeof(x))
+    assert float(jnp.max(jnp.abs(back - x))) <= action.error(x.dtype) * 1e-33

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt.core.graph import trace
@@ -70,3 +72,27 @@ def test_the_llama_computes_the_same_under_a_plan():
     planned = problem.model.plan(problem.table.solution(frontier[len(frontier) // 3][0])).apply(loss)
     for got, wanted in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(f))(*args)) for f in (planned, loss))):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5 * (1e-6 + float(jnp.max(jnp.abs(wanted)))))
+
+
+def test_programs_that_name_the_mesh_of_their_arguments_are_planned():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.ones((2048, 64)), NamedSharding(mesh, P("data")))
+
+    def loss(w, x):
+        for _ in range(6):
+            h = jnp.tanh(jnp.tanh(x @ w) @ w)
+            x = x + jnp.where(h > 0, h, jnp.zeros_like(h))
+        return jnp.mean(x**2)
+
+    def make_step(loss):
+        def step(w, x):
+            value, gradient = jax.value_and_grad(loss)(w, x)
+            return w - 0.1 * gradient, value
+
+        return jax.jit(step, donate_argnums=0, compiler_options=jaxckpt.compiler_options("cpu"))
+
+    for step in (jax.value_and_grad, make_step):
+        plan = jaxckpt.plan(loss, jnp.eye(64), x, budget="85%", target="cpu", step=step)
+        assert plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+        sharded, single = (jax.grad(plan.apply(loss))(jnp.eye(64), a) for a in (x, jnp.ones((2048, 64))))
+        np.testing.assert_allclose(sharded, single, rtol=1e-5)
