@@ -156,7 +156,7 @@ def test_plan_prints_the_plan_and_writes_all_files(factory, tmp_path, capsys):
     assert values["times"]["planned"] > 0 and values["times"]["on"] == "cpu"
     page = pathlib.Path(files["html"]).read_text()
     assert "keeps" in page and "data:image/svg+xml" in page
-    assert '"name":"unplanned"' in page and '"name":"planned"' in page  # two timelines
+    assert '"name":"without a plan"' in page and '"name":"planned"' in page  # two timelines
     assert pathlib.Path(files["png"]).read_bytes().startswith(b"\x89PNG")
     # The file is what a training script loads.
     loss, args = load(f"{factory}:model")(layers=8)

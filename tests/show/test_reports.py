@@ -37,9 +37,9 @@ def test_a_plan_has_the_live_bytes_of_the_step_with_it_and_without(compiled, tmp
 def test_a_plan_writes_a_page_of_its_own_and_shows_in_a_notebook(compiled, tmp_path):
     compiled.to_html(tmp_path / "plan.html")
     written = (tmp_path / "plan.html").read_text()
-    for heading in ("Peaks", "Live bytes over the step", "What is kept where", "Largest buffers at the peak"):
+    for heading in ("Peaks", "Every buffer over the step", "What is kept where", "Largest buffers at the peak"):
         assert f"<h2>{heading}</h2>" in written
-    assert written.count("<img") == 2 and "http" not in written.replace("http://www.w3.org", "")
+    assert written.count("<img") == 1 and "http" not in written.replace("http://www.w3.org", "")
     shown = compiled._repr_html_()
     assert shown == compiled.report._repr_html_() and shown.count("<img") == 1 and "keeps" in shown
     loaded = Plan.from_json(compiled.to_json())  # what the compiler said is not saved, only its peaks
