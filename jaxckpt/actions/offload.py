@@ -25,7 +25,7 @@ class Offload(Action):
 
     def refusal(self, target: Any) -> str:
         """Returns that a CPU has no other memory to move values to; "" for other targets."""
-        if target.platform != "cpu":
+        if target.host_is_apart:
             return ""
         return "A CPU's memory is the host's memory: nothing would be freed. Leave it out, or plan for another target."
 

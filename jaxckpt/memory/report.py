@@ -445,7 +445,7 @@ def _unplaced(message: str, target: Target) -> ArgumentError | None:
 
 def _foreign_options(text: str, target: Target) -> ArgumentError | None:
     """Returns what is wrong where a step carries the compiler options of a CPU, and is compiled for something else."""
-    if target.platform == "cpu" or "opt-barrier" not in text:
+    if "Unsupported instruction opcode: opt-barrier" not in text:
         return None
     hint = "Options that jax.jit is given go to every compiler. Give them to the function that you run, not in `step`."
     return ArgumentError(

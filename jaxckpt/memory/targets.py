@@ -110,6 +110,11 @@ class Target:
         return self._chip.host_bandwidth
 
     @property
+    def host_is_apart(self) -> bool:
+        """Whether host memory is another one than the device's: not on a CPU."""
+        return PLATFORMS[self.platform].host_is_apart
+
+    @property
     def link_bandwidth(self) -> float:
         """Bandwidth from one device to others along one axis of a mesh in bytes/s, in one direction."""
         return self._chip.link_bandwidth

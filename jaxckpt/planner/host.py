@@ -55,7 +55,7 @@ def host_budget_bytes(host_budget: int | str | None, target: Target) -> int | No
         count = host_budget
     if count < 0:
         raise ArgumentError("host_budget", RULE, host_budget)
-    if target.platform == "cpu":
+    if not target.host_is_apart:
         hint = "A CPU's memory is the host's memory: leave host_budget out, or plan for another target."
         raise ArgumentError("host_budget", f"None for {target.name}, which has no other memory", host_budget, hint)
     return count

@@ -44,6 +44,7 @@ class Platform(abc.ABC):
       local_extra: the extra of jaxckpt that uses a device of this machine.
       fusing: how its compiler fuses.
       needs_assignment: whether figures of memory depend on the buffer assignment that the compiler dumps.
+      host_is_apart: whether host memory is another one than the device's.
       code_in_memory: whether the code of a program is in the device's memory, too.
       overstated: by how much the estimate of a step with checkpoints as people write them may be above its compiled
         peak.
@@ -55,6 +56,7 @@ class Platform(abc.ABC):
     local_extra: str = ""
     fusing: Fusing = Fusing()
     needs_assignment: bool = False
+    host_is_apart: bool = True
     code_in_memory: bool = False
     overstated: float = OVERSTATED
 

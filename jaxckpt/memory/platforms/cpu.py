@@ -18,6 +18,7 @@ class Cpu(Platform):
     name = "cpu"
     backend = "cpu"
     fusing = Fusing(stores_shared=True)
+    host_is_apart = False
 
     def parse(self, text: str) -> Place | None:
         """Returns None: the only CPU is that of this machine."""
