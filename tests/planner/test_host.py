@@ -125,8 +125,8 @@ def test_a_host_budget_bounds_what_is_moved():
 def test_a_scan_moves_what_its_iterations_keep():
     ws, x = shapes(rows=8192)
     stacked = jax.tree.map(lambda *leaves: jax.ShapeDtypeStruct((LAYERS, *leaves[0].shape), leaves[0].dtype), *ws)
-    made = jaxckpt.plan(scanned, stacked, x, budget="45%", target="cuda:h100", actions=(RECOMPUTE, SAVE, OFFLOAD))
-    plain = jaxckpt.plan(scanned, stacked, x, budget="45%", target="cuda:h100")
+    made = jaxckpt.plan(scanned, stacked, x, budget="40%", target="cuda:h100", actions=(RECOMPUTE, SAVE, OFFLOAD))
+    plain = jaxckpt.plan(scanned, stacked, x, budget="40%", target="cuda:h100")
     assert made.overhead < plain.overhead and made.measured_bytes <= made.budget
     assert made.report.measured_host_bytes > 0 and made.report.host_share <= 1
 
