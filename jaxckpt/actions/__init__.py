@@ -5,7 +5,6 @@ them.
 from jaxckpt.actions.base import KINDS as KINDS
 from jaxckpt.actions.base import Action as Action
 from jaxckpt.actions.base import Array as Array
-from jaxckpt.actions.base import Composed as Composed
 from jaxckpt.actions.base import Cost as Cost
 from jaxckpt.actions.base import action_from as action_from
 
@@ -28,6 +27,4 @@ from jaxckpt.actions.shard import shard as shard
 
 def given(action: Action, value: Array) -> Action:
     """Returns the action if it admits the value, and SAVE otherwise; of a composition the parts that admit it."""
-    if isinstance(action, Composed):
-        return action.given(value) or SAVE
-    return action if action.admits(value) else SAVE
+    return action.given(value) or SAVE

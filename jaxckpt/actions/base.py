@@ -138,6 +138,10 @@ class Action(metaclass=_Kinds):
         """Returns whether the action can be used for a value. Other values are saved as they are."""
         return True
 
+    def given(self, value: Array) -> Action | None:
+        """Returns the action as it is used for a value, this one unless the value says more; None if it cannot be."""
+        return self if self.admits(value) else None
+
     def device_bytes(self, value: Array) -> int:
         """Returns the bytes that are kept of a value in device memory, for one execution."""
         return 0 if self.on_host or not self.keeps else value.bytes
@@ -264,11 +268,13 @@ class Composed(Action):
 
     def given(self, value: Array) -> Action | None:
         """Returns the composition of the parts that admit what they get of a value; None if there are none."""
-        parts, arrays = [], [value]
+        parts: list[Action] = []
+        arrays: list[Array] = [value]
         for part in self.parts:
-            if any(map(part.admits, arrays)):
-                parts.append(part)
-                arrays = _kept_by(part, arrays)
+            found = next(filter(None, map(part.given, arrays)), None)
+            if found is not None:
+                parts.append(found)
+                arrays = _kept_by(found, arrays)
         return composed(parts) if parts else None
 
     def admits(self, value: Array) -> bool:

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxckpt._errors import ArgumentError, ForwardModeError, did_you_mean
 from jaxckpt.actions.base import Action, Array, Cost
+from jaxckpt.actions.narrow import Narrow
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,37 @@ FORMS: dict[str, Form] = {
 BLOCK = 128
 """Numbers that share a scale, unless asked otherwise."""
 
+RANDOM_FLOPS = 110.0
+"""Operations for 32 random bits of threefry, two of which a block of 20 rounds makes: five a round, and its keys."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compress(Action):
-    """Keeps the value in fewer bits; see `compress`."""
+    """Keeps the value in fewer bits; see `compress`.
+
+    Attributes:
+      form: one of FORMS.
+      block: numbers that share a scale.
+      key: of rounding at random: the name of a generator and the key's words; None to round to the nearest.
+    """
 
     form: str
     block: int = BLOCK
+    key: Any = None
 
     kind = "compress"
     changes = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.form, str) or self.form not in FORMS:
-            hint = did_you_mean(str(self.form), FORMS)
-            raise ArgumentError("form", f"one of {', '.join(FORMS)}", self.form, hint)
+            known = [*FORMS, "narrow"]
+            raise ArgumentError("form", f"one of {', '.join(known)}", self.form, did_you_mean(str(self.form), known))
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ArgumentError("block", "an int of at least 1: numbers that share a scale", self.block)
+        if self.key is not None:
+            if not self._form.error:
+                raise ArgumentError("key", f"None for {self.form!r}, which rounds nothing", self.key)
+            object.__setattr__(self, "key", _words(self.key))
 
     @property
     def _form(self) -> Form:
@@ -93,26 +109,43 @@ class Compress(Action):
     def cost(self, value: Array) -> Cost:
         """Returns some operations for each number, and that the value is read, and what is stored written and read."""
         count = math.prod(value.shape)
-        return Cost(flops=8.0 * count, memory_bytes=value.bytes + 2.0 * self.device_bytes(value))
+        random = 0.0 if self.key is None else RANDOM_FLOPS
+        reads = 1 if self.key is None else 2  # once more for the sum of its bits
+        return Cost((8.0 + random) * count, reads * value.bytes + 2.0 * self.device_bytes(value))
 
     def encode(self, x: Any) -> Any:
         """Returns (numbers, scales), or the numbers alone where nothing is scaled."""
         form = self._form
         if self.form == "bits":
             return jnp.packbits(x, axis=-1)
-        if form.most is None:
+        if form.most is None and self.key is None:
             return x.astype(form.dtype)
         wide = x.astype(_wide(x.dtype))
         finite = jnp.isfinite(wide)
+        if form.most is None:
+            return jnp.where(finite, self._rounded(wide, x), wide).astype(form.dtype)
         largest = _in_blocks(jnp.abs(jnp.where(finite, wide, 0)), self.block).max(-1)
         scales = largest / form.most
         scales = jnp.maximum(scales, jnp.finfo(scales.dtype).tiny)
         scaled = wide / _spread(scales, self.block, x.shape[-1])
-        numbers = jnp.where(finite, jnp.clip(scaled, -form.most, form.most), scaled)
+        numbers = self._rounded(jnp.clip(scaled, -form.most, form.most), x)
+        numbers = jnp.where(finite, jnp.clip(numbers, -form.most, form.most), scaled)
         if not form.uniform:
             return numbers.astype(form.dtype), scales
-        whole = jnp.where(finite, jnp.round(numbers), -form.most - 1).astype(jnp.int8)
+        whole = jnp.where(finite, numbers, -form.most - 1).astype(jnp.int8)
         return (_packed(whole) if form.bits == 4 else whole), scales
+
+    def _rounded(self, numbers: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns numbers of the form: rounded, at random with a key. Without one the cast to a float's form rounds."""
+        if self.key is None:
+            return jnp.round(numbers) if self._form.uniform else numbers
+        chance = _uniform(self.key, x, numbers.dtype)
+        if self._form.uniform:
+            return jnp.floor(numbers + chance)
+        info = jnp.finfo(self._form.dtype)
+        _, exponent = jnp.frexp(numbers)
+        step = jnp.maximum(exponent - 1, info.minexp) - info.nmant  # of the form at this number: its power of two
+        return jnp.ldexp(jnp.floor(jnp.ldexp(numbers, -step) + chance), step)
 
     def decode(self, stored: Any, like: Any) -> Any:
         """Returns the array, with the shape and dtype of `like`."""
@@ -120,7 +153,7 @@ class Compress(Action):
         if self.form == "bits":
             return jnp.unpackbits(stored, axis=-1, count=last).astype(bool)
         if form.most is None:
-            return stored.astype(like.dtype)
+            return (stored if self.key is None else _once(stored, self)).astype(like.dtype)
         numbers, scales = _once(stored, self)
         if form.uniform:
             whole = _unpacked(numbers, last) if form.bits == 4 else numbers
@@ -132,14 +165,21 @@ class Compress(Action):
         """Returns the largest error of a restored number, its rounding to the dtype counted: relative to itself; for
         "int8" and "int4" relative to the largest number of its block.
         """
-        return self._form.error + (float(jnp.finfo(dtype).eps) / 2 if self._form.error else 0.0)
+        times = 1 if self.key is None else 2
+        return times * self._form.error + (float(jnp.finfo(dtype).eps) / 2 if self._form.error else 0.0)
+
+    def parameters(self) -> dict[str, Any]:
+        """Returns the form, the block, and the words of the key if there is one."""
+        key = {} if self.key is None else {"key": list(self.key)}
+        return {"form": self.form, "block": self.block, **key}
 
     def __repr__(self) -> str:
         scaled = self._form.most is not None and self.block != BLOCK
-        return f"compress({self.form!r}{f', block={self.block}' if scaled else ''})"
+        key = "" if self.key is None else f", key={self.key}"
+        return f"compress({self.form!r}{f', block={self.block}' if scaled else ''}{key})"
 
 
-def compress(form: str, *, block: int = BLOCK) -> Action:
+def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     """Returns the action that keeps a value in fewer bits.
 
     The forward pass stays exact. The backward pass starts from what is restored.
@@ -154,10 +194,11 @@ def compress(form: str, *, block: int = BLOCK) -> Action:
     `"int8"`           1/4 and scales            at most 1/254 of its block's largest
     `"int4"`           1/8 and scales            at most 1/14 of its block's largest
     `"bits"`           of booleans 1 bit each    none
+    `"narrow"`         of int32 1/4 or 1/2       none
     =================  ========================  =========================================================
 
-    To that comes the rounding to the value's own dtype. Second derivatives pass "bfloat16" and "bits" alone; with the
-    other forms they raise ForwardModeError.
+    To that comes the rounding to the value's own dtype. Second derivatives pass "bfloat16", "bits" and "narrow" alone;
+    with the other forms they raise ForwardModeError.
 
     A block is `block` neighbours on the last axis, which `block` need not divide. Its scale takes its largest number to
     the largest of the form, so that nothing overflows; it is a float32 (a float64 for float64). Infinities and NaN come
@@ -165,12 +206,24 @@ def compress(form: str, *, block: int = BLOCK) -> Action:
     that the form does not make smaller are saved as they are: scalars, integers, keys, complex numbers, and numbers
     that are no wider.
 
+    "narrow" keeps integers in the narrowest dtype that holds all that they can be, as far as the program shows it:
+    indices from `argmax`, `argsort`, `top_k` and `arange`, remainders, counts, and what `clip` bounds. An int32 index
+    into 256 experts takes one byte. Integers of which the program does not show that they fit are saved as they are.
+
+    With a `key`, numbers are rounded up or down at random, so that a restored number is right on average (stochastic
+    rounding); the errors above double. The sum of a value's bits is folded into the key. So other values, and the
+    values of other steps, get other random numbers, and equal values the same. A GPU spends some 100 operations a
+    number on it. Second derivatives do not pass it.
+
     Args:
       form: see above.
       block: how many numbers share a scale.
+      key: a key such as `jax.random.key(0)`, to round at random; None to round to the nearest. It is a part of the
+        action: no key that is being traced.
 
     Raises:
-      ArgumentError: there is no such form, or `block` is no int of at least 1.
+      ArgumentError: there is no such form, `block` is no int of at least 1, `key` is no key, or there is a key for a
+        form that rounds nothing.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxckpt
@@ -181,7 +234,11 @@ def compress(form: str, *, block: int = BLOCK) -> Action:
     >>> sum(each.bytes for each in kept.residuals if each.name == "hidden")  # of 32 x 256 float32 numbers
     8448
     """
-    return Compress(form, block)
+    if form == "narrow":
+        if key is not None:
+            raise ArgumentError("key", "None for 'narrow', which rounds nothing", key)
+        return Narrow()
+    return Compress(form, block, key)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -196,6 +253,43 @@ def _twice(action: Compress, primals: Any, tangents: Any) -> Any:
         f"{action!r} keeps values for one derivative, and a second one was asked for: no derivative passes the rounding. "
         'Where a gradient is differentiated again, keep these values by SAVE or compress("bfloat16").'
     )
+
+
+def _words(key: Any) -> tuple[Any, ...]:
+    """Returns a key as the name of its generator and its words.
+
+    Raises:
+      ArgumentError: it is no single key, or it is being traced.
+    """
+    rule = "one key whose numbers are known: jax.random.key(0)"
+    if isinstance(key, jax.core.Tracer):
+        hint = "Make it outside of the functions that are differentiated or jitted. Each value and each step draws its own bits."
+        raise ArgumentError("key", rule, key, hint)
+    if isinstance(key, (tuple, list)) and key and isinstance(key[0], str):
+        name, *words = key
+        if words and all(isinstance(word, int) and not isinstance(word, bool) and 0 <= word < 2**32 for word in words):
+            return (name, *words)
+        raise ArgumentError("key", rule, key)
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        name, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
+    elif dtype == jnp.uint32:
+        name, data = str(jax.random.key_impl(jax.random.wrap_key_data(key))), key
+    else:
+        raise ArgumentError("key", rule, key)
+    if data.ndim != 1:
+        raise ArgumentError("key", rule, key, "It has several keys: index one.")
+    return (name, *map(int, data))
+
+
+def _uniform(key: tuple[Any, ...], x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns numbers from [0, 1), other ones for each value and step: the sum of the value's bits is folded in."""
+    name, *words = key
+    made = jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl=name)
+    words_of = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    bits = lax.bitcast_convert_type(x, words_of)
+    made = jax.random.fold_in(made, bits.astype(jnp.uint32).sum(dtype=jnp.uint32))
+    return jax.random.uniform(made, x.shape, dtype)
 
 
 def _wide(dtype: Any) -> Any:

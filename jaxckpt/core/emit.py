@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
-from jaxckpt.actions import SAVE, Action
+from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import looks, primitives, reads, stored, surgery
 from jaxckpt.core.constants import MUCH
 from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
@@ -178,12 +178,17 @@ class _Names:
         index = self.same.get(index, index)
         return f"{self.prefix}{index}:{self.graph.values[index].label}"
 
+    def given(self, index: int, action: Action) -> Action:
+        """Returns an action as this program's value can have it: a plan can be for other numbers than these."""
+        return given(action, self.graph.values[index]) if action.changes else action
+
     def equations(self, operand: Any, result: Any, index: int, maker: Any, action: Action) -> list[Any]:
         """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line
         of `maker`.
         """
         if action.changes or index in self.moved or index in self.beside:
             self.read.add(index)
+            action = self.given(index, action)
             return [
                 _compat.name_equation(operand, result, stored.marker(self(index), action, index in self.moved), maker)
             ]
@@ -406,10 +411,13 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
     by identity.
     """
     own = sorted(_own_values(body) - set(body.inputs))
-    given = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
-    key = (id(original), tuple((i, actions[index]) for i, index in enumerate(own) if index in actions))
-    given = given or id(body) in names.addresses
-    if not given and key in names.shared:
+    has_names = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
+    key = (
+        id(original),
+        tuple((i, names.given(index, actions[index])) for i, index in enumerate(own) if index in actions),
+    )
+    has_names = has_names or id(body) in names.addresses
+    if not has_names and key in names.shared:
         _, new, first = names.shared[key]
         names.same.update(zip(own, first))
         names.read.update(index for index, other in zip(own, first) if other in names.read)
@@ -418,7 +426,7 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
         return _traced(original, body, names, actions)
     eqns = [e for group in _rewrite(body, names, actions) for e in group]
     new = _compat.like(original, surgery.with_equations(body.jaxpr, eqns), _compat.jaxpr_consts(original))
-    if not given:
+    if not has_names:
         names.shared[key] = original, new, own
     return new
 

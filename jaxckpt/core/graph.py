@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core import primitives, reads
+from jaxckpt.core import intervals, primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.primitives import Result
@@ -51,6 +51,8 @@ class Value:
         while loops, are not.
       equation: the equation of the jaxpr that makes it, or None.
       within: the scopes of the calls that the equation stands in, where calls are not written out.
+      interval: of integers, the least and the greatest that it can hold, as far as the program shows: see
+        `jaxckpt.core.intervals`. None for others.
     """
 
     index: int
@@ -67,6 +69,7 @@ class Value:
     addressable: bool = True
     equation: Any = field(default=None, repr=False)
     within: str = field(default="", repr=False)
+    interval: tuple[int, int] | None = field(default=None, repr=False)
 
     @functools.cached_property
     def source(self) -> str:
@@ -346,6 +349,7 @@ class _Builder:
             "bytes": aval_bytes(aval),
             "tags": [],
             "label": "",
+            "interval": intervals.of_dtype(getattr(aval, "dtype", None)),
         }
         raw |= {"primitive": "", **facts}
         raw.setdefault("kind", "intermediate")
@@ -384,15 +388,28 @@ class _Builder:
         facts = {"repeats": place.repeats, "equation": eqn}
         made = {**facts, "primitive": primitive, "params": params, "flops": flops, "within": place.scope}
         results: Sequence[int | None] = bodies[0].outputs if call else [None] * len(eqn.outvars)
+        within = self._intervals(primitive, eqn, operands, params)
         outputs = tuple(
-            self._value(var.aval, addressable=place.addressable, **made) if result is None else result
-            for var, result in zip(eqn.outvars, results)
+            self._value(var.aval, addressable=place.addressable, interval=interval, **made)
+            if result is None
+            else result
+            for var, result, interval in zip(eqn.outvars, results, within)
         )
         values.update(zip(eqn.outvars, outputs))
         if rule is not None:
             self._label(rule, operands, outputs, bodies[0])
         moved = sum(self.values[i]["bytes"] for i in inputs + outputs)
         return Op(index, primitive, inputs, outputs, MappingProxyType(params), flops, moved, bodies=bodies, **facts)
+
+    def _intervals(
+        self, primitive: str, eqn: Any, operands: Sequence[int | None], params: Mapping[str, Any]
+    ) -> list[intervals.Interval | None]:
+        """Returns the intervals of an equation's results."""
+        known = [
+            intervals.of_literal(var.val) if operand is None else self.values[operand]["interval"]
+            for var, operand in zip(eqn.invars, operands)
+        ]
+        return intervals.of_results(primitive, known, eqn, params)
 
     def _label(self, rule: Rule, operands: Sequence[int | None], outputs: Sequence[int], forward: Body) -> None:
         """Gives the values of an opened rule their tags, and its residuals the operations that make them."""

@@ -176,7 +176,45 @@ def test_a_second_derivative_is_right_or_an_error(form):
             second(small)
 
 
+@pytest.mark.parametrize("form", FLOATS)
+def test_rounding_at_random_is_right_on_average_and_within_twice_the_error(form):
+    x = jax.random.normal(jax.random.key(5), (2, 130)) * jnp.array([[1e-20], [3.0]])
+    nearest, whole = compress(form), np.abs(np.asarray(x)).max(-1, keepdims=True)
+    roundings = jnp.stack([restored(compress(form, key=jax.random.key(seed)), x) for seed in range(60)])
+    errors = np.asarray(roundings, np.float64) - np.asarray(x)
+    unit = whole if FORMS[form].uniform else np.abs(np.asarray(x))
+    bound = compress(form, key=jax.random.key(0)).error(x.dtype)
+    assert np.all(np.abs(errors) <= unit * bound + whole * 2.0**-13 * (FORMS[form].most is not None))
+    of_mean, of_nearest = np.abs(errors.mean(0)), np.abs(np.asarray(restored(nearest, x), np.float64) - np.asarray(x))
+    assert of_mean.mean() < 0.5 * of_nearest.mean() and np.all(of_mean <= whole * bound / 3)
+
+
+def test_a_key_draws_other_bits_for_other_values_and_the_same_for_equal_ones():
+    action, x = compress("int4", key=jax.random.key(0)), jax.random.normal(jax.random.key(5), (64, 128))
+    noise = lambda x: np.asarray(restored(action, x) - x)
+    np.testing.assert_array_equal(noise(x), noise(x))
+    rolled = np.roll(noise(jnp.roll(x, 1, 0)), -1, 0)  # the same numbers in other places
+    assert np.abs(np.corrcoef(noise(x).ravel(), noise(x * 1.0001).ravel())[0, 1]) < 0.9
+    assert np.mean(rolled != noise(x)) > 0.2
+
+
+def test_a_key_in_a_policy_in_a_scan_and_under_vmap():
+    action = compress("int8", key=jax.random.key(3))
+    block = jaxckpt.checkpoint(loss, policy=Policy({"hidden": action}))
+    value, gradient = jax.value_and_grad(block)(W, X)
+    expected_value, expected = jax.value_and_grad(loss)(W, X)
+    assert value == expected_value and 0 < jnp.linalg.norm(gradient - expected) < 0.02 * jnp.linalg.norm(expected)
+    rows = lambda fun: jax.vmap(jax.grad(fun), (None, 0))(W, X[:, None])
+    assert jnp.linalg.norm(rows(block) - rows(loss)) < 0.02 * jnp.linalg.norm(rows(loss))
+    with pytest.raises(ForwardModeError, match="keeps values for one derivative"):
+        half = jaxckpt.checkpoint(loss, policy=Policy({"hidden": compress("bfloat16", key=jax.random.key(3))}))
+        jax.grad(lambda w: jnp.sum(jax.grad(half)(w, X) ** 2))(W)
+
+
 def test_it_is_a_value():
+    keyed = compress("int8", key=jax.random.key(7))
+    assert keyed == compress("int8", key=jax.random.PRNGKey(7)) != compress("int8", key=jax.random.key(8))
+    assert action_from(keyed.to_json()) == keyed and eval(repr(keyed)) == keyed and keyed != compress("int8")
     assert compress("int8") == compress("int8", block=128) != compress("int8", block=64)
     assert compress("int8") != compress("int4") and "compress" in KINDS
     for action in (compress("float8_e4m3fn"), compress("int4", block=32)):
@@ -192,6 +230,10 @@ def test_it_is_a_value():
         (lambda: compress("int8", block=0), "block must be an int of at least 1"),
         (lambda: compress("int8", block=True), "block must be an int of at least 1"),
         (lambda: compress("int8", block=2.5), "block must be an int of at least 1"),  # type: ignore[arg-type]
+        (lambda: compress("int8", key=0), "key must be one key"),
+        (lambda: compress("int8", key=jax.random.split(jax.random.key(0))), "index one"),
+        (lambda: compress("bits", key=jax.random.key(0)), "None for 'bits', which rounds nothing"),
+        (lambda: jax.jit(lambda key: compress("int8", key=key))(jax.random.key(0)), "Make it outside"),
         (lambda: action_from("compress"), "compress with the parameters that it has"),
     ],
 )

@@ -1,0 +1,307 @@
+"""The interval that the integers of a value lie in, as far as the program shows it: an index of an axis, a rank, a
+remainder, a count of booleans.
+
+Intervals follow the operations by one table of rules. A rule gets the intervals of the operands, and returns that of
+every result, or None where nothing is known. Arithmetic that may wrap around in its dtype has no interval. What the
+table does not name has the interval of its dtype, which no operation leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Interval = tuple[int, int]
+"""The least and the greatest integer, both included."""
+Intervals = Sequence[Interval | None]
+Rule = Callable[[Intervals, Any, Mapping[str, Any]], Interval | None]
+"""(the operands' intervals, the equation, its parameters) -> the interval of each result; None for not known."""
+
+
+def of_dtype(dtype: Any) -> Interval | None:
+    """Returns the interval of a dtype of integers or booleans; None for others.
+
+    >>> of_dtype(np.dtype("int8"))
+    (-128, 127)
+    """
+    if not isinstance(dtype, np.dtype):
+        return None  # keys
+    if dtype == np.bool_:
+        return 0, 1
+    if not np.issubdtype(dtype, np.integer):
+        return None
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def of_literal(value: Any) -> Interval | None:
+    """Returns the interval of a number that stands in the program; None if it is no integer."""
+    array = np.asarray(value)
+    if array.size == 0 or of_dtype(array.dtype) is None:
+        return None
+    return int(array.min()), int(array.max())
+
+
+def of_results(primitive: str, operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> list[Interval | None]:
+    """Returns the interval of each result of an equation; None where it is no integer.
+
+    Args:
+      primitive: the name of its primitive.
+      operands: their intervals; None where one is no integer.
+      eqn: the equation.
+      params: its parameters.
+    """
+    if primitive in _EACH_RESULT:
+        found = _EACH_RESULT[primitive](operands, eqn)
+    else:
+        rule = TABLE.get(primitive)
+        found = [None if rule is None else rule(operands, eqn, params)] * len(eqn.outvars)
+    return [
+        _within(var.aval.dtype if hasattr(var.aval, "dtype") else None, each) for var, each in zip(eqn.outvars, found)
+    ]
+
+
+def _within(dtype: Any, interval: Interval | None) -> Interval | None:
+    """Returns the interval if the dtype holds all of it, else the dtype's: results that do not fit wrap around."""
+    whole = of_dtype(dtype)
+    if whole is None or interval is None:
+        return whole
+    return interval if whole[0] <= interval[0] and interval[1] <= whole[1] else whole
+
+
+# ------------------------------------------------------------------------------------------------------ the rules
+
+
+def _hull(operands: Intervals) -> Interval | None:
+    known = [each for each in operands if each is not None]
+    if len(known) < len(operands) or not known:
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _some(*places: int) -> Rule:
+    """One of the operands at these places, element by element."""
+    return lambda operands, eqn, params: _hull([operands[place] for place in places])
+
+
+def _all(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    return _hull(operands)
+
+
+def _corners(combine: Callable[[int, int], int]) -> Rule:
+    """Of two operands, where the extremes of the result are at extremes of the operands."""
+
+    def rule(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+        left, right = operands
+        if left is None or right is None:
+            return None
+        found = [combine(a, b) for a in left for b in right]
+        return min(found), max(found)
+
+    return rule
+
+
+def _sizes(axes: Any, eqn: Any) -> list[int]:
+    return [eqn.invars[0].aval.shape[axis] for axis in axes]
+
+
+def _axis_index(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    return 0, max(math.prod(_sizes(params["axes"], eqn)) - 1, 0)
+
+
+def _iota(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    return 0, max(params["shape"][params["dimension"]] - 1, 0)
+
+
+def _times(interval: Interval | None, least: int, most: int) -> Interval | None:
+    """A sum of `least` to `most` numbers of an interval."""
+    if interval is None:
+        return None
+    low, high = interval
+    return min(low * most, low * least), max(high * most, high * least)
+
+
+def _sum(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    count = math.prod(_sizes(params["axes"], eqn))
+    return _times(operands[0], count, count)
+
+
+def _cumulative(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    return _times(operands[0], 1, max(*_sizes([params["axis"]], eqn), 1))
+
+
+def _clamp(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    least, x, most = operands
+    if least is None or x is None or most is None:
+        return None
+    low, high = (min(max(x[end], least[end]), most[end]) for end in (0, 1))
+    return low, high
+
+
+def _rem(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    """The sign is that of the dividend; the result is smaller than the divisor. By zero it is the dividend or -1."""
+    x, divisor = operands
+    if x is None or divisor is None or divisor[0] <= 0 <= divisor[1]:
+        return None
+    most = max(abs(divisor[0]), abs(divisor[1])) - 1
+    return (0 if x[0] >= 0 else max(-most, x[0])), (0 if x[1] <= 0 else min(most, x[1]))
+
+
+def _divided(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    x, divisor = operands
+    if x is None or divisor is None or divisor[0] <= 0 <= divisor[1]:
+        return None
+    found = [(abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) for a in x for b in divisor]
+    found += [0] if x[0] <= 0 <= x[1] else []
+    return min(found), max(found)
+
+
+def _compared(certain: Callable[[Interval, Interval], bool], never: Callable[[Interval, Interval], bool]) -> Rule:
+    """A comparison that is true, or false, of all that the operands can be."""
+
+    def rule(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+        left, right = operands
+        if left is None or right is None:
+            return None
+        return (1, 1) if certain(left, right) else (0, 0) if never(left, right) else (0, 1)
+
+    return rule
+
+
+def _below(left: Interval, right: Interval) -> bool:
+    return left[1] < right[0]
+
+
+def _not_above(left: Interval, right: Interval) -> bool:
+    return left[1] <= right[0]
+
+
+def _equal(left: Interval, right: Interval) -> bool:
+    return left == right and left[0] == left[1]
+
+
+def _apart(left: Interval, right: Interval) -> bool:
+    return left[1] < right[0] or right[1] < left[0]
+
+
+def _turned(of: Callable[[Interval, Interval], bool]) -> Callable[[Interval, Interval], bool]:
+    return lambda left, right: of(right, left)
+
+
+def _selected(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    which, *cases = operands
+    return _hull(cases if which is None else cases[max(which[0], 0) : which[1] + 1])
+
+
+def _not(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    (x,) = operands
+    boolean = eqn.invars[0].aval.dtype == np.bool_
+    return None if x is None else (1 - x[1], 1 - x[0]) if boolean else (-1 - x[1], -1 - x[0])
+
+
+def _negative(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    return None if operands[0] is None else (-operands[0][1], -operands[0][0])
+
+
+def _masked(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    """`and` of two numbers of which one is not negative is between 0 and that one."""
+    bounds = [each[1] for each in operands if each is not None and each[0] >= 0]
+    return (0, min(bounds)) if bounds else None
+
+
+def _right(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    x, by = operands
+    if x is None or by is None or x[0] < 0 or by[0] < 0:
+        return None
+    return 0, x[1] >> min(by[0], 64)
+
+
+def _gathered(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    """An element of the operand, or what stands for one that is not there."""
+    mode = str(params["mode"])
+    if operands[0] is None or "FILL" not in mode.upper():
+        return operands[0]
+    fill = params.get("fill_value")
+    return None if fill is None else _hull([operands[0], of_literal(fill)])
+
+
+def _own(operands: Intervals, eqn: Any) -> list[Interval | None]:
+    """Each result is made of the elements of the operand in its place."""
+    return list(operands)
+
+
+def _extremes(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    return operands[0] if math.prod(_sizes(params["axes"], eqn)) else None  # of nothing it is the dtype's extreme
+
+
+def _top(operands: Intervals, eqn: Any) -> list[Interval | None]:
+    size = eqn.invars[0].aval.shape[eqn.params.get("axis", -1)]
+    return [operands[0], (0, max(size - 1, 0))]
+
+
+def _split(operands: Intervals, eqn: Any) -> list[Interval | None]:
+    return [operands[0]] * len(eqn.outvars)
+
+
+_FIRST = _some(0)
+_ROWS: tuple[tuple[str, Rule], ...] = (
+    ("iota", _iota),
+    ("argmax argmin", _axis_index),
+    ("copy reshape squeeze transpose broadcast_in_dim slice rev dynamic_slice tile", _FIRST),
+    ("convert_element_type sharding_constraint all_gather cummax cummin", _FIRST),
+    ("reduce_max reduce_min", _extremes),
+    ("concatenate stack pad", _all),
+    ("dynamic_update_slice", _some(0, 1)),
+    ("scatter", _some(0, 2)),
+    ("select_n", _selected),
+    ("lt", _compared(_below, _turned(_not_above))),
+    ("le", _compared(_not_above, _turned(_below))),
+    ("gt", _compared(_turned(_below), _not_above)),
+    ("ge", _compared(_turned(_not_above), _below)),
+    ("eq", _compared(_equal, _apart)),
+    ("ne", _compared(_apart, _equal)),
+    ("not", _not),
+    ("max", _corners(max)),
+    ("min", _corners(min)),
+    ("add", _corners(lambda a, b: a + b)),
+    ("sub", _corners(lambda a, b: a - b)),
+    ("mul", _corners(lambda a, b: a * b)),
+    ("neg", _negative),
+    ("rem", _rem),
+    ("div", _divided),
+    ("clamp", _clamp),
+    ("and", _masked),
+    ("shift_right_arithmetic shift_right_logical", _right),
+    ("gather", _gathered),
+    ("reduce_sum", _sum),
+    ("cumsum", _cumulative),
+)
+TABLE: Mapping[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
+"""Primitive -> the rule of its only result."""
+
+_EACH_RESULT: Mapping[str, Callable[[Intervals, Any], list[Interval | None]]] = {
+    "sort": _own,
+    "optimization_barrier": _own,
+    "device_put": _own,
+    "top_k": _top,
+    "split": _split,
+    "unstack": _split,
+}
+"""Primitive -> the rule of all of its results."""
+
+
+@functools.cache
+def narrowest(interval: Interval) -> np.dtype:
+    """Returns the narrowest dtype that holds every integer of an interval, unsigned where both would do.
+
+    >>> narrowest((0, 255)), narrowest((-1, 100)), narrowest((0, 50_256))
+    (dtype('uint8'), dtype('int8'), dtype('uint16'))
+    """
+    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
+        dtype = np.dtype(name)
+        if np.iinfo(dtype).min <= interval[0] and interval[1] <= np.iinfo(dtype).max:
+            return dtype
+    raise ValueError(f"no dtype holds {interval}")
