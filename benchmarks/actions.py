@@ -1,7 +1,8 @@
 """What each action keeps of a value, compiled: 16 MLP layers (2048 x 1024, four times as wide, bfloat16), scanned and
-unrolled, of which "up" is saved, compressed, offloaded, or both.
+unrolled, of which "up" is saved, compressed, offloaded, or both; and the masks of as many layers with relu and dropout.
 
-    python -m benchmarks.actions
+    python -m benchmarks.actions            # all
+    python -m benchmarks.actions --masks    # the masks alone; the other figures stay as they are
 
 No accelerator is needed: the programs are compiled for an H100 and for a TPU v5e. Results: results/actions.md, with the
 raw figures in results/actions.json.
@@ -9,6 +10,7 @@ raw figures in results/actions.json.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import pathlib
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Action, Policy, compress, tag
 from jaxckpt.actions.base import StoredArray
+from jaxckpt.core.files import write_whole
 
 LAYERS, ROWS, WIDTH = 16, 2048, 1024
 UP = StoredArray((ROWS, 4 * WIDTH), jnp.dtype(jnp.bfloat16), ROWS * 4 * WIDTH * 2)
@@ -33,6 +36,8 @@ ACTIONS: dict[str, Action] = {
     "offloaded": OFFLOAD,
     "int8, offloaded": compress("int8") | OFFLOAD,
 }
+MASKS: dict[str, Action] = {"recomputed": RECOMPUTE, "saved": SAVE, "bits": compress("bits")}
+MASK = StoredArray((ROWS, 4 * WIDTH), jnp.dtype(bool), ROWS * 4 * WIDTH)
 RESULTS = pathlib.Path(__file__).parent / "results"
 MIB = 2**20
 
@@ -48,6 +53,20 @@ def loss(ws: Any, x: Any, policy: Policy, scanned: bool) -> Any:
     else:
         for w in zip(*ws):
             x, _ = jaxckpt.checkpoint(layer, policy=policy)(x, w)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+def masked_loss(ws: Any, x: Any, key: Any, policy: Policy) -> Any:
+    """Returns the loss of 16 layers with relu and dropout; "mask" says which values of "up" go on."""
+
+    def layer(x: Any, per: Any) -> Any:
+        (up, down), key = per
+        hidden = x @ up
+        mask = tag((hidden > 0) & jax.random.bernoulli(key, 0.9, hidden.shape), "mask")
+        return x + jnp.where(mask, hidden / 0.9, 0) @ down, None
+
+    checkpointed = jaxckpt.checkpoint(layer, policy=policy, prevent_cse=False)
+    x, _ = jax.lax.scan(checkpointed, x, (ws, jax.random.split(key, LAYERS)))
     return jnp.sum(x.astype(jnp.float32) ** 2)
 
 
@@ -74,6 +93,22 @@ def measured(action: Action, target: str, scanned: bool) -> dict[str, int]:
     }
 
 
+def measured_masks(action: Action, target: str) -> dict[str, int]:
+    """Returns the compiled bytes of the layers with masks, of which one action keeps the masks."""
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    args = (struct(LAYERS, WIDTH, 4 * WIDTH), struct(LAYERS, 4 * WIDTH, WIDTH)), struct(ROWS, WIDTH)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    step = jax.value_and_grad(functools.partial(masked_loss, policy=Policy({"mask": action})))
+    report = jaxckpt.measure(step, *args, key, target=target, generate_code=False)
+    return {
+        "peak": report.peak_bytes,
+        "kept": kept(report),
+        "host": report.host_bytes,
+        "expected_kept": LAYERS * action.device_bytes(MASK),
+        "expected_host": 0,
+    }
+
+
 def table(results: dict[str, dict[str, dict[str, int]]]) -> str:
     """Returns the results as Markdown."""
     lines = [
@@ -84,14 +119,19 @@ def table(results: dict[str, dict[str, dict[str, int]]]) -> str:
         "needs, with float32 scales for each 128 numbers. A TPU holds the scales of the device on the chip, so they are",
         "not counted here; on its host rows of 32 scales are padded to 128. In unrolled layers the peak is where the",
         "gradients are, when most of what is kept has gone; and the compilers undo offloading there: they copy values to",
-        "the host and back at once. Command: `python -m benchmarks.actions`.",
+        "the host and back at once. Masks are of 16 layers with relu and dropout; the program that is compiled for a TPU",
+        "has no buffer for saved ones and computes them again. Command: `python -m benchmarks.actions`.",
         "",
     ]
     for title, rows in results.items():
-        scanned = title.endswith("scanned")
+        scanned = not title.endswith("unrolled")
+        subject = "masks are" if title.endswith("masks") else '"up" is'
         lines += [f"## {title}", ""]
         extra = " kept on the device | expected |" if scanned else ""
-        lines += [f'| "up" is | peak |{extra} on the host | expected |', "|---|---:|" + "---:|" * (4 if scanned else 2)]
+        lines += [
+            f"| {subject} | peak |{extra} on the host | expected |",
+            "|---|---:|" + "---:|" * (4 if scanned else 2),
+        ]
         for name, row in rows.items():
             own = f" {row['kept'] / MIB:.1f} | {row['expected_kept'] / MIB:.1f} |" if scanned else ""
             host = f"{row['host'] / MIB:.1f} | {row['expected_host'] / MIB:.1f}"
@@ -102,16 +142,27 @@ def table(results: dict[str, dict[str, dict[str, int]]]) -> str:
 
 def main() -> None:
     """Measures and writes the results."""
-    results: dict[str, dict[str, dict[str, int]]] = {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--masks", action="store_true", help="measure the masks alone")
+    masks_alone = parser.parse_args().masks
+    stored = RESULTS / "actions.json"
+    results: dict[str, dict[str, dict[str, int]]] = json.loads(stored.read_text()) if masks_alone else {}
+    kinds: dict[str, tuple[dict[str, Action], Any]] = {
+        "scanned": (ACTIONS, functools.partial(measured, scanned=True)),
+        "unrolled": (ACTIONS, functools.partial(measured, scanned=False)),
+        "masks": (MASKS, measured_masks),
+    }
     for target in TARGETS:
-        for scanned in (True, False):
-            title = f"{target}, {'scanned' if scanned else 'unrolled'}"
+        for kind, (actions, measure) in kinds.items():
+            if masks_alone and kind != "masks":
+                continue
+            title = f"{target}, {kind}"
             results[title] = {}
-            for name, action in ACTIONS.items():
-                results[title][name] = measured(action, target, scanned)
+            for name, action in actions.items():
+                results[title][name] = measure(action, target)
                 print(title, name, results[title][name], flush=True)
-                (RESULTS / "actions.json").write_text(json.dumps(results, indent=1) + "\n")
-                (RESULTS / "actions.md").write_text(table(results))
+                write_whole(stored, json.dumps(results, indent=1) + "\n")
+                write_whole(RESULTS / "actions.md", table(results))
 
 
 if __name__ == "__main__":

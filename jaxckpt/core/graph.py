@@ -403,7 +403,7 @@ class _Builder:
 
     def _intervals(
         self, primitive: str, eqn: Any, operands: Sequence[int | None], params: Mapping[str, Any]
-    ) -> list[intervals.Interval | None]:
+    ) -> list[intervals.Range | None]:
         """Returns the intervals of an equation's results."""
         known = [
             intervals.of_literal(var.val) if operand is None else self.values[operand]["interval"]

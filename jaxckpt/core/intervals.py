@@ -1,7 +1,7 @@
 """The interval that the integers of a value lie in, as far as the program shows it: an index of an axis, a rank, a
 remainder, a count of booleans.
 
-Intervals follow the operations by one table of rules. A rule gets the intervals of the operands, and returns that of
+Ranges follow the operations by one table of rules. A rule gets the intervals of the operands, and returns that of
 every result, or None where nothing is known. Arithmetic that may wrap around in its dtype has no interval. What the
 table does not name has the interval of its dtype, which no operation leaves.
 """
@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-Interval = tuple[int, int]
+Range = tuple[int, int]
 """The least and the greatest integer, both included."""
-Intervals = Sequence[Interval | None]
-Rule = Callable[[Intervals, Any, Mapping[str, Any]], Interval | None]
+Ranges = Sequence[Range | None]
+RangeRule = Callable[[Ranges, Any, Mapping[str, Any]], Range | None]
 """(the operands' intervals, the equation, its parameters) -> the interval of each result; None for not known."""
 
 
-def of_dtype(dtype: Any) -> Interval | None:
+def of_dtype(dtype: Any) -> Range | None:
     """Returns the interval of a dtype of integers or booleans; None for others.
 
     >>> of_dtype(np.dtype("int8"))
@@ -37,7 +37,7 @@ def of_dtype(dtype: Any) -> Interval | None:
     return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
 
 
-def of_literal(value: Any) -> Interval | None:
+def of_literal(value: Any) -> Range | None:
     """Returns the interval of a number that stands in the program; None if it is no integer."""
     array = np.asarray(value)
     if array.size == 0 or of_dtype(array.dtype) is None:
@@ -45,7 +45,7 @@ def of_literal(value: Any) -> Interval | None:
     return int(array.min()), int(array.max())
 
 
-def of_results(primitive: str, operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> list[Interval | None]:
+def of_results(primitive: str, operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> list[Range | None]:
     """Returns the interval of each result of an equation; None where it is no integer.
 
     Args:
@@ -64,7 +64,7 @@ def of_results(primitive: str, operands: Intervals, eqn: Any, params: Mapping[st
     ]
 
 
-def _within(dtype: Any, interval: Interval | None) -> Interval | None:
+def _within(dtype: Any, interval: Range | None) -> Range | None:
     """Returns the interval if the dtype holds all of it, else the dtype's: results that do not fit wrap around."""
     whole = of_dtype(dtype)
     if whole is None or interval is None:
@@ -75,26 +75,26 @@ def _within(dtype: Any, interval: Interval | None) -> Interval | None:
 # ------------------------------------------------------------------------------------------------------ the rules
 
 
-def _hull(operands: Intervals) -> Interval | None:
+def _hull(operands: Ranges) -> Range | None:
     known = [each for each in operands if each is not None]
     if len(known) < len(operands) or not known:
         return None
     return min(low for low, _ in known), max(high for _, high in known)
 
 
-def _some(*places: int) -> Rule:
+def _some(*places: int) -> RangeRule:
     """One of the operands at these places, element by element."""
     return lambda operands, eqn, params: _hull([operands[place] for place in places])
 
 
-def _all(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _all(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     return _hull(operands)
 
 
-def _corners(combine: Callable[[int, int], int]) -> Rule:
+def _corners(combine: Callable[[int, int], int]) -> RangeRule:
     """Of two operands, where the extremes of the result are at extremes of the operands."""
 
-    def rule(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    def rule(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
         left, right = operands
         if left is None or right is None:
             return None
@@ -108,15 +108,15 @@ def _sizes(axes: Any, eqn: Any) -> list[int]:
     return [eqn.invars[0].aval.shape[axis] for axis in axes]
 
 
-def _axis_index(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _axis_index(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     return 0, max(math.prod(_sizes(params["axes"], eqn)) - 1, 0)
 
 
-def _iota(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _iota(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     return 0, max(params["shape"][params["dimension"]] - 1, 0)
 
 
-def _times(interval: Interval | None, least: int, most: int) -> Interval | None:
+def _times(interval: Range | None, least: int, most: int) -> Range | None:
     """A sum of `least` to `most` numbers of an interval."""
     if interval is None:
         return None
@@ -124,16 +124,16 @@ def _times(interval: Interval | None, least: int, most: int) -> Interval | None:
     return min(low * most, low * least), max(high * most, high * least)
 
 
-def _sum(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _sum(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     count = math.prod(_sizes(params["axes"], eqn))
     return _times(operands[0], count, count)
 
 
-def _cumulative(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _cumulative(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     return _times(operands[0], 1, max(*_sizes([params["axis"]], eqn), 1))
 
 
-def _clamp(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _clamp(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     least, x, most = operands
     if least is None or x is None or most is None:
         return None
@@ -141,7 +141,7 @@ def _clamp(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval
     return low, high
 
 
-def _rem(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _rem(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     """The sign is that of the dividend; the result is smaller than the divisor. By zero it is the dividend or -1."""
     x, divisor = operands
     if x is None or divisor is None or divisor[0] <= 0 <= divisor[1]:
@@ -150,7 +150,7 @@ def _rem(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval |
     return (0 if x[0] >= 0 else max(-most, x[0])), (0 if x[1] <= 0 else min(most, x[1]))
 
 
-def _divided(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _divided(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     x, divisor = operands
     if x is None or divisor is None or divisor[0] <= 0 <= divisor[1]:
         return None
@@ -159,10 +159,10 @@ def _divided(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interv
     return min(found), max(found)
 
 
-def _compared(certain: Callable[[Interval, Interval], bool], never: Callable[[Interval, Interval], bool]) -> Rule:
+def _compared(certain: Callable[[Range, Range], bool], never: Callable[[Range, Range], bool]) -> RangeRule:
     """A comparison that is true, or false, of all that the operands can be."""
 
-    def rule(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+    def rule(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
         left, right = operands
         if left is None or right is None:
             return None
@@ -171,55 +171,55 @@ def _compared(certain: Callable[[Interval, Interval], bool], never: Callable[[In
     return rule
 
 
-def _below(left: Interval, right: Interval) -> bool:
+def _below(left: Range, right: Range) -> bool:
     return left[1] < right[0]
 
 
-def _not_above(left: Interval, right: Interval) -> bool:
+def _not_above(left: Range, right: Range) -> bool:
     return left[1] <= right[0]
 
 
-def _equal(left: Interval, right: Interval) -> bool:
+def _equal(left: Range, right: Range) -> bool:
     return left == right and left[0] == left[1]
 
 
-def _apart(left: Interval, right: Interval) -> bool:
+def _apart(left: Range, right: Range) -> bool:
     return left[1] < right[0] or right[1] < left[0]
 
 
-def _turned(of: Callable[[Interval, Interval], bool]) -> Callable[[Interval, Interval], bool]:
+def _turned(of: Callable[[Range, Range], bool]) -> Callable[[Range, Range], bool]:
     return lambda left, right: of(right, left)
 
 
-def _selected(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _selected(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     which, *cases = operands
     return _hull(cases if which is None else cases[max(which[0], 0) : which[1] + 1])
 
 
-def _not(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _not(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     (x,) = operands
     boolean = eqn.invars[0].aval.dtype == np.bool_
     return None if x is None else (1 - x[1], 1 - x[0]) if boolean else (-1 - x[1], -1 - x[0])
 
 
-def _negative(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _negative(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     return None if operands[0] is None else (-operands[0][1], -operands[0][0])
 
 
-def _masked(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _masked(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     """`and` of two numbers of which one is not negative is between 0 and that one."""
     bounds = [each[1] for each in operands if each is not None and each[0] >= 0]
     return (0, min(bounds)) if bounds else None
 
 
-def _right(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _right(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     x, by = operands
     if x is None or by is None or x[0] < 0 or by[0] < 0:
         return None
     return 0, x[1] >> min(by[0], 64)
 
 
-def _gathered(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _gathered(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     """An element of the operand, or what stands for one that is not there."""
     mode = str(params["mode"])
     if operands[0] is None or "FILL" not in mode.upper():
@@ -228,26 +228,26 @@ def _gathered(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Inter
     return None if fill is None else _hull([operands[0], of_literal(fill)])
 
 
-def _own(operands: Intervals, eqn: Any) -> list[Interval | None]:
+def _own(operands: Ranges, eqn: Any) -> list[Range | None]:
     """Each result is made of the elements of the operand in its place."""
     return list(operands)
 
 
-def _extremes(operands: Intervals, eqn: Any, params: Mapping[str, Any]) -> Interval | None:
+def _extremes(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     return operands[0] if math.prod(_sizes(params["axes"], eqn)) else None  # of nothing it is the dtype's extreme
 
 
-def _top(operands: Intervals, eqn: Any) -> list[Interval | None]:
+def _top(operands: Ranges, eqn: Any) -> list[Range | None]:
     size = eqn.invars[0].aval.shape[eqn.params.get("axis", -1)]
     return [operands[0], (0, max(size - 1, 0))]
 
 
-def _split(operands: Intervals, eqn: Any) -> list[Interval | None]:
+def _split(operands: Ranges, eqn: Any) -> list[Range | None]:
     return [operands[0]] * len(eqn.outvars)
 
 
 _FIRST = _some(0)
-_ROWS: tuple[tuple[str, Rule], ...] = (
+_ROWS: tuple[tuple[str, RangeRule], ...] = (
     ("iota", _iota),
     ("argmax argmin", _axis_index),
     ("copy reshape squeeze transpose broadcast_in_dim slice rev dynamic_slice tile", _FIRST),
@@ -279,10 +279,10 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     ("reduce_sum", _sum),
     ("cumsum", _cumulative),
 )
-TABLE: Mapping[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
+TABLE: Mapping[str, RangeRule] = {name: rule for names, rule in _ROWS for name in names.split()}
 """Primitive -> the rule of its only result."""
 
-_EACH_RESULT: Mapping[str, Callable[[Intervals, Any], list[Interval | None]]] = {
+_EACH_RESULT: Mapping[str, Callable[[Ranges, Any], list[Range | None]]] = {
     "sort": _own,
     "optimization_barrier": _own,
     "device_put": _own,
@@ -294,7 +294,7 @@ _EACH_RESULT: Mapping[str, Callable[[Intervals, Any], list[Interval | None]]] = 
 
 
 @functools.cache
-def narrowest(interval: Interval) -> np.dtype:
+def narrowest(interval: Range) -> np.dtype:
     """Returns the narrowest dtype that holds every integer of an interval, unsigned where both would do.
 
     >>> narrowest((0, 255)), narrowest((-1, 100)), narrowest((0, 50_256))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxckpt
+from benchmarks import actions
 from jaxckpt import RECOMPUTE, SAVE, ArgumentError, ForwardModeError, Policy, compress, tag
 from jaxckpt.actions import KINDS, action_from
 from jaxckpt.actions import given as admitted
@@ -276,6 +277,13 @@ def test_a_scan_keeps_the_bytes_of_the_form_on_the_device(target, form):
     kept = [b for b in report.largest(30) if f"[{LAYERS},{ROWS}," in b.shape and f",{WIDTH}]" not in b.shape]
     # A TPU may hold scales, a 32nd of this, on the chip.
     assert 0.93 < sum(b.bytes for b in kept) / (LAYERS * action.device_bytes(UP)) < 1.03
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("target", TARGETS)
+def test_masks_take_a_bit_each_on_the_device(target):
+    row = actions.measured_masks(compress("bits"), target)
+    assert row["kept"] == row["expected_kept"] == 16 * 2048 * 4096 / 8
 
 
 @pytest.mark.once

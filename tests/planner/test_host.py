@@ -146,7 +146,7 @@ def test_a_plan_with_moved_values_trains_as_the_function_does():
     losses = []
     for fun in (loss, made.apply(loss)):
         step, params, seen = jax.jit(jax.value_and_grad(fun)), ws, []
-        for _ in range(3):
+        for _ in range(10):
             value, gradient = step(params, x)
             seen.append(float(value))
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
