@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from jaxckpt.core.plan import every_region
+from jaxckpt.core.outline import kept_text
+from jaxckpt.core.regions import every_region
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import html, plot, table
 from jaxckpt.show.timeline import timeline_fragment
@@ -86,14 +86,16 @@ def plan_view(report: PlanReport, graph: Graph, title: str) -> Group:
       graph: of the function that it was made for.
       title: what was planned.
     """
-    return table.titled(title, _cell_table(report), advice="\n".join(plan_lines(report.plan, graph)))
+    return table.titled(
+        title, table.figures_table(plan_cells(report)), advice="\n".join(plan_lines(report.plan, graph))
+    )
 
 
 def report_view(report: PlanReport) -> Group:
     """Returns what is printed of a report where the function is not at hand: its figures, and how much the plan
     holds.
     """
-    return table.titled(_title(report), _cell_table(report), advice=_recipe(report))
+    return table.titled(_title(report), table.figures_table(plan_cells(report)), advice=_recipe(report))
 
 
 def report_fragment(report: PlanReport) -> str:
@@ -114,7 +116,7 @@ def report_page(report: PlanReport) -> str:
     title = _title(report)
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        html.table_of(["", "", ""], plan_cells(report)),
+        html.figures_of(plan_cells(report)),
         f"<p>{html.escape(_recipe(report))}</p>",
     ]
     if _peaks(report):
@@ -144,15 +146,6 @@ def _recipe_lines(report: PlanReport) -> str:
     return f"<pre>{html.escape(str(report.plan))}</pre>"
 
 
-def _cell_table(report: PlanReport) -> Table:
-    shown = table.plain_table(show_header=False)
-    for i in range(3):
-        shown.add_column(justify="right" if i == 1 else "left")
-    for cells in plan_cells(report):
-        shown.add_row(*map(Text, cells))
-    return shown
-
-
 def _title(report: PlanReport) -> str:
     return f"Plan for {report.plan.fingerprint}{'' if report.target is None else f' on {report.target}'}"
 
@@ -167,12 +160,10 @@ def _recipe(report: PlanReport) -> str:
         *(region.actions for region in regions),
         *(each for loop in plan.loops for each in loop.schedule.all_actions()),
     ]
-    kept = collections.Counter(str(action) for each in actions for action in each.values())
-    values = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(kept.items()))
     parts = [counted(len(regions), "region")] if regions else []
     parts += [counted(len(plan.loops), "planned loop")] if plan.loops else []
     parts += [f"tiles in {counted(len(plan.tiles), 'place')}"] if plan.tiles else []
-    return f"{' and '.join(parts)}: {values or 'keep nothing but what goes in'}."
+    return f"{' and '.join(parts)}: {kept_text(actions) or 'keep nothing but what goes in'}."
 
 
 # --------------------------------------------------------------------------------------------------------- the frontier
@@ -523,14 +514,10 @@ def plan_page(report: PlanReport, graph: Graph, title: str, frontier: Frontier) 
     Raises:
       MissingPackageError: matplotlib, which draws the pictures, is not installed.
     """
-    rows = "".join(
-        f"<tr><td>{html.escape(what)}</td><td>{html.escape(much)}</td><td>{html.escape(beside)}</td></tr>"
-        for what, much, beside in plan_cells(report)
-    )
     tree = html.escape("\n".join(plan_lines(report.plan, graph)))
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<table>{rows}</table>",
+        html.figures_of(plan_cells(report)),
         "<h2>What is kept where</h2>",
         f'<div class="wide"><pre>{tree}</pre></div>',
         "<h2>Memory against recomputation</h2>",

@@ -11,7 +11,6 @@ from jaxckpt.show import html, plans, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Group
-    from rich.table import Table
 
     from jaxckpt.core.plan import PlanReport
     from jaxckpt.planner.frontier import Frontier
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
 
 def saved_view(report: PlanReport | None, tree: Sequence[str], title: str) -> Group:
     """Returns what is printed of a plan from a file: its figures and its tree."""
-    return table.titled(title, _cells([] if report is None else plans.plan_cells(report)), advice="\n".join(tree))
+    return table.titled(
+        title, table.figures_table([] if report is None else plans.plan_cells(report)), advice="\n".join(tree)
+    )
 
 
 def saved_figure(report: PlanReport | None, frontier: Frontier | None, title: str) -> Figure:
@@ -39,7 +40,7 @@ def saved_page(report: PlanReport | None, tree: Sequence[str], title: str, front
     lines = html.escape("\n".join(tree))
     parts = [f"<h1>{html.escape(title)}</h1>"]
     if report is not None:
-        parts.append(html.table_of(["", "", ""], [list(cells) for cells in plans.plan_cells(report)]))
+        parts.append(html.figures_of(plans.plan_cells(report)))
     parts += ["<h2>What is kept where</h2>", f'<div class="wide"><pre>{lines}</pre></div>']
     if report is not None or frontier is not None:
         parts += ["<h2>Memory</h2>", html.image(saved_figure(report, frontier, ""), "The plan's peak.")]
@@ -88,20 +89,8 @@ def difference_view(
     names: tuple[str, str], cells: Sequence[tuple[str, str, str, str]], lines: Sequence[str], title: str
 ) -> Group:
     """Returns what is printed of two plans: their figures side by side, and the lines in which they differ."""
-    return table.titled(title, _cells(cells, ["", *names, "difference"]), advice="\n".join(lines))
+    return table.titled(title, table.figures_table(cells, ["", *names, "difference"]), advice="\n".join(lines))
 
 
 def _flops(count: float) -> str:
     return f"{table.format_count(count)}FLOPs"
-
-
-def _cells(rows: Sequence[tuple[str, ...]], header: Sequence[str] | None = None) -> Table:
-    from rich.text import Text
-
-    shown = table.plain_table(show_header=header is not None)
-    for place in range(len(rows[0]) if rows else 1):
-        name = header[place] if header is not None else ""
-        shown.add_column(Text(name), justify="right" if place == 1 or (header and place == 2) else "left")
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    return shown
