@@ -119,6 +119,14 @@ def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
         yield from every_region(region.regions)
 
 
+def kept_actions(region: Region) -> dict[int, Action]:
+    """Returns the actions that keep something, of a region and of those nested in it."""
+    actions = {index: action for index, action in region.actions.items() if action.keeps}
+    for inner in region.regions:
+        actions |= kept_actions(inner)
+    return actions
+
+
 # ------------------------------------------------------------------------------------------------- what fields may hold
 
 
