@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxckpt.core.units import format_bytes
-from jaxckpt.show import html, plans, table
+from jaxckpt.show import frontiers, html, plans, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def saved_view(report: PlanReport | None, tree: Sequence[str], title: str) -> Gr
 def saved_figure(report: PlanReport | None, frontier: Frontier | None, title: str) -> Figure:
     """Returns the frontier with the plan on it; without a frontier, the plan's peaks."""
     if frontier is not None:
-        return plans.frontier_figure(frontier, report, title=title)
+        return frontiers.frontier_figure(frontier, report, title=title)
     assert report is not None, "a plan without a report has nothing to draw"
     return plans.plan_report_figure(report)
 
@@ -45,7 +45,7 @@ def saved_page(report: PlanReport | None, tree: Sequence[str], title: str, front
     if report is not None or frontier is not None:
         parts += ["<h2>Memory</h2>", html.image(saved_figure(report, frontier, ""), "The plan's peak.")]
     if frontier is not None and any(point.peak_bytes for point in frontier.points):
-        parts.append(f'<div class="wide">{html.table_of(*plans.frontier_cells(frontier))}</div>')
+        parts.append(f'<div class="wide">{html.table_of(*frontiers.frontier_cells(frontier))}</div>')
     return html.page(title, parts)
 
 
