@@ -375,7 +375,7 @@ def test_a_stored_plan_that_ran_out_of_memory_is_replaced(tmp_path, expected):
 
 def test_arguments_of_the_step_are_counted_once_in_what_the_device_has_free(monkeypatch):
     """In a trace the loss sees no arrays; what the step was given is on the device all the same."""
-    from jaxckpt.planner import auto
+    from jaxckpt.planner import planned_calls
 
     asked = []
 
@@ -383,7 +383,7 @@ def test_arguments_of_the_step_are_counted_once_in_what_the_device_has_free(monk
         asked.append(resident)
         return 2**20
 
-    monkeypatch.setattr(auto, "budget_bytes", budget_bytes)
+    monkeypatch.setattr(planned_calls, "budget_bytes", budget_bytes)
     arguments = sum(leaf.nbytes for leaf in [*start(), X])
     training_step(planned_loss(budget="device"))(start(), X)
     adaptive(training_step(planned_loss(budget="device")))(start(), X)
