@@ -353,8 +353,7 @@ def test_the_console_script_says_nothing_but_the_report(factory):
 
 
 def test_errors_of_a_strict_policy_advise_nothing_that_the_command_line_has_not(factory, capsys):
-    for rule in ("zzz*=save", "op(dot_genral)=save"):
+    for rule, hint in (("zzz*=save", "zzz"), ("op(dot_genral)=save", "Did you mean 'dot_general'")):
         assert cli.main(["compare", f"{factory}:model", "--target", "cpu", "--policy", rule]) == 1
         said = capsys.readouterr().err
-        assert "zzz" in said or "Did you mean 'dot_general'" in said
-        assert "strict" not in said
+        assert hint in said and "strict" not in said

@@ -22,7 +22,7 @@ from jaxckpt.planner import problems
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.frontier import BUDGETS, sweep
 from jaxckpt.planner.reports import report_of, sketch, timed
-from jaxckpt.show import plans, plot
+from jaxckpt.show import frontiers, plans, plot
 from jaxckpt.show.tree import plan_lines
 
 
@@ -159,17 +159,17 @@ def _run(options: argparse.Namespace) -> None:
         output.write(options.output, lambda: saved.text_of(found.plan, view))
         content |= found.to_json()
     if options.frontier and swept is not None:
-        output.tell(plans.frontier_view(swept))
+        output.tell(frontiers.frontier_view(swept))
         content["frontier"] = swept.to_json()
     output.write(options.json, lambda: json.dumps(content, indent=1))
     if swept is not None:
-        page = plans.frontier_page
+        page = frontiers.frontier_page
         if found is not None:
             page = functools.partial(plans.plan_page, found, problem.graph)
         drawn = f"Memory against recomputation, {pathlib.PurePath(options.factory).name} on {target.name}"
         output.write(
             options.plot,
-            lambda: plot.render(plans.frontier_figure(swept, found, title=drawn), plot.check_suffix(options.plot)),
+            lambda: plot.render(frontiers.frontier_figure(swept, found, title=drawn), plot.check_suffix(options.plot)),
         )
         output.write(options.html, lambda: page(frontier=swept, title=f"Plan for {title}"))
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt._errors import ArgumentError, PlanMismatchError
+from jaxckpt.core import outline
 from jaxckpt.core.files import read_whole
-from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport, every_region, sealed
-from jaxckpt.core.units import counted
+from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport, sealed
+from jaxckpt.core.regions import every_region
 from jaxckpt.planner.frontier import Frontier, Point, Way
 
 
@@ -104,16 +104,11 @@ def regions_of(plan: Plan) -> dict[tuple[str, str], str]:
     """Returns (kind and place, what is done there) -> a line that says so, for each region, planned loop and tile."""
     lines = {}
     for region in every_region(plan.regions):
-        inside = "".join(f" in operation {op}" for op, _ in reversed(region.body))
-        counts = Counter(str(action) for action in region.actions.values())
-        kept = ", ".join(f"{action} {counted(count, 'value')}" for action, count in sorted(counts.items()))
-        place = f"region, operations {region.start}–{region.stop}{inside}"
+        where = f"region {region.start} {region.stop} {region.body} {region.checkpoint}"
         what = json.dumps({str(index): str(action) for index, action in sorted(region.actions.items())})
-        lines[place, what] = f"{place}: {kept or 'keeps nothing but what goes in'}"
+        lines[where, what] = outline.region_line(region)
     for loop in plan.loops:
-        place = f"loop, operation {loop.op}{''.join(f' in operation {op}' for op, _ in reversed(loop.body))}"
-        lines[place, json.dumps(loop.schedule.to_json())] = f"{place}: {loop.schedule!r:.80}"
+        lines[f"loop {loop.op} {loop.body}", json.dumps(loop.schedule.to_json())] = outline.loop_line(loop)
     for tile in plan.tiles:
-        place = f"tiles, operations {tile.start}–{tile.stop}"
-        lines[place, repr(tile)] = f"{place}: {tile.tiles} tiles"
+        lines["tiles", repr(tile)] = outline.tile_line(tile)
     return lines

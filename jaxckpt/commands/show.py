@@ -14,7 +14,7 @@ from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call
 from jaxckpt.core.plan import Plan
 from jaxckpt.planner.observe import observe
-from jaxckpt.show import plans, plot
+from jaxckpt.show import frontiers, plot
 from jaxckpt.show import saved as pages
 from jaxckpt.show.tree import nothing, plan_lines
 
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> None:
     report = plan.report
     output.tell(pages.saved_view(report, tree, title))
     if frontier is not None and any(point.peak_bytes for point in frontier.points):
-        output.tell(plans.frontier_view(frontier))
+        output.tell(frontiers.frontier_view(frontier))
     if report is None and frontier is None and options.plot:
         hint = "Plan.save wrote a plan that nothing is known of."
         raise ArgumentError("--plot", "for a plan with figures", options.plan, hint)

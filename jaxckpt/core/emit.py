@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action, given
-from jaxckpt.core import looks, primitives, reads, stored, surgery
-from jaxckpt.core.constants import MUCH
-from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
+from jaxckpt.core import primitives, reads, stored, surgery
+from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, policy_keeping, whole_region
+from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import NamedBody
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
-from jaxckpt.core.regions import Address, Loop, Region, by_body
+from jaxckpt.core.regions import Address, Loop, Region, by_body, kept_actions
 from jaxckpt.core.rules import Rule
-from jaxckpt.core.tie import tie
 
 
 def emit(
@@ -53,14 +50,14 @@ def emit(
     names = _Names(graph)
     names.place(graph, regions, loops, prevent_cse)
     own = names.regions.get((), ())
-    actions = {i: a for region in regions for i, a in _all_actions(region).items()}
+    actions = {i: a for region in regions for i, a in kept_actions(region).items()}
     if stray := [loop.op for loop in names.loops.get((), {}).values() if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
     groups = _rewrite(graph.body, names, actions, _boundaries(own))
-    program = _Program(graph.body, groups, names, prevent_cse, graph.calls.folded)
+    program = NamedProgram(graph.body, groups, names, prevent_cse, graph.calls.folded)
     if len(own) == 1 and (own[0].start, own[0].stop) == (0, len(graph.ops)):
-        return _region(own[0], program)
-    return _whole(own, program)
+        return whole_region(own[0], program)
+    return in_checkpoints(own, program)
 
 
 def run(graph: Graph, emitted: Flat, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -100,7 +97,7 @@ class Named:
         kept = Named(self.graph, self.body, self.loops, actions)
         jaxpr, inputs = kept.stretch(start, stop, outputs)
         run = functools.partial(surgery.evaluate, jaxpr)
-        return _checkpointed(run, Region(start, stop, actions), kept.names, True), jaxpr, inputs
+        return checkpointed(run, Region(start, stop, actions), kept.names, True), jaxpr, inputs
 
     def stretch(self, start: int, stop: int, outputs: Sequence[int]) -> tuple[Any, list[int]]:
         """Returns the operations start..stop, but for views, as a jaxpr with the values `outputs` for results, and the
@@ -222,15 +219,8 @@ def _beside(region: Region) -> dict[int, Action]:
     """Returns what a region keeps, if it keeps some value in another form: all of that is stored by the exact forward
     pass. Named alone, a value that is computed from another one would be kept as it is when that one is restored.
     """
-    actions = _all_actions(region)
+    actions = kept_actions(region)
     return actions if any(action.changes for action in actions.values()) else {}
-
-
-def _all_actions(region: Region) -> dict[int, Action]:
-    actions = {index: action for index, action in region.actions.items() if action.keeps}
-    for inner in region.regions:
-        actions |= _all_actions(inner)
-    return actions
 
 
 # ---------------------------------------------------------------------------------------------------- names into jaxprs
@@ -443,7 +433,7 @@ def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Fla
     """Returns a body, of its constants and inputs, as a function with its regions."""
     regions = names.regions_in(body)
     groups = _rewrite(body, names, actions, _boundaries(regions))
-    return _whole(regions, _Program(body, groups, names, names.prevent_cse, list))
+    return in_checkpoints(regions, NamedProgram(body, groups, names, names.prevent_cse, list))
 
 
 def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> NamedBody:
@@ -462,249 +452,8 @@ def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Map
     else:
         fun = functools.partial(surgery.evaluate, body.jaxpr)
     reading = fun if names.read.isdisjoint(actions) else reads.reads_names(fun)
-    return NamedBody(reading, fun, _policy(actions, names), frozenset(map(names, actions)))
+    return NamedBody(reading, fun, policy_keeping(actions, names), frozenset(map(names, actions)))
 
 
 def _own_values(body: Body) -> set[int]:
     return {index for inner in _bodies(body) for index in inner.values.values()}
-
-
-# ----------------------------------------------------------------------------------------------- regions into functions
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A body that is made into a function in regions.
-
-    Attributes:
-      body: the operations.
-      groups: their equations, with names.
-      names: what is named how.
-      prevent_cse: as of `emit`.
-      folded: makes calls of equations that were written out of some.
-    """
-
-    body: Body
-    groups: list[list[Any]]
-    names: _Names
-    prevent_cse: bool | tuple[bool, ...]
-    folded: Callable[[list[Any]], list[Any]]
-
-    def part(
-        self, make: Callable[[], Flat], start: int, stop: int, region: Region | None, variables: tuple[Hashable, ...]
-    ) -> Flat:
-        """Returns the function that `make` returns of a region, or of what lies between two: see `looks.part`.
-
-        Args:
-          make, start, stop, region: see above.
-          variables: what it depends on besides the region and what is inside of operations.
-        """
-        names, own = self.names, self.names.addresses[id(self.body)]
-
-        def key() -> Hashable:
-            others = tuple(each for address, regions in names.regions.items() if address != own for each in regions)
-            loops = tuple(loop for each in names.loops.values() for loop in each.values())
-            kept = sorted(i for each in (region, *others) if each is not None for i in _all_actions(each))
-            named = tuple((i, names(i), i in names.read) for i in kept)
-            return region, others, loops, self.prevent_cse, named, variables
-
-        return looks.part(make, start, stop, names.graph, own, key, region is not None and bool(region.regions))
-
-    @functools.cached_property
-    def parts(self) -> Mapping[Any, Any]:
-        """The variables that these views make, each with its equation."""
-        return {var: eqn for place in self.shown for eqn in self.groups[place] for var in eqn.outvars}
-
-    def with_views(self, eqns: list[Any]) -> list[Any]:
-        """Returns the equations of a region, behind those of the views that it reads where these show much of an input:
-        to have the rest of its gradient too costs little then, and a view outside is kept for the region.
-        """
-        read: dict[Any, list[Any]] = {}
-        for var in surgery.used(eqns):
-            for base in self._bases(var) if var in self.parts else ():
-                read.setdefault(base, []).append(var)
-        size = lambda variables: sum(aval_bytes(var.aval) for var in variables)
-        most = [var for base, shown in read.items() if size(shown) >= MUCH * size([base]) for var in shown]
-        inside: set[int] = set()
-        while most:
-            eqn = self.parts[most.pop()]
-            inside.add(id(eqn))
-            most += [var for var in surgery.used([eqn]) if var in self.parts]
-        showing = (eqn for place in sorted(self.shown) for eqn in self.groups[place])
-        return [*(eqn for eqn in showing if id(eqn) in inside), *eqns]
-
-    def _bases(self, var: Any) -> set[Any]:
-        """Returns the inputs that a view shows a part of."""
-        if var not in self.parts:
-            return {var}
-        return {base for source in surgery.used([self.parts[var]]) for base in self._bases(source)}
-
-    @functools.cached_property
-    def shown(self) -> frozenset[int]:
-        """Places of the views that are given no names, nor show what is given one."""
-        given = {*self.body.jaxpr.constvars, *self.body.jaxpr.invars}
-        found = set()
-        for place in sorted(self.body.views):
-            group = self.groups[place]
-            if len(group) == 1 and given.issuperset(surgery.used(group)):
-                given.update(group[0].outvars)
-                found.add(place)
-        return frozenset(found)
-
-    def equations(self, start: int, stop: int) -> list[Any]:
-        """Returns those of the operations start..stop, but for views; with the last one names that follow it."""
-        end = len(self.groups) if stop == len(self.body.ops) else stop
-        return [eqn for place in range(start, end) if place not in self.shown for eqn in self.groups[place]]
-
-
-def _region(region: Region, program: _Program) -> Flat:
-    """Returns a whole program as one checkpoint."""
-    if region.regions:
-        inner = _whole(region.regions, program)
-    else:
-        eqns = program.folded([eqn for group in program.groups for eqn in group])
-        inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
-    made = lambda: _checkpointed(inner, region, program.names, program.prevent_cse)
-    return program.part(made, region.start, region.stop, region, ())
-
-
-def _checkpointed(
-    fun: Flat,
-    region: Region,
-    names: _Names,
-    prevent_cse: bool | tuple[bool, ...],
-    parts: Collection[int] = (),
-) -> Flat:
-    """Returns a stretch as its region says; `parts`: the places of inputs that are views."""
-    if region.checkpoint:
-        if not names.read.isdisjoint(region.actions):
-            fun = reads.reads_names(fun)
-        fun = jax.checkpoint(fun, policy=_policy(region.actions, names), prevent_cse=prevent_cse)
-    return _tied(fun, parts) if region.tied else fun
-
-
-def _tied(fun: Flat, parts: Collection[int]) -> Flat:
-    """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on
-    before all are there. Of `parts` the cotangents alone are held: behind a barrier a view is a copy.
-    """
-
-    def call(*inputs: Any) -> list[Any]:
-        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all,
-        # and their tangents not.
-        alike: dict[Any, list[int]] = {}
-        for place, x in enumerate(inputs):
-            aval = jax.typeof(x)
-            if jax.dtypes.issubdtype(aval.dtype, np.inexact):
-                alike.setdefault(_compat.varying_axes(aval), []).append(place)
-        held: dict[int, Any] = {}
-        for places in alike.values():
-            shown = [place for place in places if place in parts]
-            whole = [place for place in places if place not in parts]
-            held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
-        return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
-
-    return call
-
-
-@jax.custom_jvp
-def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
-    """Returns values behind one barrier, and those that are shown as they are. Their tangents are behind one."""
-    return [*(jax.lax.optimization_barrier(values) if values else ()), *shown]
-
-
-def _hold_tangents(primals: Any, tangents: Any) -> Any:
-    # The barrier's own rule makes a tangent of zeros of a missing one, so that what is not differentiated would get a
-    # cotangent: that of frozen parameters, of a mask, of the images under the first convolution.
-    zero = jax.custom_derivatives.SymbolicZero
-    given = [*tangents[0], *tangents[1]]
-    moving = [tangent for tangent in given if not isinstance(tangent, zero)]
-    held = iter(tie(*moving) if moving else ())
-    return _hold(*primals), [tangent if isinstance(tangent, zero) else next(held) for tangent in given]
-
-
-_hold.defjvp(_hold_tangents, symbolic_zeros=True)
-
-
-def _policy(actions: Mapping[int, Action], names: _Names) -> Any:
-    # What a tied region moves is on the host when it is named; see `stored`.
-    there = {i: action for i, action in actions.items() if action.keeps}
-    offloaded = [names(i) for i, action in there.items() if action.on_host and i not in names.moved]
-    saved = [name for name in map(names, there) if name not in offloaded]
-    return _compat.keep_names(saved, offloaded)
-
-
-def _whole(regions: tuple[Region, ...], program: _Program) -> Flat:
-    """Returns a whole program with `regions` as checkpoints and what lies between them as it is."""
-    jaxpr = program.body.jaxpr
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return _stretch(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
-
-
-def _stretch(
-    start: int, stop: int, regions: tuple[Region, ...], program: _Program, inputs: list[Any], outputs: list[Any]
-) -> Flat:
-    """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations
-    start..stop.
-    """
-    stretches: list[tuple[Flat, list[Any], list[Any]]] = []
-    needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
-    for begin, end, region in reversed(_cuts(start, stop, regions)):
-        eqns = program.equations(begin, end)
-        outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
-        eqns = eqns if region is None else program.with_views(eqns)
-        ins = surgery.used(eqns)
-        make = functools.partial(_part, begin, end, region, program, eqns, ins, outs)
-        views = tuple(place for place, var in enumerate(ins) if var in program.parts)
-        given = tuple(name for eqn in eqns if (name := _compat.equation_name(eqn)) is not None)
-        fun = program.part(make, begin, end, region, (begin, end, *ins, None, *outs, None, *views, None, *given))
-        stretches.append((fun, ins, outs))
-        needed |= set(ins)
-
-    def call(*args: Any) -> list[Any]:
-        env = dict(zip(inputs, args))
-
-        def read(var: Any) -> Any:
-            if var not in env:  # a view, made where it is first read
-                eqn = program.parts[var]
-                ins = surgery.used([eqn])
-                shown = surgery.evaluate(surgery.stretch([eqn], ins, eqn.outvars, program.body.jaxpr), *map(read, ins))
-                env.update(zip(eqn.outvars, shown))
-            return env[var]
-
-        for fun, ins, outs in reversed(stretches):
-            env.update(zip(outs, fun(*map(read, ins))))
-        return [var.val if isinstance(var, _compat.Literal) else read(var) for var in outputs]
-
-    return call
-
-
-def _part(
-    start: int,
-    stop: int,
-    region: Region | None,
-    program: _Program,
-    eqns: list[Any],
-    inputs: list[Any],
-    outputs: list[Any],
-) -> Flat:
-    """Returns the function of one region of a stretch, or of what lies between two of them: `eqns`."""
-    if region is not None and region.regions:
-        fun = _stretch(start, stop, region.regions, program, inputs, outputs)
-    else:
-        jaxpr = surgery.stretch(program.folded(eqns), inputs, outputs, program.body.jaxpr)
-        fun = functools.partial(surgery.evaluate, jaxpr)
-    if region is None:
-        return fun
-    parts = [place for place, var in enumerate(inputs) if var in program.parts]
-    return _checkpointed(fun, region, program.names, program.prevent_cse, parts)
-
-
-def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int, int, Region | None]]:
-    cuts: list[tuple[int, int, Region | None]] = []
-    at = start
-    for region in regions:
-        if at < region.start:
-            cuts.append((at, region.start, None))
-        cuts.append((region.start, region.stop, region))
-        at = region.stop
-    return [*cuts, (at, stop, None)] if at < stop else cuts

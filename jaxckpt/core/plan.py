@@ -12,7 +12,7 @@ import html
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,17 +21,16 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
-from jaxckpt.core import primitives, shown
+from jaxckpt.core import outline, shown
 from jaxckpt.core.bare import bare
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
-from jaxckpt.core.graph import Body, Graph, Op, Value, trace
+from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.lift import transformed
 from jaxckpt.core.looks import traced_once
-from jaxckpt.core.loops import check_loop
+from jaxckpt.core.plan_checks import check_loops, check_regions
 from jaxckpt.core.regions import (
-    Address,
     Loop,
     Region,
     TiledStretch,
@@ -39,6 +38,7 @@ from jaxckpt.core.regions import (
     by_body,
     check_flag,
     check_order,
+    every_region,
     set_fields,
 )
 from jaxckpt.core.schedule import schedule_from
@@ -201,8 +201,8 @@ class Plan:
                 f"The plan's regions are of the tiled program {self.tiled_fingerprint}, this one is "
                 f"{found.fingerprint}: it was made by another version of jax or jaxckpt. Plan anew."
             )
-        _check_regions(self.regions, found)
-        _check_loops(self.loops, found)
+        check_regions(self.regions, found)
+        check_loops(self.loops, found)
         return found
 
     def _check_made_for(self, graph: Graph) -> None:
@@ -300,36 +300,13 @@ class Plan:
 
     def describe(self, graph: Graph) -> str:
         """Returns the plan as a tree: regions, the values kept in each, their bytes."""
-        graph, whole = self.tiled_graph(graph), graph
-        kept = sum(_stored(region.actions, graph) for region in every_region(self.regions))
-        for loop in self.loops:
-            length = _op(loop, graph).params["length"]
-            for some in loop.schedule.iterations(length):
-                kept += _stored(some.actions or {}, graph, each=True) * some.count if some.kept else 0
-        lines = [
-            f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}, "
-            f"{format_bytes(kept)} kept in them"
-        ]
-        lines += [f"├─ {line}" for line in self.tile_lines(whole)]
-        regions, loops = by_body(self.regions), by_body(self.loops)
-        for address in sorted({*regions, *loops}):
-            indent = "│  " if address else ""
-            if address:
-                lines.append(f"├─ in {_place(address, graph)}")
-            lines += _describe(regions.get(address, ()), graph, indent)
-            lines += (
-                indent + line for line in _describe_loops(loops.get(address, ()), _body(address, graph).ops, graph)
-            )
-        return "\n".join(lines)
+        tiled = self.tiled_graph(graph)
+        title = f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}"
+        return outline.tree(self.regions, self.loops, self.tile_lines(graph), title, tiled)
 
     def tile_lines(self, graph: Graph) -> list[str]:
         """Returns a line for each tiled stretch; with its value for those of the function's own graph."""
-        lines: list[str] = []
-        for tile in self.tiles:
-            value = None if tile.round else graph.values[tile.value]
-            along = "" if value is None else f" along axis {tile.axis} of {value.label} {list(value.shape)}"
-            lines.append(f"operations {tile.start}..{tile.stop} in {counted(tile.tiles, 'tile')}{along}")
-        return lines
+        return [outline.tile_line(tile, None if tile.round else graph.values[tile.value]) for tile in self.tiles]
 
     def __str__(self) -> str:
         lines = [f"Plan for {self.fingerprint}{'' if self.target is None else f' on {self.target}'}"]
@@ -347,12 +324,9 @@ class Plan:
         lines += [] if self.regions else [f"  {note}" for note in self.notes]
         notes = itertools.chain(self.notes, itertools.repeat(""))
         for region, note in zip(self.regions, notes):
-            kept = f"keeps {counted(len(region.actions), 'value')} " if region.checkpoint else ""
-            lines.append(f"  ops {region.start}..{region.stop}{_inside(region.body)}: {kept}{note}".rstrip())
-        for tile in self.tiles:
-            lines.append(f"  ops {tile.start}..{tile.stop} in {counted(tile.tiles, 'tile')}")
-        for loop in self.loops:
-            lines.append(f"  scan at {loop.op}{_inside(loop.body)}: {loop.schedule}")
+            lines.append(f"  {outline.region_line(region)} {note}".rstrip())
+        lines += [f"  {outline.tile_line(tile)}" for tile in self.tiles]
+        lines += [f"  {outline.loop_line(loop)}" for loop in self.loops]
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -563,88 +537,6 @@ def _typed(raw: Mapping[Any, Any], kinds: Mapping[Any, Any]) -> dict[Any, Any]:
     return dict(raw)
 
 
-def _body(address: Address, graph: Graph) -> Body:
-    """Returns the body that something lies in."""
-    body = graph.body
-    for depth, (index, place) in enumerate(address):
-        op = next((op for op in body.ops if op.index == index), None)
-        if op is None or not primitives.of(op.primitive).takes_regions or place >= len(op.bodies):
-            there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
-            raise PlanMismatchError(
-                "A region's body must be one of a loop, a branch, a checkpoint, a jax.shard_map or a call; got body "
-                f"{place} of operation {index} (step {depth + 1} of {address}): {there}. Plan anew."
-            )
-        body = op.bodies[place]
-    return body
-
-
-def _check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
-    for region in every_region(regions):
-        ops = _body(region.body, graph).ops
-        if region.stop > len(ops):
-            raise PlanMismatchError(
-                f"A region must lie within {'the function' if not region.body else 'its body'}'s operations, of "
-                f"which there are {len(ops)}; "
-                f"got {region.start}..{region.stop}. Plan anew."
-            )
-        where = f"the region {region.start}..{region.stop}"
-        made = [*_made(ops[region.start : region.stop], graph)]
-        if not region.body and (region.start, region.stop) == (0, len(ops)):
-            made += [index for index in graph.body.inputs if graph.values[index].tags]
-        _check_actions(region.actions, made, graph, where)
-
-
-def _check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:
-    if len({(loop.body, loop.op) for loop in loops}) != len(loops):
-        raise PlanMismatchError("A scan is run in one way; got several for the same one. Plan anew.")
-    for loop in loops:
-        op = _op(loop, graph)
-        check_loop(loop, op)
-        for some in loop.schedule.iterations(op.params["length"]):
-            _check_actions(some.actions or {}, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
-
-
-def _op(loop: Loop, graph: Graph) -> Op:
-    """Returns the operation that a loop is of."""
-    ops = _body(loop.body, graph).ops
-    if loop.op >= len(ops):
-        check_loop(loop, None)
-    return ops[loop.op]
-
-
-def _check_actions(actions: Mapping[int, Action], values: Iterable[int], graph: Graph, where: str) -> None:
-    """Raises where an action is for none of these values, or for one that cannot be kept."""
-    made = set(values) if actions else set()
-    for index in actions:
-        if index not in made or not graph.values[index].addressable:
-            what = "it is made elsewhere" if index not in made else "it is inside a function that JAX takes as a whole"
-            raise PlanMismatchError(
-                f"An action must be for a value that {where} makes and that can be kept; got value {index} of "
-                f"{len(graph.values)}: {what if index < len(graph.values) else 'there is none'}. Plan anew."
-            )
-
-
-def _made(ops: Iterable[Op], graph: Graph) -> Iterator[int]:
-    """Yields the values that operations make, those in their bodies included."""
-    for op in ops:
-        yield from op.outputs
-        for body in op.bodies:
-            yield from _made_in(body, graph)
-
-
-def _made_in(body: Body, graph: Graph) -> Iterator[int]:
-    """Yields the values that a body makes, and those that it is handed."""
-    yield from (index for index in body.inputs if graph.values[index].kind == "input")
-    yield from _made(body.ops, graph)
-
-
-def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
-    """Yields regions and those nested in them."""
-    for region in regions:
-        yield region
-        yield from every_region(region.regions)
-
-
 _REPORT: dict[str, Any] = {
     "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "donated_bytes": int, "unplanned_bytes": int,
     "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
@@ -696,58 +588,3 @@ def _actions_from_json(raw: dict[str, Any]) -> dict[int, Action]:
         raise PlanMismatchError(
             f"The actions of a plan must be of kinds that are defined; {error} Import what defines it, or plan anew."
         ) from error
-
-
-def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterator[str]:
-    for region in regions:
-        kept = [graph.values[index] for index in region.actions]
-        total = format_bytes(_stored(region.actions, graph))
-        if not region.checkpoint:
-            yield f"{indent}├─ ops {region.start}..{region.stop}  as they stand"
-            continue
-        yield f"{indent}├─ ops {region.start}..{region.stop}  keeps {len(kept)} of its values, {total}"
-        for value in sorted(kept, key=lambda v: -v.kept_bytes)[:8]:
-            yield f"{indent}│    {region.actions[value.index]!r:9} {_value_line(value)}"
-        yield from _describe(region.regions, graph, indent + "│  ")
-
-
-def _inside(address: Address) -> str:
-    """Returns where a body lies, in words, without its graph."""
-    return f" inside of operation {', '.join(str(index) for index, _ in address)}" if address else ""
-
-
-def _place(address: Address, graph: Graph) -> str:
-    """Returns where a body lies, in words."""
-    body, words = graph.body, []
-    for index, place in address:
-        op = next(op for op in body.ops if op.index == index)
-        words.append(op.primitive + (f" {place}" if len(op.bodies) > 1 else "") + f" (operation {index})")
-        body = op.bodies[place]
-    return ", ".join(words)
-
-
-def _describe_loops(loops: tuple[Loop, ...], ops: Sequence[Op], graph: Graph) -> Iterator[str]:
-    for loop in loops:
-        op = ops[loop.op]
-        yield f"├─ scan of {counted(op.params['length'], 'iteration')} (operation {loop.op})  {op.source}"
-        for some in loop.schedule.iterations(op.params["length"]):
-            what = f"│  ├─ {counted(some.count, 'iteration')}{some.how}"
-            if some.actions is None:
-                yield f"{what}: {some.unsaid or 'as they stand'}"
-                continue
-            kept = [graph.values[index] for index in some.actions]
-            each = format_bytes(_stored(some.actions, graph, each=True))
-            yield f"{what}: keeps its carry and {counted(len(kept), 'value')} of each, {each}"
-            for value in sorted(kept, key=lambda v: -v.bytes)[:8]:
-                yield f"│  │    {some.actions[value.index]!r:9} {_value_line(value)}"
-
-
-def _stored(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> int:
-    """Returns the bytes that actions keep, in all iterations or of `each`."""
-    values = [(action, graph.values[index]) for index, action in actions.items()]
-    return sum(action.stored_bytes(value) * (1 if each else value.repeats) for action, value in values)
-
-
-def _value_line(value: Value) -> str:
-    times = f" ×{value.repeats}" if value.repeats > 1 else ""
-    return f"{value.label:24} {value.dtype}{list(value.shape)}{times} {format_bytes(value.kept_bytes)}  {value.source}"

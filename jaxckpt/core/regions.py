@@ -5,7 +5,7 @@ them. Frozen, checked.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -110,6 +110,21 @@ class TiledStretch:
             raise PlanMismatchError(
                 f"a tiled stretch must have operations, and tiles must be at least 1; got {self}. Plan anew."
             )
+
+
+def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
+    """Yields regions and those nested in them."""
+    for region in regions:
+        yield region
+        yield from every_region(region.regions)
+
+
+def kept_actions(region: Region) -> dict[int, Action]:
+    """Returns the actions that keep something, of a region and of those nested in it."""
+    actions = {index: action for index, action in region.actions.items() if action.keeps}
+    for inner in region.regions:
+        actions |= kept_actions(inner)
+    return actions
 
 
 # ------------------------------------------------------------------------------------------------- what fields may hold

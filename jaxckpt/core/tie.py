@@ -8,10 +8,11 @@ cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxckpt import _compat
 
@@ -57,3 +58,45 @@ _compat.batching_rules[_tie] = lambda args, axes: (_tie.bind(*args), axes)
 _compat.jvp_rules[_tie] = _jvp
 _compat.transpose_rules[_tie] = _transpose
 _compat.drop_unused(_tie, _drop_unused)
+
+
+def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[..., list[Any]]:
+    """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on
+    before all are there. Of `parts` the cotangents alone are held: behind a barrier a view is a copy.
+    """
+
+    def call(*inputs: Any) -> list[Any]:
+        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all,
+        # and their tangents not.
+        alike: dict[Any, list[int]] = {}
+        for place, x in enumerate(inputs):
+            aval = jax.typeof(x)
+            if jax.dtypes.issubdtype(aval.dtype, np.inexact):
+                alike.setdefault(_compat.varying_axes(aval), []).append(place)
+        held: dict[int, Any] = {}
+        for places in alike.values():
+            shown = [place for place in places if place in parts]
+            whole = [place for place in places if place not in parts]
+            held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
+        return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
+
+    return call
+
+
+@jax.custom_jvp
+def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
+    """Returns values behind one barrier, and those that are shown as they are. Their tangents are behind one."""
+    return [*(jax.lax.optimization_barrier(values) if values else ()), *shown]
+
+
+def _hold_tangents(primals: Any, tangents: Any) -> Any:
+    # The barrier's own rule makes a tangent of zeros of a missing one, so that what is not differentiated would get a
+    # cotangent: that of frozen parameters, of a mask, of the images under the first convolution.
+    zero = jax.custom_derivatives.SymbolicZero
+    given = [*tangents[0], *tangents[1]]
+    moving = [tangent for tangent in given if not isinstance(tangent, zero)]
+    held = iter(tie(*moving) if moving else ())
+    return _hold(*primals), [tangent if isinstance(tangent, zero) else next(held) for tangent in given]
+
+
+_hold.defjvp(_hold_tangents, symbolic_zeros=True)

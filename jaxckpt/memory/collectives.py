@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from jaxckpt.memory import hlo
 from jaxckpt.memory.wire import Message
 
 
@@ -50,59 +51,14 @@ KINDS = (
 )
 
 
-class _Module:  # HloModuleProto
-    computations, entry_id = 3, 6
-
-
-class _Computation:  # HloComputationProto
-    instructions, id, root_id = 2, 5, 6
-
-
-class _Instruction:  # HloInstructionProto
-    opcode, shape, metadata, literal, tuple_index, channel, id = 2, 3, 7, 8, 13, 26, 35
-    operand_ids, called_ids, backend_config, groups, group_list, group_iota = 36, 38, 43, 49, 87, 92
-
-
-class _Groups:  # ReplicaGroup; CollectiveDeviceListProto; IotaReplicaGroupListProto
-    members = 1
-    list, iota = 1, 2
-    iota_size = 2
-
-
-class _Literal:  # LiteralProto
-    s32, s64, u32, u64 = 4, 5, 6, 7
-
-
-class _Shape:  # ShapeProto
-    type, dimensions, parts = 2, 3, 4
-
-
-_BITS = (0, 8, 8, 16, 32, 64, 8, 16, 32, 64, 16, 32, 64, 0, 0, 64, 16, 0, 128, 8, 8, 4, 4)
-"""Bits of an element, by xla.PrimitiveType; those after these take 8."""
-
-
-def read(module: Message, line: Callable[[Message], str]) -> tuple[CompiledCollective, ...]:
-    """Returns the collectives of a program, in the order of its computations.
-
-    Args:
-      module: the program, a HloModuleProto.
-      line: the source line of an OpMetadata.
-    """
-    return tuple(_Reader(module, line).walk(module.number(_Module.entry_id), 1))
+def read(program: hlo.CompiledProgram) -> tuple[CompiledCollective, ...]:
+    """Returns the collectives of a program, in the order of its computations."""
+    return tuple(_Reader(program).walk(program.entry, 1))
 
 
 class _Reader:
-    def __init__(self, module: Message, line: Callable[[Message], str]) -> None:
-        self.line = line
-        self.computations: dict[int, dict[int, Message]] = {}
-        self.roots: dict[int, int] = {}
-        for computation in module.messages(_Module.computations):
-            identity = computation.number(_Computation.id)
-            self.roots[identity] = computation.number(_Computation.root_id)
-            self.computations[identity] = {
-                instruction.number(_Instruction.id): instruction
-                for instruction in computation.messages(_Computation.instructions)
-            }
+    def __init__(self, program: hlo.CompiledProgram) -> None:
+        self.program, self.computations = program, program.computations
 
     def walk(self, computation: int, runs: int, seen: set[int] | None = None) -> Iterator[CompiledCollective]:
         """Yields the collectives of a computation that runs so often, and of those that it calls.
@@ -113,10 +69,10 @@ class _Reader:
         known = self.computations.get(computation, {})
         seen = set() if seen is None else seen
         for instruction in known.values():
-            opcode = instruction.text(_Instruction.opcode)
+            opcode = instruction.text(hlo.InstructionFields.opcode)
             kind = opcode.removesuffix("-start")
             if kind in KINDS:
-                channel = instruction.number(_Instruction.channel)
+                channel = instruction.number(hlo.InstructionFields.channel)
                 if channel in seen:
                     continue
                 seen.update({channel} - {0})
@@ -124,19 +80,19 @@ class _Reader:
             elif not opcode.endswith(("-done", "-update")):  # these name what their start has called
                 loop = opcode == "while"
                 each = runs * self._trips(instruction) if loop else runs
-                for called in instruction.numbers(_Instruction.called_ids):
+                for called in instruction.numbers(hlo.InstructionFields.called_ids):
                     yield from self.walk(called, each, None if loop else seen)
 
     def _collective(
         self, kind: str, instruction: Message, known: Mapping[int, Message], runs: int
     ) -> CompiledCollective:
-        operands = [known[i] for i in instruction.numbers(_Instruction.operand_ids) if i in known]
-        given = sum(_bytes(operand.message(_Instruction.shape)) for operand in operands)
-        made = _bytes(instruction.message(_Instruction.shape))
+        operands = [known[i] for i in instruction.numbers(hlo.InstructionFields.operand_ids) if i in known]
+        given = sum(hlo.shape_bytes(operand.message(hlo.InstructionFields.shape)) for operand in operands)
+        made = hlo.shape_bytes(instruction.message(hlo.InstructionFields.shape))
         devices = _group_size(instruction)
         if not devices and kind == "all-gather" and given:
             # The shape of a start is that of its operands and its results together.
-            started = instruction.text(_Instruction.opcode).endswith("-start")
+            started = instruction.text(hlo.InstructionFields.opcode).endswith("-start")
             devices = round((made - given * started) / given)
         others = 1 - 1 / devices if devices else 1.0
         sent = {
@@ -145,23 +101,25 @@ class _Reader:
             "collective-permute": given,
             "collective-broadcast": given,
         }.get(kind, given * others)
-        metadata = instruction.message(_Instruction.metadata)
-        return CompiledCollective(kind, sent, devices, runs, metadata.text(2), self.line(metadata))
+        metadata = instruction.message(hlo.InstructionFields.metadata)
+        return CompiledCollective(
+            kind, sent, devices, runs, metadata.text(hlo.MetadataFields.operation), self.program.line(metadata)
+        )
 
     def _trips(self, loop: Message) -> int:
         """Returns how often a loop runs: what the compiler says, or what is read from a condition `i < constant` and a
         body that adds a constant to i; 1 where neither is there.
         """
-        said = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text(_Instruction.backend_config))
+        said = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text(hlo.InstructionFields.backend_config))
         if said:
             return int(said[1])
-        body, condition = [*loop.numbers(_Instruction.called_ids), 0, 0][:2]
-        test = self._inside(condition, self._root(condition))
-        place = next((m.number(_Instruction.tuple_index) for m in test if _is(m, "get-tuple-element")), None)
+        body, condition = [*loop.numbers(hlo.InstructionFields.called_ids), 0, 0][:2]
+        test = self._inside(condition, self.program.root(condition))
+        place = next((m.number(hlo.InstructionFields.tuple_index) for m in test if _is(m, "get-tuple-element")), None)
         limit = max((c for c in map(_constant, test) if c is not None), default=None)
         if place is None or limit is None:
             return 1
-        carried = self._root(body).numbers(_Instruction.operand_ids)
+        carried = self.program.root(body).numbers(hlo.InstructionFields.operand_ids)
         step = 1
         if place < len(carried) and carried[place] in self.computations.get(body, {}):
             counter = self.computations[body][carried[place]]
@@ -169,31 +127,28 @@ class _Reader:
             step = min(added, default=1)
         return max(math.ceil(limit / step), 1)
 
-    def _root(self, computation: int) -> Message:
-        return self.computations.get(computation, {}).get(self.roots.get(computation, 0), Message())
-
     def _inside(self, computation: int, instruction: Message, depth: int = 4) -> list[Message]:
         """Returns what an instruction is computed from in its computation, itself first, through fusions."""
         known, found = self.computations.get(computation, {}), [instruction]
         if depth:
-            for identity in instruction.numbers(_Instruction.operand_ids):
+            for identity in instruction.numbers(hlo.InstructionFields.operand_ids):
                 if identity in known:
                     found += self._inside(computation, known[identity], depth - 1)
-            for called in instruction.numbers(_Instruction.called_ids):
-                found += self._inside(called, self._root(called), depth - 1)
+            for called in instruction.numbers(hlo.InstructionFields.called_ids):
+                found += self._inside(called, self.program.root(called), depth - 1)
         return found
 
 
 def _is(instruction: Message, opcode: str) -> bool:
-    return instruction.text(_Instruction.opcode) == opcode
+    return instruction.text(hlo.InstructionFields.opcode) == opcode
 
 
 def _constant(instruction: Message) -> int | None:
     """Returns the value of a constant that is one integer; None for anything else."""
     if not _is(instruction, "constant"):
         return None
-    literal = instruction.message(_Instruction.literal)
-    for field in (_Literal.s32, _Literal.u32, _Literal.s64, _Literal.u64):
+    literal = instruction.message(hlo.InstructionFields.literal)
+    for field in (hlo.LiteralFields.s32, hlo.LiteralFields.u32, hlo.LiteralFields.s64, hlo.LiteralFields.u64):
         numbers = literal.numbers(field)
         if len(numbers) == 1:
             return numbers[0]
@@ -202,24 +157,14 @@ def _constant(instruction: Message) -> int | None:
 
 def _group_size(instruction: Message) -> int:
     """Returns how many devices a collective joins; 0 where the program does not say."""
-    for group in instruction.messages(_Instruction.groups):
-        return len(group.numbers(_Groups.members))
-    if size := instruction.message(_Instruction.group_iota).number(_Groups.iota_size):
+    for group in instruction.messages(hlo.InstructionFields.groups):
+        return len(group.numbers(hlo.GroupsFields.members))
+    if size := instruction.message(hlo.InstructionFields.group_iota).number(hlo.GroupsFields.iota_size):
         return size
-    listed = instruction.message(_Instruction.group_list)
-    for group in listed.messages(_Groups.list):
-        return len(group.numbers(_Groups.members))
-    return listed.message(_Groups.iota).number(_Groups.iota_size)
-
-
-def _bytes(shape: Message) -> int:
-    """Returns the bytes of an array, or of all arrays of a tuple; scalars that only a start has count as nothing."""
-    parts = shape.messages(_Shape.parts)
-    if parts:
-        return sum(map(_bytes, parts))
-    kind = shape.number(_Shape.type)
-    bits = _BITS[kind] if kind < len(_BITS) else 8
-    return math.prod(shape.numbers(_Shape.dimensions)) * bits // 8
+    listed = instruction.message(hlo.InstructionFields.group_list)
+    for group in listed.messages(hlo.GroupsFields.list):
+        return len(group.numbers(hlo.GroupsFields.members))
+    return listed.message(hlo.GroupsFields.iota).number(hlo.GroupsFields.iota_size)
 
 
 def by_kind(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, float]]:

@@ -23,10 +23,11 @@ from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, Unreada
 from jaxckpt.core import lift, shown
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory import assign, buffers
+from jaxckpt.memory import assign
 from jaxckpt.memory import cache as results
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Space, Timeline
 from jaxckpt.memory.collectives import CompiledCollective, total
+from jaxckpt.memory.dump import read_dump
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, start_backend, target_of
 from jaxckpt.memory.targets import compiler_options as options_for
@@ -492,7 +493,7 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
         raise refusal from error
     if assigned is None:
         return None, None
-    assignment = buffers.read(assigned.dump, target.platform)
+    assignment = read_dump(assigned.dump, target.platform)
     peak = assignment.timeline.peak_bytes
     if peak > NEARLY_FULL * target.memory_bytes:
         return None, None
@@ -529,7 +530,7 @@ def _read(dump: bytes | None, platform: str, *, needed: bool) -> Assignment | No
     try:
         if dump is None:
             raise UnreadableDumpError(f"XLA for {platform} must dump its buffer assignment; it dumped none.")
-        return buffers.read(dump, platform)
+        return read_dump(dump, platform)
     except (ValueError, LookupError) as error:
         if needed:
             raise

@@ -120,7 +120,7 @@ def _factory(size: Size, checkpoint: common.Transform | None, segment_size: int 
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(GROUPS), P(GROUPS)), out_specs=P())
     def loss(params: Any, inputs: Array, targets: Array) -> Array:
-        x = _embedded(size, gathered(params["embedding"], P(None, GROUPS)), inputs)
+        x = _embedded(gathered(params["embedding"], P(None, GROUPS)), inputs)
         for kind in ("dense", "sparse"):
             x, _ = blocks[kind](params[kind], x)
         x = lax.all_gather(llama.norm(x, params["norm"]), "tensor", axis=1, tiled=True)
@@ -156,7 +156,7 @@ def _picked(table: Array, rows: Array, columns: bool) -> Array:
     return jnp.where(here[..., None], table[local], 0)
 
 
-def _embedded(size: Size, table: Array, tokens: Array) -> Array:
+def _embedded(table: Array, tokens: Array) -> Array:
     """Returns (sequences, this device's tokens, width) of a table (this device's words, width)."""
     return lax.psum_scatter(_picked(table, tokens, columns=False), "tensor", scatter_dimension=1, tiled=True)
 

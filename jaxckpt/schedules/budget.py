@@ -42,9 +42,7 @@ from jaxckpt.schedules.optimum import (
     places_bytes,
 )
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
-from jaxckpt.schedules.rows import goes_to_host
 from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmented
-from jaxckpt.schedules.two_levels import TwoLevelRuns, turns_bytes
 
 # A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the
 # parts. These are an H100's.
@@ -195,23 +193,9 @@ class SlotBudget:
 
     def kept_bytes(self, plan: Binomial) -> int:
         """Returns the bytes that a plan keeps from the forward to the backward pass: slots, and the integers that place
-        them. On two levels, those in device memory: `host_bytes` are the others.
+        them.
         """
-        if isinstance(plan, TwoLevelRuns):
-            levels = plan.placed
-            stays = self.body.carry_bytes - self._away
-            rows = (levels.device_rows + 1) * self.body.carry_bytes + levels.host_rows * stays
-            return rows + turns_bytes(levels)
         return plan.slots * self.body.carry_bytes + places_bytes(plan.units, plan.slots)
-
-    def host_bytes(self, plan: Binomial) -> int:
-        """Returns the bytes that a plan keeps in host memory; 0 where it has no host slots."""
-        return plan.placed.host_rows * self._away if isinstance(plan, TwoLevelRuns) else 0
-
-    @property
-    def _away(self) -> int:
-        """Bytes of a carry that lie on the host in a host slot."""
-        return sum(aval_bytes(aval) for aval in self.body.carry_avals if goes_to_host(aval))
 
     def work_bytes(self, wanted: Wanted, plan: Binomial) -> int:
         """Returns the bytes that a plan needs beside the slots, in the backward pass."""

@@ -4,6 +4,7 @@ obtained again.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,16 +35,54 @@ class Unreversed(NamedTuple):
     top: Any
 
 
-class Carries:
-    """Taking carries forward: by steps, by runs, and as the schedule places them."""
+class KeptCarries(abc.ABC):
+    """Taking carries forward, and keeping them as a schedule places them.
 
-    def __init__(self, body: ScanBody, plan: Binomial, carry: Action, operands: Operands) -> None:
+    Attributes:
+      body, plan: the scan's body, and its runs and slots.
+      consts, init, xs: the operands.
+      even: whether the last run is as long as the others; it is part of the backward loop then. A shorter one is a
+        program of its own, before the loop.
+      parts: what the backward loop hands on from turn to turn beside the slots.
+    """
+
+    parts: Any
+
+    def __init__(self, body: ScanBody, plan: Binomial, operands: Operands) -> None:
         self.body, self.plan = body, plan
         self.consts, self.init, self.xs = operands
-        self.home = Home(carry, body.carry_avals)
-        # A last run as long as the others is part of the backward loop. A shorter one is a program of its own, before
-        # the loop.
         self.even = plan.last == plan.run
+
+    @abc.abstractmethod
+    def forward(self) -> tuple[tuple[Values, Values], Values]:
+        """Runs all steps; returns the results and the slots."""
+
+    @abc.abstractmethod
+    def last(self, slots: Values) -> Values:
+        """Returns the carry at the start of the last run."""
+
+    @abc.abstractmethod
+    def restore(self, i: Any, slots: Values, parts: Any) -> tuple[Values, Values, Any]:
+        """Returns the carry at the start of adjoint i's run, and the slots and parts after obtaining it."""
+
+    def steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
+        """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
+
+        def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
+            carry, ys = state
+            row = self.body.row(start + j)
+            carry, y = self.body.run(self.consts, carry, read(self.xs, row))
+            return carry, write(ys, y, row) if ys else []
+
+        return loop(count, one, (carry, ys))
+
+
+class Carries(KeptCarries):
+    """Carries in one buffer: in device memory, or in the host's."""
+
+    def __init__(self, body: ScanBody, plan: Binomial, carry: Action, operands: Operands) -> None:
+        super().__init__(body, plan, operands)
+        self.home = Home(carry, body.carry_avals)
         # Slot 0 always holds the initial carry, which is there anyway. So the buffer has the others, and in the row
         # that is to spare the carry at the start of the last run; nothing is read from it later, so what need not be
         # kept may be written there.
@@ -90,17 +129,6 @@ class Carries:
     def row(self, slot: Any) -> Any:
         """Returns the row of the buffer for a slot."""
         return jnp.where(slot == 0, self.spare, slot - 1)
-
-    def steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
-        """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
-
-        def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
-            carry, ys = state
-            row = self.body.row(start + j)
-            carry, y = self.body.run(self.consts, carry, read(self.xs, row))
-            return carry, write(ys, y, row) if ys else []
-
-        return loop(count, one, (carry, ys))
 
     def advance(
         self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: Unreversed

@@ -26,8 +26,8 @@ from jaxckpt.core.scans import ScanBody, ScanRun, Values
 from jaxckpt.schedules.alike import results_alike
 from jaxckpt.schedules.body import perturbed, pick, reached, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
-from jaxckpt.schedules.carries import Carries, Operands, loop, read, write
-from jaxckpt.schedules.host_carries import HostCarries, carries_of
+from jaxckpt.schedules.carries import KeptCarries, Operands, loop, read, write
+from jaxckpt.schedules.host_carries import carries_of
 from jaxckpt.schedules.optimum import Binomial
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
 from jaxckpt.schedules.reverse_only import no_forward_mode, no_second_reverse
@@ -229,7 +229,7 @@ class _State(NamedTuple):
 class _Turns:
     """Taking cotangents back through a run."""
 
-    def __init__(self, carries: Carries | HostCarries, work: Backward, ct_ys: Values) -> None:
+    def __init__(self, carries: KeptCarries, work: Backward, ct_ys: Values) -> None:
         self.carries, self.work, self.ct_ys = carries, work, ct_ys
         self.body, self.consts, self.xs = carries.body, carries.consts, carries.xs
 

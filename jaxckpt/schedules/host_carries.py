@@ -16,33 +16,29 @@ from jax import lax
 from jaxckpt.actions import OFFLOAD, SAVE, Action
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros
-from jaxckpt.schedules.carries import Carries, Home, Operands, loop, read, write
+from jaxckpt.schedules.carries import Carries, Home, KeptCarries, Operands
 from jaxckpt.schedules.optimum import Binomial
 from jaxckpt.schedules.two_levels import HAND, TwoLevelRuns, turns
 
 
-def carries_of(body: ScanBody, plan: Binomial, carry: Action, operands: Operands) -> Carries | HostCarries:
-    """Returns what keeps the carries of a scan.
-
-    Raises:
-      ArgumentError: all carries are to lie on the host, and there are two levels of slots.
-    """
+def carries_of(body: ScanBody, plan: Binomial, carry: Action, operands: Operands) -> KeptCarries:
+    """Returns what keeps the carries of a scan."""
     if not isinstance(plan, TwoLevelRuns):
         return Carries(body, plan, carry, operands)
     return HostCarries(body, plan, operands)
 
 
-class HostCarries:
-    """Taking carries forward, and keeping them on the device and on the host."""
+class HostCarries(KeptCarries):
+    """Carries in two buffers: on the device and on the host."""
+
+    plan: TwoLevelRuns
 
     def __init__(self, body: ScanBody, plan: TwoLevelRuns, operands: Operands) -> None:
-        self.body, self.plan = body, plan
-        self.consts, self.init, self.xs = operands
+        super().__init__(body, plan, operands)
         self.here, self.there = Home(SAVE, body.carry_avals), Home(OFFLOAD, body.carry_avals)
-        self.even = plan.last == plan.run
         self.spare = plan.placed.device_rows  # the row of the carry that the forward pass ends with
         self.turns = turns(plan.placed)
-        self.parts: tuple[()] = ()
+        self.parts = ()
 
     def forward(self) -> tuple[tuple[Values, Values], Values]:
         """Runs all steps; returns the results and the slots: buffers on the device, then those on the host."""
@@ -53,7 +49,7 @@ class HostCarries:
         begun = (0, int(self.turns.host[0])), (0, int(self.turns.device[0]))
         carry, ys, device, host = self._advance(jnp.int32(0), plan.units - 1, begun, (self.init, ys, device, host))
         device = self.here.write(device, carry, self.spare)
-        return self._steps(carry, (plan.units - 1) * plan.run, plan.last, ys), [*device, *host]
+        return self.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), [*device, *host]
 
     def last(self, slots: Values) -> Values:
         """Returns the carry at the start of the last run."""
@@ -88,7 +84,7 @@ class HostCarries:
         carry, ys, device, host = state
 
         def one(unit: Any, both: tuple[Values, Values]) -> tuple[Values, Values]:
-            return self._steps(both[0], unit * self.plan.run, self.plan.run, both[1])
+            return self.steps(both[0], unit * self.plan.run, self.plan.run, both[1])
 
         def keep(home: Home, table: Any, event: Any, state: Any) -> Any:
             at, carry, ys, slots = state
@@ -104,14 +100,3 @@ class HostCarries:
             host, device = (slots, device) if home is self.there else (host, slots)
         carry, ys = lax.fori_loop(at, to, one, (carry, ys))
         return carry, ys, device, host
-
-    def _steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
-        """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
-
-        def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
-            carry, ys = state
-            row = self.body.row(start + j)
-            carry, y = self.body.run(self.consts, carry, read(self.xs, row))
-            return carry, write(ys, y, row) if ys else []
-
-        return loop(count, one, (carry, ys))

@@ -487,19 +487,9 @@ class Turns:
     to_host: np.ndarray
     to_device: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables."""
-        return sum(getattr(self, name).nbytes for name in ("source", "at", "host", "device", "to_host", "to_device"))
-
 
 HAND = np.iinfo(np.int32).max
 """The source of the turn that begins with the carry at hand."""
-
-
-def turns_bytes(levels: TwoLevels) -> int:
-    """Returns the bytes of the tables of a solution, at most: each store splits steps in two."""
-    return 4 * (4 * levels.length + 2) + 8 * (levels.length + levels.writes + levels.reads + 1)
 
 
 @functools.lru_cache(maxsize=16)

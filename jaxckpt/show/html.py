@@ -96,12 +96,11 @@ def report_page(report: MemoryReport, title: str, beside: Mapping[str, MemoryRep
     Raises:
       TargetError: the compiler gave no buffer assignment that could be read.
     """
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in report_cells(report))
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">compiled for {escape(report.target)}</p>',
         _advice(report.advice()),
-        f"<table>{rows}</table>",
+        figures_of(report_cells(report)),
         "<h2>Every buffer over the program</h2>",
         timeline_fragment({THIS: report, **(beside or {})}),
         "<h2>Largest buffers at the peak</h2>",
@@ -147,6 +146,12 @@ def buffers_of(report: MemoryReport) -> str:
     """Returns the table of the largest buffers that are live at the peak."""
     header, rows = buffer_cells(report, BUFFERS)
     return table_of(header, rows, text_from=2)
+
+
+def figures_of(rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table of figures, which has no header."""
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def table_of(

@@ -52,20 +52,20 @@ def _report_picture(report: MemoryReport, path: str | os.PathLike[str]) -> None:
 
 
 def _frontier_text(frontier: Frontier) -> str:
-    from jaxckpt.show.plans import frontier_view
+    from jaxckpt.show.frontiers import frontier_view
     from jaxckpt.show.table import to_text
 
     return to_text(frontier_view(frontier))
 
 
 def _frontier_fragment(frontier: Frontier) -> str:
-    from jaxckpt.show.plans import frontier_fragment
+    from jaxckpt.show.frontiers import frontier_fragment
 
     return frontier_fragment(frontier)
 
 
 def _frontier_picture(frontier: Frontier, path: str | os.PathLike[str]) -> None:
-    from jaxckpt.show.plans import save_frontier
+    from jaxckpt.show.frontiers import save_frontier
 
     save_frontier(frontier, path)
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxckpt.core.units import format_bytes
-from jaxckpt.show import html, plans, table
+from jaxckpt.show import frontiers, html, plans, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Group
-    from rich.table import Table
 
     from jaxckpt.core.plan import PlanReport
     from jaxckpt.planner.frontier import Frontier
@@ -19,13 +18,15 @@ if TYPE_CHECKING:
 
 def saved_view(report: PlanReport | None, tree: Sequence[str], title: str) -> Group:
     """Returns what is printed of a plan from a file: its figures and its tree."""
-    return table.titled(title, _cells([] if report is None else plans.plan_cells(report)), advice="\n".join(tree))
+    return table.titled(
+        title, table.figures_table([] if report is None else plans.plan_cells(report)), advice="\n".join(tree)
+    )
 
 
 def saved_figure(report: PlanReport | None, frontier: Frontier | None, title: str) -> Figure:
     """Returns the frontier with the plan on it; without a frontier, the plan's peaks."""
     if frontier is not None:
-        return plans.frontier_figure(frontier, report, title=title)
+        return frontiers.frontier_figure(frontier, report, title=title)
     assert report is not None, "a plan without a report has nothing to draw"
     return plans.plan_report_figure(report)
 
@@ -39,12 +40,12 @@ def saved_page(report: PlanReport | None, tree: Sequence[str], title: str, front
     lines = html.escape("\n".join(tree))
     parts = [f"<h1>{html.escape(title)}</h1>"]
     if report is not None:
-        parts.append(html.table_of(["", "", ""], [list(cells) for cells in plans.plan_cells(report)]))
+        parts.append(html.figures_of(plans.plan_cells(report)))
     parts += ["<h2>What is kept where</h2>", f'<div class="wide"><pre>{lines}</pre></div>']
     if report is not None or frontier is not None:
         parts += ["<h2>Memory</h2>", html.image(saved_figure(report, frontier, ""), "The plan's peak.")]
     if frontier is not None and any(point.peak_bytes for point in frontier.points):
-        parts.append(f'<div class="wide">{html.table_of(*plans.frontier_cells(frontier))}</div>')
+        parts.append(f'<div class="wide">{html.table_of(*frontiers.frontier_cells(frontier))}</div>')
     return html.page(title, parts)
 
 
@@ -88,20 +89,8 @@ def difference_view(
     names: tuple[str, str], cells: Sequence[tuple[str, str, str, str]], lines: Sequence[str], title: str
 ) -> Group:
     """Returns what is printed of two plans: their figures side by side, and the lines in which they differ."""
-    return table.titled(title, _cells(cells, ["", *names, "difference"]), advice="\n".join(lines))
+    return table.titled(title, table.figures_table(cells, ["", *names, "difference"]), advice="\n".join(lines))
 
 
 def _flops(count: float) -> str:
     return f"{table.format_count(count)}FLOPs"
-
-
-def _cells(rows: Sequence[tuple[str, ...]], header: Sequence[str] | None = None) -> Table:
-    from rich.text import Text
-
-    shown = table.plain_table(show_header=header is not None)
-    for place in range(len(rows[0]) if rows else 1):
-        name = header[place] if header is not None else ""
-        shown.add_column(Text(name), justify="right" if place == 1 or (header and place == 2) else "left")
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    return shown

@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -90,6 +90,17 @@ def plain_table(**settings: Any) -> Table:
     return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **settings)
 
 
+def figures_table(rows: Sequence[tuple[str, ...]], header: Sequence[str] | None = None) -> Table:
+    """Returns figures with their names; columns 1 and, with a header, 2 are aligned right."""
+    shown = plain_table(show_header=header is not None)
+    for place in range(len(rows[0]) if rows else 1):
+        name = header[place] if header is not None else ""
+        shown.add_column(Text(name), justify="right" if place == 1 or (header and place == 2) else "left")
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    return shown
+
+
 def titled(title: str, table: RenderableType, note: str = "", advice: str | None = None) -> Group:
     """Returns a table with lines of text above and below it. Rich's title and caption cannot be wider than the
     table.
@@ -124,12 +135,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
 
 def report_view(report: MemoryReport, title: str) -> Group:
     """Returns the printed form of a compiled program: its figures, and the advice if there is one."""
-    table = plain_table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for what, much in report_cells(report):
-        table.add_row(Text(what), Text(much))
-    return titled(f"{title}, compiled for {report.target}", table, advice=report.advice())
+    return titled(f"{title}, compiled for {report.target}", figures_table(report_cells(report)), advice=report.advice())
 
 
 def report_values(report: MemoryReport) -> dict[str, Any]:

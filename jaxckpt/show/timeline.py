@@ -12,11 +12,11 @@ import html
 import importlib.resources
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from jaxckpt.memory.buffers import Lifetime, Space, live_bytes
+
 if TYPE_CHECKING:
-    from jaxckpt.memory.buffers import Lifetime, Space
     from jaxckpt.memory.report import MemoryReport
 
 SHARE = 0.001
@@ -106,15 +106,6 @@ def divided(lifetimes: Sequence[Lifetime], peak: int) -> tuple[list[Lifetime], l
     order = sorted((life for life in lifetimes if life.buffer.bytes), key=lambda life: -life.buffer.bytes)
     count = sum(life.buffer.bytes >= SHARE * peak for life in order)
     return order[: min(count, MOST)], order[min(count, MOST) :]
-
-
-def live_bytes(lifetimes: Iterable[Lifetime], length: int) -> list[int]:
-    """Returns the live bytes at each of `length` positions."""
-    change = [0] * (length + 1)
-    for life in lifetimes:
-        change[life.first] += life.buffer.bytes
-        change[life.last + 1] -= life.buffer.bytes
-    return list(accumulate(change))[:-1]
 
 
 def _row(life: Lifetime, text: Callable[[str], int]) -> list[int]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt.actions import SAVE
-from jaxckpt.core.regions import Address, by_body
+from jaxckpt.core.outline import place_text
+from jaxckpt.core.regions import by_body
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import table
 
@@ -56,21 +57,9 @@ def plan_lines(plan: Plan, graph: Graph) -> list[str]:
     for address in sorted({(), *regions, *loops}):
         inside = replace(graph, body=graph.at(address))
         if address:
-            lines.append(f"Each time that {_around(address, graph)} runs:")
+            lines.append(f"Each time that {place_text(address, graph)} runs:")
         lines += _tree(_stretches(regions.get(address, ()), loops.get(address, ()), 0, len(inside.ops)), inside, "")
     return lines
-
-
-def _around(address: Address, graph: Graph) -> str:
-    """Returns a body in words: "scan (operation 3), cond (operation 7, branch 1)"."""
-    ops = [
-        next(op for op in graph.at(address[:depth]).ops if op.index == index)
-        for depth, (index, _) in enumerate(address)
-    ]
-    return ", ".join(
-        f"{op.primitive} (operation {op.index}{f', branch {place}' if len(op.bodies) > 1 else ''})"
-        for op, (_, place) in zip(ops, address)
-    )
 
 
 def _stretches(regions: Sequence[Region], loops: Sequence[Loop], start: int, stop: int) -> list[_Stretch]:

@@ -196,15 +196,7 @@ class _Call(ScanRun):
             ]
             return f(away, x)
 
-        if self.carry.changes:
-            return checkpoint(named, policy=Policy({name: self.carry}, strict=False), prevent_cse=False)
-        offload = _compat.keep_names([], [name])
-
-        def run(state: Values, x: Values) -> tuple[Values, Values]:
-            with _compat.working_checkpoints():
-                return jax.checkpoint(named, policy=offload, prevent_cse=False)(state, x)
-
-        return run
+        return checkpoint(named, policy=Policy({name: self.carry}, strict=False), prevent_cse=False)
 
     def keeping(self, actions: Mapping[int, Action] | None) -> tuple[_Call, list[Any] | None]:
         if actions:

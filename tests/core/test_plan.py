@@ -15,6 +15,7 @@ import pytest
 import jaxckpt
 from jaxckpt import OFFLOAD, SAVE, MemoryEstimate, Plan, PlanMismatchError, Region
 from jaxckpt.core import plan as plan_module
+from jaxckpt.core.outline import region_line
 from jaxckpt.core.plan import Loop, PlanReport
 from jaxckpt.schedules import Mixed, checkpointed, in_turn
 from tests.helpers import assert_trees_close, executions, kept_shapes
@@ -140,6 +141,14 @@ def test_plans_print():
     assert "float32[4, 6]" in text
     assert "test_plan.py" in text
     assert "ops 0..4" in str(plan)
+
+
+def test_a_line_on_a_region_says_what_is_kept_and_by_which_action():
+    assert region_line(Region(0, 4, {2: SAVE})) == "ops 0..4: keeps 1 value"
+    both = Region(0, 4, {2: SAVE, 3: OFFLOAD})
+    assert region_line(both) == "ops 0..4: keeps 2 values (offload 1 value, save 1 value)"
+    left = Region(0, 4, checkpoint=False, body=((3, 0), (1, 1)))
+    assert region_line(left) == "ops 0..4 inside of operation 3, 1: as they stand"
 
 
 def test_regions_must_be_in_order_and_inside():

@@ -378,7 +378,7 @@ def test_a_program_that_does_not_fit_is_an_error_with_both_sizes():
 
 
 def test_without_a_buffer_assignment_the_figures_stay_and_the_rest_is_an_error(monkeypatch, caplog):
-    monkeypatch.setattr(module.buffers, "read", lambda *_: (_ for _ in ()).throw(UnreadableDumpError("of old")))
+    monkeypatch.setattr(module, "read_dump", lambda *_: (_ for _ in ()).throw(UnreadableDumpError("of old")))
     report = measure(jnp.sin, jnp.ones((1024,)), target="cpu")
     assert report.peak_bytes == 8192
     assert "cannot read the buffer assignment" in caplog.text

@@ -44,7 +44,14 @@ def test_fixed_width_fields_are_stepped_over():
     assert Message(eight + four + field(3, 7)).number(3) == 7
 
 
-@pytest.mark.parametrize("data", [b"\x0b\x01", field(2, b"cut off")[:-2], b"\x08\xff"])
-def test_what_is_no_message_is_an_error(data):
-    with pytest.raises((ValueError, IndexError)):
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"\x0b\x01", ValueError, "wire type 3"),
+        (field(2, b"cut off")[:-2], ValueError, "the last field is cut off"),
+        (b"\x08\xff", IndexError, "out of bounds"),  # `read_dump` makes one error of both
+    ],
+)
+def test_what_is_no_message_is_an_error(data, error, message):
+    with pytest.raises(error, match=message):
         Message(data)

@@ -25,7 +25,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Plan, PlanReport, Region
 from jaxckpt.memory import cache
 from jaxckpt.memory.report import measure
-from jaxckpt.planner import auto, calls, problems
+from jaxckpt.planner import calls, planned_calls, problems
 from jaxckpt.planner.auto import autocheckpoint
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes
 
@@ -52,7 +52,7 @@ def planner(monkeypatch):
         made = Plan((Region(0, half), Region(half, len(graph.ops))), graph.fingerprint)
         return PlanReport(made, budget=1000).plan
 
-    monkeypatch.setattr(auto.problems, "plan", plan)
+    monkeypatch.setattr(problems, "plan", plan)
     return asked
 
 
@@ -179,14 +179,14 @@ def test_under_vmap_the_plan_is_for_one_example(planner):
 
 
 def test_planning_within_a_trace_leaves_nothing_in_it(planner, monkeypatch):
-    stub = auto.problems.plan
+    stub = problems.plan
 
     def computes(fun, *args, **settings):
         jax.jit(lambda: jnp.cos(jnp.arange(5.0)))().block_until_ready()  # as a planner that times stages would
         measure(jax.value_and_grad(fun), *args)
         return stub(fun, *args, **settings)
 
-    monkeypatch.setattr(auto.problems, "plan", computes)
+    monkeypatch.setattr(problems, "plan", computes)
     planned = autocheckpoint(loss, budget="60%")
     with jax.checking_leaks():
         seen = executions(jax.jit(planned), WS, X)
@@ -228,7 +228,7 @@ def test_a_function_that_calls_itself_is_planned_as_it_is(planner):
 
 
 def test_threads_with_one_signature_plan_once_and_others_do_not_wait(planner, monkeypatch):
-    stub, started, go_on = auto.problems.plan, threading.Event(), threading.Event()
+    stub, started, go_on = problems.plan, threading.Event(), threading.Event()
 
     def slow(fun, *args, **settings):
         if args[1].shape[0] == 128:
@@ -236,7 +236,7 @@ def test_threads_with_one_signature_plan_once_and_others_do_not_wait(planner, mo
             assert go_on.wait(30)
         return stub(fun, *args, **settings)
 
-    monkeypatch.setattr(auto.problems, "plan", slow)
+    monkeypatch.setattr(problems, "plan", slow)
     planned, results = autocheckpoint(loss, budget="60%"), []
     threads = [threading.Thread(target=lambda: results.append(float(planned(WS, X)))) for _ in range(6)]
     for thread in threads:
@@ -252,7 +252,7 @@ def test_threads_with_one_signature_plan_once_and_others_do_not_wait(planner, mo
 
 
 def test_what_fails_is_told_to_all_that_wait_and_tried_again_later(planner, monkeypatch):
-    stub, failures = auto.problems.plan, [InfeasibleBudgetError("no plan fits; the least budget that fits is 7 bytes")]
+    stub, failures = problems.plan, [InfeasibleBudgetError("no plan fits; the least budget that fits is 7 bytes")]
 
     def fails_first(fun, *args, **settings):
         if failures:
@@ -260,7 +260,7 @@ def test_what_fails_is_told_to_all_that_wait_and_tried_again_later(planner, monk
             raise failures.pop()
         return stub(fun, *args, **settings)
 
-    monkeypatch.setattr(auto.problems, "plan", fails_first)
+    monkeypatch.setattr(problems, "plan", fails_first)
     planned, caught = autocheckpoint(loss, budget="1%"), []
 
     def call():
@@ -414,7 +414,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(planner, tmp_path, caplog)
 
 def test_device_budgets_are_looked_at_again_when_a_plan_is_read(planner, tmp_path, monkeypatch):
     free = {"now": 1000}
-    monkeypatch.setattr(auto, "budget_bytes", lambda budget, **_: free["now"])
+    monkeypatch.setattr(planned_calls, "budget_bytes", lambda budget, **_: free["now"])
     plan = autocheckpoint(loss, budget="device", path=tmp_path).plan(WS, X)
     assert plan.budget == 1000 and planner[0][1]["budget"] == 1000
     for now, plans in ((1050, 1), (1000, 1), (999, 2), (1200, 3)):
@@ -425,7 +425,8 @@ def test_device_budgets_are_looked_at_again_when_a_plan_is_read(planner, tmp_pat
 
 FRESH = """
 import sys, jax, jax.numpy as jnp
-from jaxckpt.planner import auto
+from jaxckpt import autocheckpoint
+from jaxckpt.planner import problems
 from jaxckpt.memory.report import measure
 
 def loss(ws, x):
@@ -436,9 +437,9 @@ def loss(ws, x):
 if sys.argv[2] == "read":
     def plan(*args, **settings):
         raise AssertionError("planned again")
-    auto.problems.plan = plan
+    problems.plan = plan
 shapes = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 8, jax.ShapeDtypeStruct((2048, 32), jnp.float32)
-planned = auto.autocheckpoint(loss, budget="75%", path=sys.argv[1])
+planned = autocheckpoint(loss, budget="75%", path=sys.argv[1])
 print(planned.plan(*shapes).measured_bytes, measure(jax.value_and_grad(planned), *shapes).peak_bytes)
 print(measure(jax.value_and_grad(loss), *shapes).peak_bytes)
 """

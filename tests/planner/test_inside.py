@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import ArgumentError, InfeasibleBudgetError, Plan, PlanMismatchError
 from jaxckpt.core.graph import trace
+from jaxckpt.core.regions import every_region
 from jaxckpt.planner.inside import innermost, whole
 from tests.actions.half import HALF, half_is_known
 from tests.helpers import assert_trees_close
@@ -90,7 +91,9 @@ def test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block(fun, w
     added = step_flops(plan.apply(wrapped)) / step_flops(wrapped) - 1
     assert 0 < added < every / 3
     assert Plan.from_json(plan.to_json()) == plan
-    assert "keeps" in plan.describe(trace(wrapped, WS, X)) or plan.loops
+    text = plan.describe(trace(wrapped, WS, X))
+    assert text.count("  keeps ") == sum(region.checkpoint for region in every_region(plan.regions))
+    assert text.count("scan of") == len(plan.loops)
 
 
 @pytest.mark.compile

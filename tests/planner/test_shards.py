@@ -84,14 +84,14 @@ def test_programs_that_name_the_mesh_of_their_arguments_are_planned():
             x = x + jnp.where(h > 0, h, jnp.zeros_like(h))
         return jnp.mean(x**2)
 
-    def make_step(loss):
+    def step_of(loss):
         def step(w, x):
             value, gradient = jax.value_and_grad(loss)(w, x)
             return w - 0.1 * gradient, value
 
         return jax.jit(step, donate_argnums=0, compiler_options=jaxckpt.compiler_options("cpu"))
 
-    for step in (jax.value_and_grad, make_step):
+    for step in (jax.value_and_grad, step_of):
         plan = jaxckpt.plan(loss, jnp.eye(64), x, budget="85%", target="cpu", step=step)
         assert plan.measured_bytes <= plan.budget < plan.unplanned_bytes
         sharded, single = (jax.grad(plan.apply(loss))(jnp.eye(64), a) for a in (x, jnp.ones((2048, 64))))

@@ -96,7 +96,7 @@ def test_it_is_saved_shown_and_held_against_the_function(half, tmp_path):
     assert loaded == half and loaded.tiles == half.tiles and hash(loaded) == hash(half)
     tile = half.tiles[0]
     assert f"ops {tile.start}..{tile.stop} in {tile.tiles} tiles" in str(half)
-    assert f"operations {tile.start}..{tile.stop} in {tile.tiles} tiles along axis" in half.describe(
+    assert f"ops {tile.start}..{tile.stop} in {tile.tiles} tiles along axis" in half.describe(
         trace(language, *arguments())
     )
     same(language, loaded.apply(language), real(1))

@@ -17,7 +17,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop, MemoryEstimate, Plan, PlanReport, Region
 from jaxckpt.planner.frontier import Frontier, Point, Way
 from jaxckpt.schedules import checkpointed, in_turn
-from jaxckpt.show import plans, plot, table
+from jaxckpt.show import frontiers, plans, plot, table
 from jaxckpt.show.tree import nothing, plan_lines
 from jaxckpt.transforms.checkpoint import tag
 
@@ -208,7 +208,7 @@ def some_frontier():
 
 
 def test_a_frontier_as_a_table():
-    header, rows = plans.frontier_cells(some_frontier())
+    header, rows = frontiers.frontier_cells(some_frontier())
     assert {len(row) for row in rows} == {len(header)}
     assert rows[0][:2] == ["10%", "no plan fits"]
     assert rows[1][7] == "none"  # nothing by hand is as small
@@ -220,7 +220,7 @@ def test_a_frontier_as_a_table():
 
 def test_the_picture_has_every_point_that_is_no_more_than_a_third_above_the_step_as_it_is(tmp_path):
     frontier = some_frontier()
-    figure = plans.frontier_figure(frontier, report(), measures=("flops", "seconds"))
+    figure = frontiers.frontier_figure(frontier, report(), measures=("flops", "seconds"))
     assert len(figure.axes) == 2
     (axes, _) = figure.axes
     lines = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
@@ -239,7 +239,7 @@ def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_pla
     others = [Way(f"way {i}", (95 - 10 * i) * MIB, 1000 + 100 * i, 2.0) for i in range(4)]
     others += [Way("near the last", 64 * MIB, 1303, 2.0), Way("huge", 900 * MIB, 1000, 2.0)]
     frontier = Frontier("cpu", Way("as it is", 100 * MIB, 1000, 2.0), (), tuple(others))
-    figure = plans.frontier_figure(frontier, measures=("flops", "seconds"))
+    figure = frontiers.frontier_figure(frontier, measures=("flops", "seconds"))
     left, right = ([note.get_text() for note in axes.texts] for axes in figure.axes)
     assert left == ["a", "b", "c", "d, e"]
     assert right[-1].splitlines() == ["a  way 0", "b  way 1", "c  way 2", "d  way 3", "e  near the last"]
@@ -248,9 +248,9 @@ def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_pla
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_of_a_frontier_cuts_no_word(width):
     frontier = some_frontier()
-    shown = table.to_text(plans.frontier_view(frontier), width)
+    shown = table.to_text(frontiers.frontier_view(frontier), width)
     assert max(map(len, shown.splitlines())) <= width
-    header, rows = plans.frontier_cells(frontier)
+    header, rows = frontiers.frontier_cells(frontier)
     words = shown.split()
     for cell in [*header, *itertools.chain(*rows)]:
         assert set(cell.split()) <= set(words), cell
@@ -269,7 +269,7 @@ def test_labels_of_crowded_points_cover_no_line_and_no_other_label():
     beside = [(70, 16), (66, 20), (50, 42), (46, 55), (42, 80), (36, 130), (31, 200), (45, 210), (47, 220)]
     others = tuple(Way(f"way {i}", peak * MIB, 1000 + more, 1 + more / 1000) for i, (peak, more) in enumerate(beside))
     frontier = Frontier("cpu", Way("as it is", 100 * MIB, 1000, 1.0), tuple(point(*each) for each in base), others)
-    figure = plans.frontier_figure(frontier)
+    figure = frontiers.frontier_figure(frontier)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     (axes,) = figure.axes
@@ -285,5 +285,5 @@ def test_labels_of_crowded_points_cover_no_line_and_no_other_label():
 def test_pages_hold_all_of_it():
     page = plans.plan_page(report((0.5, 0.25)), GRAPH, "A <plan>", some_frontier())
     assert "A &lt;plan&gt;" in page and "keeps what goes in and out" in page and "each block" in page
-    page = plans.frontier_page(some_frontier(), "Plans")
+    page = frontiers.frontier_page(some_frontier(), "Plans")
     assert "no plan fits" in page and page.count("<img") == 1

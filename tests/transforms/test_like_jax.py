@@ -88,8 +88,8 @@ def test_a_jitted_function_is_lowered_as_often(ours, theirs):
 @both
 def test_a_forward_call_runs_the_same_operations(ours, theirs):
     counts = [executions(fun, X, W) for fun in pair(layer, ours, theirs)]
-    for name in ("dot_general", "tanh", "sin", "optimization_barrier", "name"):
-        assert counts[0][name] == counts[1][name] or name == "name"
+    for name in ("dot_general", "tanh", "sin", "optimization_barrier"):
+        assert counts[0][name] == counts[1][name]
     texts = [jax.jit(fun).lower(X, W).as_text() for fun in pair(layer, ours, theirs)]
     assert [text.count("stablehlo.") for text in texts] == [texts[1].count("stablehlo.")] * 2
 

@@ -1,0 +1,240 @@
+"""Checkpoints: regions of a body whose values have names become functions, nested `jax.checkpoint`s that keep some of
+these names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from jaxckpt import _compat
+from jaxckpt.actions import Action
+from jaxckpt.core import looks, reads, surgery
+from jaxckpt.core.constants import MUCH
+from jaxckpt.core.graph import Body, Graph, aval_bytes
+from jaxckpt.core.reads import Flat
+from jaxckpt.core.regions import Address, Loop, Region, kept_actions
+from jaxckpt.core.tie import tied
+
+
+class Naming(Protocol):
+    """What the emitter says of the names that it gives to values.
+
+    Attributes:
+      graph: the function.
+      regions, loops: what lies in which body.
+      addresses: id of a body -> its address, for bodies that regions or planned loops lie in, and those around them.
+      read: values that are read by their names: by the derivatives of their own operations, or in another form.
+      moved: values that tied regions move to the host.
+    """
+
+    graph: Graph
+    regions: dict[Address, tuple[Region, ...]]
+    loops: dict[Address, dict[int, Loop]]
+    addresses: dict[int, Address]
+    read: set[int]
+    moved: frozenset[int]
+
+    def __call__(self, index: int) -> str:
+        """Returns the name of a value."""
+
+
+@dataclass(frozen=True)
+class NamedProgram:
+    """A body that is made into a function in regions.
+
+    Attributes:
+      body: the operations.
+      groups: their equations, with names.
+      names: what is named how.
+      prevent_cse: as of `emit`.
+      folded: makes calls of equations that were written out of some.
+    """
+
+    body: Body
+    groups: list[list[Any]]
+    names: Naming
+    prevent_cse: bool | tuple[bool, ...]
+    folded: Callable[[list[Any]], list[Any]]
+
+    def part(
+        self, make: Callable[[], Flat], start: int, stop: int, region: Region | None, variables: tuple[Hashable, ...]
+    ) -> Flat:
+        """Returns the function that `make` returns of a region, or of what lies between two: see `looks.part`.
+
+        Args:
+          make, start, stop, region: see above.
+          variables: what it depends on besides the region and what is inside of operations.
+        """
+        names, own = self.names, self.names.addresses[id(self.body)]
+
+        def key() -> Hashable:
+            others = tuple(each for address, regions in names.regions.items() if address != own for each in regions)
+            loops = tuple(loop for each in names.loops.values() for loop in each.values())
+            kept = sorted(i for each in (region, *others) if each is not None for i in kept_actions(each))
+            named = tuple((i, names(i), i in names.read) for i in kept)
+            return region, others, loops, self.prevent_cse, named, variables
+
+        return looks.part(make, start, stop, names.graph, own, key, region is not None and bool(region.regions))
+
+    @functools.cached_property
+    def parts(self) -> Mapping[Any, Any]:
+        """The variables that these views make, each with its equation."""
+        return {var: eqn for place in self.shown for eqn in self.groups[place] for var in eqn.outvars}
+
+    def with_views(self, eqns: list[Any]) -> list[Any]:
+        """Returns the equations of a region, behind those of the views that it reads where these show much of an input:
+        to have the rest of its gradient too costs little then, and a view outside is kept for the region.
+        """
+        read: dict[Any, list[Any]] = {}
+        for var in surgery.used(eqns):
+            for base in self._bases(var) if var in self.parts else ():
+                read.setdefault(base, []).append(var)
+        size = lambda variables: sum(aval_bytes(var.aval) for var in variables)
+        most = [var for base, shown in read.items() if size(shown) >= MUCH * size([base]) for var in shown]
+        inside: set[int] = set()
+        while most:
+            eqn = self.parts[most.pop()]
+            inside.add(id(eqn))
+            most += [var for var in surgery.used([eqn]) if var in self.parts]
+        showing = (eqn for place in sorted(self.shown) for eqn in self.groups[place])
+        return [*(eqn for eqn in showing if id(eqn) in inside), *eqns]
+
+    def _bases(self, var: Any) -> set[Any]:
+        """Returns the inputs that a view shows a part of."""
+        if var not in self.parts:
+            return {var}
+        return {base for source in surgery.used([self.parts[var]]) for base in self._bases(source)}
+
+    @functools.cached_property
+    def shown(self) -> frozenset[int]:
+        """Places of the views that are given no names, nor show what is given one."""
+        given = {*self.body.jaxpr.constvars, *self.body.jaxpr.invars}
+        found = set()
+        for place in sorted(self.body.views):
+            group = self.groups[place]
+            if len(group) == 1 and given.issuperset(surgery.used(group)):
+                given.update(group[0].outvars)
+                found.add(place)
+        return frozenset(found)
+
+    def equations(self, start: int, stop: int) -> list[Any]:
+        """Returns those of the operations start..stop, but for views; with the last one names that follow it."""
+        end = len(self.groups) if stop == len(self.body.ops) else stop
+        return [eqn for place in range(start, end) if place not in self.shown for eqn in self.groups[place]]
+
+
+def whole_region(region: Region, program: NamedProgram) -> Flat:
+    """Returns a whole program as one checkpoint."""
+    if region.regions:
+        inner = in_checkpoints(region.regions, program)
+    else:
+        eqns = program.folded([eqn for group in program.groups for eqn in group])
+        inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
+    made = lambda: checkpointed(inner, region, program.names, program.prevent_cse)
+    return program.part(made, region.start, region.stop, region, ())
+
+
+def checkpointed(
+    fun: Flat,
+    region: Region,
+    names: Naming,
+    prevent_cse: bool | tuple[bool, ...],
+    parts: Collection[int] = (),
+) -> Flat:
+    """Returns a stretch as its region says; `parts`: the places of inputs that are views."""
+    if region.checkpoint:
+        if not names.read.isdisjoint(region.actions):
+            fun = reads.reads_names(fun)
+        fun = jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
+    return tied(fun, parts) if region.tied else fun
+
+
+def policy_keeping(actions: Mapping[int, Action], names: Naming) -> Any:
+    """Returns the policy of a `jax.checkpoint` that keeps what the actions say, by names."""
+    # What a tied region moves is on the host when it is named; see `stored`.
+    there = {i: action for i, action in actions.items() if action.keeps}
+    offloaded = [names(i) for i, action in there.items() if action.on_host and i not in names.moved]
+    saved = [name for name in map(names, there) if name not in offloaded]
+    return _compat.keep_names(saved, offloaded)
+
+
+def in_checkpoints(regions: tuple[Region, ...], program: NamedProgram) -> Flat:
+    """Returns a whole program with `regions` as checkpoints and what lies between them as it is."""
+    jaxpr = program.body.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return _stretch(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
+
+
+def _stretch(
+    start: int, stop: int, regions: tuple[Region, ...], program: NamedProgram, inputs: list[Any], outputs: list[Any]
+) -> Flat:
+    """Returns a function of `inputs` (variables) to `outputs` (variables or literals) over the operations
+    start..stop.
+    """
+    stretches: list[tuple[Flat, list[Any], list[Any]]] = []
+    needed = {var for var in outputs if not isinstance(var, _compat.Literal)}
+    for begin, end, region in reversed(_cuts(start, stop, regions)):
+        eqns = program.equations(begin, end)
+        outs = [var for eqn in eqns for var in eqn.outvars if var in needed]
+        eqns = eqns if region is None else program.with_views(eqns)
+        ins = surgery.used(eqns)
+        make = functools.partial(_part, begin, end, region, program, eqns, ins, outs)
+        views = tuple(place for place, var in enumerate(ins) if var in program.parts)
+        given = tuple(name for eqn in eqns if (name := _compat.equation_name(eqn)) is not None)
+        fun = program.part(make, begin, end, region, (begin, end, *ins, None, *outs, None, *views, None, *given))
+        stretches.append((fun, ins, outs))
+        needed |= set(ins)
+
+    def call(*args: Any) -> list[Any]:
+        env = dict(zip(inputs, args))
+
+        def read(var: Any) -> Any:
+            if var not in env:  # a view, made where it is first read
+                eqn = program.parts[var]
+                ins = surgery.used([eqn])
+                shown = surgery.evaluate(surgery.stretch([eqn], ins, eqn.outvars, program.body.jaxpr), *map(read, ins))
+                env.update(zip(eqn.outvars, shown))
+            return env[var]
+
+        for fun, ins, outs in reversed(stretches):
+            env.update(zip(outs, fun(*map(read, ins))))
+        return [var.val if isinstance(var, _compat.Literal) else read(var) for var in outputs]
+
+    return call
+
+
+def _part(
+    start: int,
+    stop: int,
+    region: Region | None,
+    program: NamedProgram,
+    eqns: list[Any],
+    inputs: list[Any],
+    outputs: list[Any],
+) -> Flat:
+    """Returns the function of one region of a stretch, or of what lies between two of them: `eqns`."""
+    if region is not None and region.regions:
+        fun = _stretch(start, stop, region.regions, program, inputs, outputs)
+    else:
+        jaxpr = surgery.stretch(program.folded(eqns), inputs, outputs, program.body.jaxpr)
+        fun = functools.partial(surgery.evaluate, jaxpr)
+    if region is None:
+        return fun
+    parts = [place for place, var in enumerate(inputs) if var in program.parts]
+    return checkpointed(fun, region, program.names, program.prevent_cse, parts)
+
+
+def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int, int, Region | None]]:
+    cuts: list[tuple[int, int, Region | None]] = []
+    at = start
+    for region in regions:
+        if at < region.start:
+            cuts.append((at, region.start, None))
+        cuts.append((region.start, region.stop, region))
+        at = region.stop
+    return [*cuts, (at, stop, None)] if at < stop else cuts

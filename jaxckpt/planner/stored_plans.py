@@ -1,0 +1,144 @@
+"""Files of the plans of `autocheckpoint`, one for each step, and the settings that tell them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt._errors import JaxckptError, PlanMismatchError
+from jaxckpt.actions import Action
+from jaxckpt.core import lift
+from jaxckpt.core.bare import trace_bare
+from jaxckpt.core.constants import STALE
+from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.plan import FORMAT, Plan
+from jaxckpt.core.shown import Progress
+from jaxckpt.memory.cache import surroundings
+from jaxckpt.memory.gradient import suited
+from jaxckpt.memory.report import devices_of
+from jaxckpt.memory.targets import target_of
+from jaxckpt.planner.budget import DEVICE, normal
+from jaxckpt.planner.measured import step_graph
+from jaxckpt.planner.solvers import Solver
+
+logger = logging.getLogger("jaxckpt")
+
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """The settings of `jaxckpt.plan`, and which arguments are static."""
+
+    budget: Any
+    target: Any
+    step: Callable[..., Any]
+    actions: tuple[Action, ...]
+    host_budget: int | str | None
+    costs: str
+    verify: bool
+    solver: str | Solver
+    respect_checkpoints: bool
+    tile: bool
+    cache: str | os.PathLike[str] | bool | None
+    static_argnums: int | Sequence[int]
+    progress: Progress | bool | None = None
+
+    @property
+    def static_places(self) -> tuple[int, ...]:
+        """The places of static arguments."""
+        numbers = self.static_argnums
+        return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
+class PlanFile:
+    """The file of one step's plan: the same for the same step and settings, in any process.
+
+    Args:
+      folder: it lies in; made when the plan is saved.
+      settings: that the plan is made with.
+      name: of the function that is planned.
+      fun, shapes: the function, and its arguments.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        settings: AutoSettings,
+        name: str,
+        fun: Callable[..., Any],
+        shapes: tuple[Any, ...],
+    ) -> None:
+        self.settings, self.name, self.fun, self.shapes = settings, name, fun, shapes
+        self.path = folder / self._file_name()
+
+    def load(self, budget: Any, cap: int | None) -> Plan | None:
+        """Returns the plan; None where there is none that serves this step.
+
+        Args:
+          budget: the budget in bytes, where it is what the device has; otherwise not looked at.
+          cap: the most bytes that the plan may need; None for no such bound.
+        """
+        try:
+            plan = Plan.load(self.path)
+            plan.check((trace if plan.respect_checkpoints else trace_bare)(self.fun, *self.shapes))
+        except FileNotFoundError:
+            return None
+        except (OSError, PlanMismatchError) as error:
+            logger.warning("%s does not serve %s, which is planned again: %s", self.path, self.name, error)
+            return None
+        if cap is not None and peak_of(plan) > cap:
+            return None  # it is the plan that ran out of memory; the new one replaces it
+        if normal(self.settings.budget) == DEVICE:
+            stored = plan.budget or 0
+            return plan if STALE * budget <= stored <= budget else None
+        return plan
+
+    def save(self, plan: Plan) -> None:
+        """Writes a plan; where that fails, the log says so."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(self.path)
+        except (OSError, JaxckptError) as error:
+            logger.warning("the plan of %s could not be kept in %s: %s", self.name, self.path, error)
+
+    def _file_name(self) -> str:
+        settings, fun, shapes = self.settings, self.fun, self.shapes
+        step = suited(settings.step, fun, shapes)
+        facts = {
+            "format": FORMAT,
+            "compilers": surroundings(),
+            "step": step_graph(step(fun), shapes, target_of(settings.target)).fingerprint,
+            "shardings": [
+                str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None
+            ],
+            "budget": normal(settings.budget),
+            "target": target_of(settings.target).name,
+            "devices": devices_of(lift.leaves(fun, shapes), target_of(settings.target)),
+            "actions": [repr(action) for action in settings.actions],
+            "host_budget": str(settings.host_budget),
+            "costs": str(settings.costs),
+            "solver": _solver_title(settings.solver),
+            "respect_checkpoints": settings.respect_checkpoints,
+            "tile": settings.tile,
+            "verify": settings.verify,
+        }
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        name = "".join(c if c.isalnum() else "_" for c in self.name)[:40]
+        return f"{name}-{digest}.json"
+
+
+def _solver_title(solver: str | Solver) -> str:
+    """Returns what tells a solver from others in any process."""
+    if isinstance(solver, str):
+        return solver
+    return f"{type(solver).__module__}.{type(solver).__qualname__} {solver.name}"
+
+
+def peak_of(plan: Plan) -> int:
+    """Returns the bytes of the step under a plan: compiled, or else predicted, or else the budget."""
+    return plan.measured_bytes or (plan.predicted.peak_bytes if plan.predicted else plan.budget or 0)
