@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxckpt._errors import UnreadableDumpError
+from jaxckpt.core import garbage
 from jaxckpt.memory import collectives, hlo
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime
 from jaxckpt.memory.platforms import PLATFORMS
@@ -52,6 +53,7 @@ class _Trace:  # HeapSimulatorTrace and its Event
     alloc, free, share = 0, 1, 2
 
 
+@garbage.seldom()
 def read_dump(dumped: bytes, platform: str) -> Assignment:
     """Reads a serialised xla.HloProto that holds a scheduled module and its buffer assignment.
 

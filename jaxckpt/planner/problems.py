@@ -21,7 +21,7 @@ from jaxckpt._errors import (
     check_flags,
 )
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
-from jaxckpt.core import lift, purity
+from jaxckpt.core import garbage, lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import (
     FAR,
@@ -162,6 +162,7 @@ def plan(
     return problem.plan(budget, verify=verify, solver=solver, progress=progress)
 
 
+@garbage.seldom()
 def problem_of(
     fun: Callable[..., Any],
     *args: Any,
@@ -349,6 +350,7 @@ class Problem(Measured):
         """Returns the problem of the function's own body."""
         return self._shared(self.other()) if self.model.address and self.other is not None else self
 
+    @garbage.seldom()
     def plan(
         self,
         budget: int | str,
