@@ -13,7 +13,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, ArgumentError, Plan, Policy, Target, compress, shard, tag
-from jaxckpt.actions import Composed, action_from, given
+from jaxckpt.actions import action_from, given
+from jaxckpt.actions.base import Composed
 from jaxckpt.core.graph import Value
 from tests.helpers import executions
 
