@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, ForwardModeError, did_you_mean
 from jaxckpt.actions.base import Action, Array, Cost
 from jaxckpt.actions.narrow import Narrow
@@ -262,7 +263,7 @@ def _words(key: Any) -> tuple[Any, ...]:
       ArgumentError: it is no single key, or it is being traced.
     """
     rule = "one key whose numbers are known: jax.random.key(0)"
-    if isinstance(key, jax.core.Tracer):
+    if isinstance(key, _compat.Tracer):
         hint = "Make it outside of the functions that are differentiated or jitted. Each value and each step draws its own bits."
         raise ArgumentError("key", rule, key, hint)
     if isinstance(key, (tuple, list)) and key and isinstance(key[0], str):
