@@ -474,19 +474,23 @@ def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Bo
 def aval_bytes(aval: Any) -> int:
     """Returns the bytes of an abstract value; typed keys count as the words that they are made of."""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return 0
+    return 0 if dtype is None else (_size(aval) * _bits(dtype) + 7) // 8
+
+
+@functools.cache
+def _bits(dtype: Any) -> int:
+    """Returns the bits of one element."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         key = jax.eval_shape(
             lambda: jax.random.key_data(jax.random.key(0, impl=_compat.key_implementation(dtype).name))
         )
-        return _size(aval) * int(np.prod(key.shape)) * key.dtype.itemsize
+        return 8 * int(np.prod(key.shape)) * int(key.dtype.itemsize)
     bits = jax.numpy.finfo(dtype).bits if jax.numpy.issubdtype(dtype, np.inexact) else None
     if bits is None and jax.numpy.issubdtype(dtype, np.integer):
         bits = jax.numpy.iinfo(dtype).bits
     if bits is not None and jax.numpy.issubdtype(dtype, np.complexfloating):
         bits *= 2
-    return _size(aval) if bits is None else (_size(aval) * bits + 7) // 8
+    return 8 if bits is None else int(bits)
 
 
 def _argument_path(path: tuple[Any, ...]) -> str:

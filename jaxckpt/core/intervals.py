@@ -22,6 +22,7 @@ RangeRule = Callable[[Ranges, Any, Mapping[str, Any]], Range | None]
 """(the operands' intervals, the equation, its parameters) -> the interval of each result; None for not known."""
 
 
+@functools.cache
 def of_dtype(dtype: Any) -> Range | None:
     """Returns the interval of a dtype of integers or booleans; None for others.
 
