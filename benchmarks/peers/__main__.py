@@ -1,7 +1,7 @@
 """What do other libraries' checkpoints save and cost on the same models, and what does a user write for them?
 
     pip install -e ".[peers]"
-    python -m benchmarks.peers                       # writes results/peers.md, .json and .png
+    python -m benchmarks.peers                       # some ten minutes; writes results/peers.md, .json and .png
     python -m benchmarks.peers --frameworks jax linen --anew
 
 A framework that is not installed is left out, and named. What an earlier run has saved is not measured again, unless
@@ -15,13 +15,17 @@ in value and gradient, and all models without checkpoints run the same number of
   gradients. On JAX: the compiled program's temporaries and outputs. In PyTorch: the allocations of the CPU's allocator,
   as its profiler records them.
 - **Matmuls**: matmuls and convolutions that a step runs, and how many of them are recomputation. On JAX they are
-  counted in the jaxpr of the step, loops multiplied out or run; in PyTorch in the profiler's record.
+  counted in the jaxpr of the step, loops multiplied out or run; in PyTorch as operations are dispatched, and for
+  compiled models in the profiler's record.
 - **Time**: processor time on one core, by that of the same framework without checkpoints: the median over pairs of runs
-  that follow each other. Freed memory stays with the process, so that no step pays for new pages.
+  that follow each other. Freed memory stays with the process, so that no step pays for new pages. A plain row compares
+  a model with itself: it shows the noise.
 - **Lines**: source lines that the plain model does not have. The benchmark counts them; imports do not count.
 
 All programs on JAX are compiled with `jaxckpt.compiler_options()`. Without these options XLA for CPUs (jax 0.10) undoes
-the checkpoints of unrolled models, whichever library has placed them.
+the checkpoints of unrolled models, whichever library has placed them. PyTorch and XLA for CPUs need different bytes for
+the same model without checkpoints. So the shares compare checkpoints, and the bytes compare frameworks. The models are
+shallow: schemes for very deep ones, such as `nn.remat_scan`, show less here.
 """
 
 from __future__ import annotations

@@ -67,14 +67,10 @@ def measured(loss: Callable[[Any], Any], parameters: Sequence[Any], x: Any, comp
         count = counter.count
     gradients = [parameter.grad for parameter in parameters]
     made = sum(each.untyped_storage().nbytes() for each in (value, *gradients))
-    return Measured(
-        _peak(events, made),
-        count,
-        None,
-        value.item(),
-        float(torch.sqrt(sum(gradient.square().sum() for gradient in gradients))),
-        run,
-    )
+    norm = float(torch.sqrt(sum(gradient.square().sum() for gradient in gradients)))
+    for parameter in parameters:  # so that nothing of a step is left when the next one begins
+        parameter.grad = None
+    return Measured(_peak(events, made), count, None, value.item(), norm, run)
 
 
 def _peak(events: Sequence[Any], made: int) -> int:

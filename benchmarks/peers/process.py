@@ -18,7 +18,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Parameters of glibc's `mallopt`."""
 KEEP = {MMAP_MAX: 0, TRIM_THRESHOLD: 2**31 - 1}
 """Freed memory stays with the process, so that no step pays for new pages."""
-RETURN = {MMAP_MAX: 2**16, MMAP_THRESHOLD: 2**16, TRIM_THRESHOLD: 2**17}
+RETURN = {MMAP_MAX: 2**16, MMAP_THRESHOLD: 2**14, TRIM_THRESHOLD: 2**17}
 """Freed memory goes back to the system, so that resident memory is memory in use."""
 
 

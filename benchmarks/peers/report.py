@@ -24,6 +24,23 @@ COLOURS = {
     "torch": "tab:brown",
 }
 MARKERS = "osD^vPX*<>"
+SHORT = [
+    ("GPT", "jax", "jax.checkpoint, nothing", "`jax.checkpoint`; others on JAX alike"),
+    ("GPT", "jax", "jax.checkpoint, dots", "`jax.checkpoint`, `dots_saveable`"),
+    ("GPT", "jax", "jax.checkpoint, dots_no_batch", "`jax.checkpoint`, `dots_with_no_batch_dims_saveable`"),
+    ("GPT", "linen", "nn.remat_scan", "flax `nn.remat_scan`"),
+    ("GPT", "torch", "checkpoint", "PyTorch `checkpoint`"),
+    ("GPT", "torch", "selective contexts: matmuls", "PyTorch selective contexts, matmuls kept"),
+    ("GPT", "torch", "activation_memory_budget, 0.5", "PyTorch `activation_memory_budget`, 0.5"),
+    ("GPT", "jaxckpt", "jaxckpt.plan, 60%", "`jaxckpt.plan`, 60%"),
+    ("GPT", "jaxckpt", "jaxckpt.plan, peak of jax.checkpoint", "`jaxckpt.plan`, the peak of `jax.checkpoint`"),
+    ("GPT", "jaxckpt", "jaxckpt.checkpoint, Policy: matmuls in bfloat16", "jaxckpt, matmuls kept as bfloat16"),
+    ("LSTM", "jax", "jax.checkpoint, nothing", "`jax.checkpoint`; flax, equinox and haiku alike"),
+    ("LSTM", "equinox", "equinox's checkpointed scan, 6", "equinox's checkpointed scan, 6 checkpoints"),
+    ("LSTM", "torch", "checkpoint_sequential, sqrt", "PyTorch `checkpoint_sequential`, 6 segments"),
+    ("LSTM", "jaxckpt", "jaxckpt.scan, Slots(6)", "`jaxckpt.scan`, `Slots(6)`"),
+]
+"""Rows of the README's table: task, framework, variant, and what they are called there."""
 
 
 def ordered(data: Mapping[str, Any]) -> list[Row]:
@@ -51,6 +68,18 @@ def table(rows: Sequence[Row]) -> str:
     return markdown(["framework", "checkpoints", "memory", "of plain", "matmuls", "time", "lines"], cells)
 
 
+def short(rows: Sequence[Row]) -> str:
+    """Returns the README's table."""
+    known = {(row.task, row.framework, row.variant): row for row in rows}
+    cells = []
+    for *where, label in SHORT:
+        row = known[tuple(where)]
+        again = f"{row.more} of {row.matmuls - row.more}"
+        size = f"{format_bytes(row.bytes)}, {row.share:.0%}"
+        cells.append([row.task, label, size, again, f"{row.time:.2f}", str(len(row.lines))])
+    return markdown(["", "checkpoints", "memory", "matmuls run again", "time", "lines"], cells)
+
+
 def text(about: str, data: Mapping[str, Any]) -> str:
     """Returns the report as Markdown."""
     rows = ordered(data)
@@ -62,9 +91,8 @@ def text(about: str, data: Mapping[str, Any]) -> str:
         parts += [f"## {task}", (make.__doc__ or "").strip(), table(mine)]
     parts += ["## Checks", *_checks(rows, data["resident"])]
     parts += ["## What a user writes", "\n".join(_written(rows))]
-    if left_out := [f"- {row.task}, {row.framework}, {row.variant}: {row.error}" for row in rows if row.error]:
+    if left_out := _left_out(rows):
         parts += ["## Not measured", "\n".join(left_out)]
-    absent = ", ".join(f"{name} (no package {package})" for name, package in data.get("absent", {}).items())
     measured = {row.framework for row in rows}
     absent = ", ".join(f"{name} ({why})" for name, why in data.get("absent", {}).items() if name not in measured)
     versions = ", ".join(f"{package} {version}" for package, version in sorted(data["versions"].items()))
@@ -96,15 +124,29 @@ def _checks(rows: Sequence[Row], resident: Mapping[str, int | None]) -> list[str
 
 
 def _written(rows: Sequence[Row]) -> list[str]:
-    """Returns each variant's lines, once for stacks and once for loops."""
-    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    """Returns each variant's lines; variants with the same lines are together."""
+    found: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
     for row in rows:
         if row.lines:
-            found.setdefault((row.framework, row.variant, row.lines), []).append(row.task)
+            found.setdefault((row.framework, row.lines), []).append(row)
     return [
-        f"- {framework}, {variant} ({', '.join(tasks)}): {'; '.join(f'`{line}`' for line in lines)}"
-        for (framework, variant, lines), tasks in found.items()
+        f"- {_several(framework, same)}: {'; '.join(f'`{line}`' for line in lines)}"
+        for (framework, lines), same in found.items()
     ]
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    """Returns what has no figures, and why."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.error:
+            found.setdefault((row.framework, row.error), []).append(row)
+    return [f"- {_several(framework, same)}: {error}" for (framework, error), same in found.items()]
+
+
+def _several(framework: str, rows: Sequence[Row]) -> str:
+    variants = " / ".join(dict.fromkeys(row.variant for row in rows))
+    return f"{framework}, {variants} ({', '.join(dict.fromkeys(row.task for row in rows))})"
 
 
 def picture(rows: Sequence[Row], path: pathlib.Path) -> None:
@@ -115,9 +157,13 @@ def picture(rows: Sequence[Row], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [row for row in rows if not row.error and row.variant != row.against]
-    names = list(dict.fromkeys((row.framework, row.variant) for row in shown))
+    names = sorted(
+        {(row.framework, row.variant): None for row in shown}, key=lambda name: list(PACKAGES).index(name[0])
+    )
     of = {framework: [variant for each, variant in names if each == framework] for framework, _ in names}
-    figure, axes = plt.subplots(2, 2, figsize=(13, 8.5))
+    filled = ("jaxckpt", "torch")
+    rings = [framework for framework in of if framework not in filled]  # in one place they are rings around each other
+    figure, axes = plt.subplots(2, 2, figsize=(14, 8.5))
     for task, axis in zip(TASKS, axes.flat):
         for row in shown:
             if row.task == task:
@@ -126,12 +172,13 @@ def picture(rows: Sequence[Row], path: pathlib.Path) -> None:
                     100 * row.more / (row.matmuls - row.more),
                     MARKERS[of[row.framework].index(row.variant) % len(MARKERS)],
                     color=COLOURS[row.framework],
-                    markersize=9,
-                    markerfacecolor=COLOURS[row.framework] if row.framework in ("jaxckpt", "torch") else "none",
+                    markersize=8 + (0 if row.framework in filled else 2.5 * rings.index(row.framework)),
+                    markerfacecolor=COLOURS[row.framework] if row.framework in filled else "none",
                     alpha=0.85,
                 )
         axis.axvline(100, color="gray", linewidth=0.8, linestyle=":")
         axis.set_title(task)
+        axis.margins(y=0.12)
         axis.set_xlim(left=0)
         axis.set_xlabel("memory, % of the same framework without checkpoints")
         axis.set_ylabel("matmuls run again, %")
@@ -143,12 +190,12 @@ def picture(rows: Sequence[Row], path: pathlib.Path) -> None:
             linestyle="",
             marker=MARKERS[of[framework].index(variant) % len(MARKERS)],
             color=COLOURS[framework],
-            markerfacecolor=COLOURS[framework] if framework in ("jaxckpt", "torch") else "none",
+            markerfacecolor=COLOURS[framework] if framework in filled else "none",
             label=variant if framework in variant else f"{framework}: {variant}",
         )
         for framework, variant in names
     ]
-    figure.tight_layout(rect=(0, 0, 0.76, 1))
+    figure.tight_layout(rect=(0, 0, 0.72, 1))
     figure.legend(handles=handles, loc="center right", fontsize=9, frameon=False)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -6,6 +6,8 @@ Peers that are not installed are skipped; PyTorch's rows are left to the benchma
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 from dataclasses import replace
 
 import jax
@@ -18,6 +20,7 @@ from benchmarks.peers.frameworks import PACKAGES
 from benchmarks.peers.rows import Row
 from benchmarks.peers.variants import lines_written
 
+ROOT = pathlib.Path(__file__).parents[2]
 MODULES = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku", "keras": "keras"}
 SMALL = {
     "chain": functools.partial(tasks.chain, layers=4, rows=512, width=8),
@@ -121,6 +124,12 @@ def test_each_variant_has_lines_for_what_it_can_do(name):
                 assert lines_written(variant.maker(loop), module.VARIANTS["plain"].maker(loop))
 
 
+def test_the_readme_has_the_table_of_the_results():
+    saved = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["results"]
+    assert report.short(report.ordered(saved)) in (ROOT / "README.md").read_text()
+    assert rows.disagreements(report.ordered(saved)) == []
+
+
 ROW = Row("jax", "chain", "plain", bytes=100, share=1.0, matmuls=6, time=1.0, loss=2.0, norm=3.0)
 
 
@@ -153,7 +162,7 @@ def test_the_report_names_errors_and_frameworks_that_are_not_installed():
         "absent": {"haiku": "dm-haiku"},
     }
     text = report.text("What?\n\nHow each own.\n\nAbout.", data)
-    assert "- chain, keras, plain: ValueError: out of luck" in text
+    assert "- keras, plain (chain): ValueError: out of luck" in text
     assert "Not installed, so left out: haiku (dm-haiku)." in text
     assert "+10%" in text
     assert set(report.COLOURS) == set(PACKAGES)
