@@ -4,8 +4,8 @@
     python -m benchmarks.peers                       # some ten minutes; writes results/peers.md, .json and .png
     python -m benchmarks.peers --frameworks jax linen --anew
 
-A framework that is not installed is left out, and named. What an earlier run has saved is not measured again, unless
-`--anew` is given. Each framework runs in a process of its own.
+A framework that is not installed is left out, and named. What an earlier run has saved without an error is not measured
+again, unless `--anew` is given. Each framework runs in a process of its own.
 
 Four models: a chain of MLP layers, a GPT, a ResNet, and an LSTM over time. Every framework gets the same parameters and
 the same input, float32, and runs the same operations; the loss is the mean of squares of what comes out. All rows agree
@@ -92,17 +92,20 @@ def child(*arguments: str) -> Iterator[Any]:
 
 
 def measure(name: str, tasks: Sequence[str]) -> Iterator[Row]:
-    """Measures a framework on some models in a process of its own."""
-    seen = set()
+    """Measures a framework on some models in a process of its own. If the process fails, each model that it has not
+    finished has a row that says so.
+    """
+    finished = set()
     try:
         for found in child("--measure", name, *tasks):
-            row = Row(**found | {"lines": tuple(found["lines"])})
-            seen.add(row.task)
-            yield row
+            if isinstance(found, list):
+                finished.update(found)
+            else:
+                yield Row(**found | {"lines": tuple(found["lines"])})
     except RuntimeError as error:
         for task in tasks:
-            if task not in seen:
-                yield Row(name, task, "plain", error=str(error))
+            if task not in finished:
+                yield Row(name, task, "the variants that are not in the table", error=str(error))
 
 
 def main() -> int:
@@ -129,7 +132,9 @@ def main() -> int:
     lock = threading.Lock()
 
     def fill(name: str) -> None:
-        done = {row["task"] for row in data["rows"] if row["framework"] == name}
+        mine = [row for row in data["rows"] if row["framework"] == name]
+        failed = {row["task"] for row in mine if row["error"] and row["possible"]}
+        done = {row["task"] for row in mine} - failed
         tasks = [task for task in options.tasks if options.anew or task not in done]
         if name in absent or not tasks:
             return
@@ -163,6 +168,7 @@ def _measure_here(name: str, *tasks: str) -> int:
     for task in tasks:
         for row in rows.rows_of(name, TASKS[task]()):
             print(json.dumps(dataclasses.asdict(row)), flush=True)
+        print(json.dumps([task]), flush=True)
     return 0
 
 

@@ -66,7 +66,8 @@ def rows_of(name: str, task: Task, pairs: int = PAIRS) -> Iterator[Row]:
             continue
         try:
             made = built[variant_name] = module.build(task, variant)
-            base = built[variant.against]
+            if (base := built.get(variant.against)) is None:
+                raise RuntimeError(f"there is nothing to compare it with, because {variant.against!r} failed")
             time = process.time_ratio(made.run, base.run, pairs)
         except Exception as error:  # a peer that fails is a row of the table
             print(f"{where}: {error!r}", file=sys.stderr)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.peers import __main__ as main
 from benchmarks.peers import count, report, rows, tasks
 from benchmarks.peers.frameworks import PACKAGES
 from benchmarks.peers.rows import Row
@@ -151,6 +152,21 @@ def test_a_variant_that_fails_is_a_row_with_its_error(monkeypatch):
     found = list(rows.rows_of("jax", SMALL["chain"]()))
     assert len(found) == len(module.VARIANTS)
     assert {row.error for row in found} == {"ValueError: out of luck"}
+
+
+def test_a_process_that_ends_early_is_a_row_for_each_model_that_it_has_not_finished(monkeypatch):
+    def child(*arguments):
+        yield vars(ROW) | {"lines": ["one line"]}
+        yield ["chain"]
+        yield vars(ROW) | {"task": "GPT", "lines": []}
+        raise RuntimeError("the process ended with -9")
+
+    monkeypatch.setattr(main, "child", child)
+    found = list(main.measure("jax", ["chain", "GPT", "LSTM"]))
+    assert found[0] == replace(ROW, lines=("one line",))
+    assert [(row.task, row.error) for row in found[2:]] == [
+        (task, "the process ended with -9") for task in ("GPT", "LSTM")
+    ]
 
 
 def test_the_report_names_errors_and_frameworks_that_are_not_installed():
