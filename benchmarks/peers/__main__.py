@@ -1,7 +1,7 @@
 """What do other libraries' checkpoints save and cost on the same models, and what does a user write for them?
 
     pip install -e ".[peers]"
-    python -m benchmarks.peers                       # some ten minutes; writes results/peers.md, .json and .png
+    python -m benchmarks.peers                       # ten minutes; writes results/peers.md, .json and .png
     python -m benchmarks.peers --frameworks jax linen --anew
 
 A framework that is not installed is left out, and named. What an earlier run has saved without an error is not measured
