@@ -20,14 +20,12 @@ class Variant:
       stack: makes a model of blocks one after the other; None if that is not possible.
       loop: makes a loop over time; None if that is not possible.
       against: name of the variant of the same framework that memory, counts and time are compared with.
-      put: arranges the parameters for it.
       skips: name of a task -> why the variant is not for it.
     """
 
     stack: Callable[..., Any] | None = None
     loop: Callable[..., Any] | None = None
     against: str = "plain"
-    put: Callable[[Any], Any] | None = None
     skips: Mapping[str, str] | None = None
 
     def maker(self, loop: bool) -> Callable[..., Any] | None:
