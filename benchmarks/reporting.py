@@ -64,4 +64,4 @@ def save(name: str, markdown: str, data: Any) -> None:
 
 def _module() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else pathlib.Path(sys.argv[0]).stem
+    return spec.name.removesuffix(".__main__") if spec is not None else pathlib.Path(sys.argv[0]).stem
