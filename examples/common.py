@@ -109,7 +109,8 @@ def with_devices(count: int) -> list[jax.Device]:
 def planned(options: argparse.Namespace, loss: Callable, *args: Any, step: Callable) -> Callable:
     """Returns `jaxckpt.plan(loss, *args, budget=options.budget, step=step).apply(loss)`; with "none", the loss.
 
-    The plan is stored next to the checkpoint files, or in `--plan`, and is not made a second time.
+    The plan is stored next to the checkpoint files, or in `--plan`, and is not made a second time. A stored plan of
+    another program is a PlanMismatchError when the step is compiled.
     """
     if options.budget == "none":
         return loss
@@ -134,8 +135,6 @@ def planned(options: argparse.Namespace, loss: Callable, *args: Any, step: Calla
             }
             options.figures.write_text(json.dumps(figures))
             raise SystemExit(0)
-    except jaxckpt.PlanMismatchError as error:
-        raise SystemExit(f"{error}\nThe plan is in {file}: remove it to plan again.") from error
     except jaxckpt.JaxckptError as error:
         raise SystemExit(f"--budget {options.budget}: {error}") from error
     return fun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -47,11 +48,9 @@ def compare(options: argparse.Namespace) -> int:
     found["difference"] = float(np.max(np.abs(with_plan / without - 1)))
     found["limit"] = LIMITS[getattr(options, "bfloat16", False)]
     found["command"] = f"python examples/{name}.py --budget {options.budget} {' '.join(flags)}"
-    found["versions"] = f"jax {jax.__version__}, Python {platform.python_version()}"
+    found["about"] = about()
     folder.mkdir(parents=True, exist_ok=True)
-    page = f"# examples/{name}.py\n\n{table(found)}\n\n![Losses and memory]({name}.png)\n\n"
-    page += f"Each training is `{found['command']}`, without\na plan with `--budget none`; {found['versions']}.\n"
-    (folder / f"{name}.md").write_text(page)
+    (folder / f"{name}.md").write_text(page(name, found))
     (folder / f"{name}.json").write_text(json.dumps(found) + "\n")
     picture(found, folder / f"{name}.png")
     print(table(found))
@@ -63,9 +62,51 @@ def compare(options: argparse.Namespace) -> int:
 
 def flags_of(options: argparse.Namespace) -> list[str]:
     """Returns the flags that start the example again, for what is computed."""
-    given = {key: value for key, value in vars(options).items() if key not in RUNS and value not in (None, False)}
+    given = {
+        key: value
+        for key, value in vars(options).items()
+        if key not in RUNS and value is not None and value is not False
+    }
     given["steps"] = options.steps
     return [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in given.items()]
+
+
+def about() -> str:
+    """Returns what the figures depend on besides the program: processor, cores, versions."""
+    info = pathlib.Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    processor = names[0].partition(": ")[2] if names else platform.machine()
+    return f"{processor}, {os.cpu_count()} cores; jax {jax.__version__}, Python {platform.python_version()}"
+
+
+def page(name: str, found: dict[str, Any]) -> str:
+    """Returns the page of a comparison in Markdown."""
+    return (
+        f"# examples/{name}.py\n\n{table(found)}\n\n![Losses and memory]({name}.png)\n\n"
+        f"The training with a plan is `{found['command']}`; the other one has `--budget none`. {found['about']}.\n"
+    )
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """Returns a comparison as one row: loss without and with a plan, difference, peaks, resident memory, time."""
+    runs, (plain, planned) = found["runs"], found["peak"]
+    held = [run["resident_mib"] - run["before_mib"] for run in runs]
+    cells = [
+        f"[`{name}.py`](../benchmarks/results/{name}.md)",
+        found["budget"],
+        " / ".join(f"{run['losses'][-1]:.4f}" for run in runs),
+        difference(found),
+        f"{plain / MIB:.1f} / {planned / MIB:.1f} MiB",
+        f"{found['predicted'] / planned - 1:+.1%}",
+        f"{held[0]:.0f} / {held[1]:.0f} MiB",
+        f"{found['time_ratio']:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def difference(found: dict[str, Any]) -> str:
+    """Returns the largest relative difference of two losses of a step: 0 where all are the same numbers."""
+    return f"{found['difference']:.1e}" if found["difference"] else "0"
 
 
 def table(found: dict[str, Any]) -> str:
@@ -78,7 +119,7 @@ def table(found: dict[str, Any]) -> str:
         for name in sorted(runs[0]["figures"])
     ]
     rows += [
-        ["largest relative difference of two losses of a step", "", f"{found['difference']:.1e}"],
+        ["largest relative difference of two losses of a step", "", difference(found)],
         ["peak, compiled", f"{plain / MIB:.1f} MiB", f"{planned / MIB:.1f} MiB, {planned / plain:.0%}"],
         ["peak, predicted", "", f"{found['predicted'] / MIB:.1f} MiB, {found['predicted'] / planned - 1:+.1%}"],
         ["resident memory of the process, peak while it trains", *(f"{run['resident_mib']:.0f} MiB" for run in runs)],
@@ -103,7 +144,7 @@ def picture(found: dict[str, Any], path: pathlib.Path) -> None:
         curves.plot(range(1, len(run["losses"]) + 1), run["losses"], label=name, **look)
     curves.set(xlabel="step", ylabel="loss", ylim=(0, None))
     curves.legend(frameon=False)
-    curves.set_title(f"largest relative difference {found['difference']:.1e}", fontsize=10)
+    curves.set_title(f"largest relative difference {difference(found)}", fontsize=10)
     bars = {
         "compiled peak": [peak / MIB for peak in found["peak"]],
         "resident, above\nthe start": [run["resident_mib"] - run["before_mib"] for run in found["runs"]],

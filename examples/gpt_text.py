@@ -74,7 +74,7 @@ class GPT(nn.Module):
 def compressed(form):
     """Returns the block that keeps its tagged values in this form, and runs everything else again."""
     action = jaxckpt.SAVE if form == "exact" else jaxckpt.compress(form)
-    policy = jaxckpt.Policy({name: action for name in ("block_in", "qkv", "context", "up")})
+    policy = jaxckpt.Policy(dict.fromkeys(("block_in", "qkv", "context", "up"), action))
     return jaxckpt.flax.checkpoint(Block, policy=policy)
 
 

@@ -11,6 +11,7 @@ jaxckpt plan examples/resnet_digits.py:make_step --budget 60%
 from __future__ import annotations
 
 import functools
+import itertools
 
 import common
 import jax
@@ -19,7 +20,7 @@ import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 
-PARSER = common.parser(__file__, __doc__, steps=150, budget="60%", blocks=6, width=32, batch=128)
+PARSER = common.parser(__file__, __doc__, steps=120, budget="60%", blocks=6, width=32, batch=128)
 HELD_OUT = 297
 """Images that the model is not trained on, the last of 1,797."""
 
@@ -29,13 +30,16 @@ class Block(nnx.Module):
 
     def __init__(self, channels, width, stride, rngs):
         conv = functools.partial(nnx.Conv, use_bias=False, padding="SAME", rngs=rngs)
-        self.first, self.norm = conv(channels, width, (3, 3), strides=stride), nnx.BatchNorm(width, rngs=rngs)
-        self.second, self.last_norm = conv(width, width, (3, 3)), nnx.BatchNorm(width, rngs=rngs)
+        self.first, self.norm = (
+            conv(channels, width, (3, 3), strides=stride),
+            nnx.BatchNorm(width, momentum=0.9, rngs=rngs),
+        )
+        self.second, self.last_norm = conv(width, width, (3, 3)), nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
         self.shortcut = conv(channels, width, (1, 1), strides=stride)
 
     def __call__(self, x):
-        h = nnx.relu(self.norm(self.first(x)))
-        return nnx.relu(self.shortcut(x) + self.last_norm(self.second(h)))
+        h = nnx.silu(self.norm(self.first(x)))
+        return nnx.silu(self.shortcut(x) + self.last_norm(self.second(h)))
 
 
 class ResNet(nnx.Module):
@@ -45,7 +49,7 @@ class ResNet(nnx.Module):
         self.stem = nnx.Conv(1, width, (3, 3), padding="SAME", rngs=rngs)
         widths = [width * 2 ** (3 * i // blocks) for i in range(-1, blocks)]
         widths[0] = width
-        self.blocks = nnx.List([Block(a, b, b // a, rngs) for a, b in zip(widths, widths[1:])])
+        self.blocks = nnx.List([Block(a, b, b // a, rngs) for a, b in itertools.pairwise(widths)])
         self.head = nnx.Linear(widths[-1], 10, rngs=rngs)
 
     def __call__(self, x):
@@ -90,7 +94,7 @@ def make_step(options=None):
     """Returns the loss, the arguments of the training step, and what makes the step of the loss."""
     options = options or PARSER.parse_args([])
     model = ResNet(options.blocks, options.width, nnx.Rngs(options.seed))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adamw(optax.linear_schedule(0, 1e-3, 30), eps=1e-5), wrt=nnx.Param)
     return loss, (model, optimizer, *batch_of(options, 0)), step_of
 
 

@@ -23,8 +23,8 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits, load_sample_images
 
-PARSER = common.parser(__file__, __doc__, steps=150, budget="60%", size=64, levels=3, width=16, batch=8)
-OPTIMIZER = optax.adamw(2e-3)
+PARSER = common.parser(__file__, __doc__, steps=120, budget="60%", size=64, levels=3, width=16, batch=8)
+OPTIMIZER = optax.adamw(optax.linear_schedule(0, 2e-3, 30), eps=1e-5)
 
 
 class Convolutions(nn.Module):
@@ -51,7 +51,7 @@ class UNet(nn.Module):
         for level in range(self.levels):
             x = Convolutions(self.width * 2**level)(x)
             skips.append(x)
-            x = nn.max_pool(x, (2, 2), (2, 2))
+            x = nn.avg_pool(x, (2, 2), (2, 2))
         x = Convolutions(self.width * 2**self.levels)(x)
         for level in reversed(range(self.levels)):
             x = nn.ConvTranspose(self.width * 2**level, (2, 2), (2, 2))(x)
@@ -67,7 +67,7 @@ def pictures():
 
 
 def batch_of(options, number):
-    """Returns (scenes, classes) of a step: float32 (batch, size, size, 3), int32 (batch, size, size); 10 is no digit."""
+    """Returns (scenes, classes) of a step: float32 (batch, size, size, 3), int32 (batch, size, size); 10 is none."""
     photographs, digits, labels = pictures()
     draw = np.random.default_rng((options.seed, number))
     scenes = np.zeros((options.batch, options.size, options.size, 3), np.float32)
