@@ -159,7 +159,7 @@ class Run:
         self.seconds: list[float] = []
         self.settings = json.dumps({k: v for k, v in sorted(vars(options).items()) if k not in RUNS})
         self.file = options.save and options.save / "checkpoint.npz"
-        self.before = 0.0
+        self.before = self.peak = 0.0
 
     def restore(self, state: Any) -> Any:
         """Returns the state in the checkpoint file, where there is one; otherwise the given one."""
@@ -199,6 +199,7 @@ class Run:
                 yield number
                 self.seconds.append(time.perf_counter() - start)
                 show(number + 1, f"loss {self.losses[-1]:.4f}  {self.seconds[-1]:.2f} s a step")
+        self.peak = resident_mib("VmHWM")  # what comes after the training is not in it
 
     def record(self, loss: jax.Array, state: Any) -> None:
         """Stores the loss of a step; every `--save-every` steps and after the last one, writes a checkpoint file."""
@@ -208,7 +209,7 @@ class Run:
 
     def finish(self, **figures: float) -> None:
         """Prints what came out, with such figures as `accuracy=0.97`, and writes `--report`."""
-        peak, device = resident_mib("VmHWM"), jax.local_devices()[0].memory_stats() or {}
+        peak, device = self.peak, jax.local_devices()[0].memory_stats() or {}
         on_device = device.get("peak_bytes_in_use")
         said = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
         print(

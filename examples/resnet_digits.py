@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 
-PARSER = common.parser(__file__, __doc__, steps=120, budget="60%", blocks=6, width=32, batch=128)
+PARSER = common.parser(__file__, __doc__, steps=100, budget="60%", blocks=6, width=32, batch=256)
 HELD_OUT = 297
 """Images that the model is not trained on, the last of 1,797."""
 

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits, load_sample_images
 
-PARSER = common.parser(__file__, __doc__, steps=120, budget="60%", size=64, levels=3, width=16, batch=8)
+PARSER = common.parser(__file__, __doc__, steps=400, budget="60%", size=64, levels=3, width=16, batch=16)
 OPTIMIZER = optax.adamw(optax.linear_schedule(0, 2e-3, 30), eps=1e-5)
 
 
