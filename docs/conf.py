@@ -52,7 +52,7 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 
 FIRST = {
-    "": ["guide", "planner", "pains", "scan", "tile", "coming_from"],
+    "": ["guide", "planner", "examples", "pains", "scan", "tile", "coming_from"],
     "tutorials/": ["budget", "policy", "long_sequences"],
     "howto/": """training linen nnx ../equinox haiku keras rnn accumulation mixed_precision devices hosts orbax
         profiling""".split(),  # noqa: SIM905

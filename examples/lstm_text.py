@@ -1,44 +1,37 @@
-"""Train an LSTM on text, 4,096 characters a sequence, in the memory of a few dozen of its states.
+"""Trains an LSTM on text, 4,096 characters a sequence, in the memory of a few dozen of its states: plain JAX, AdamW.
 
-    python examples/lstm_text.py                  # without and with jaxckpt, each in its own process; a few minutes
-    python examples/lstm_text.py --schedule sqrt  # one of them, in this process
+    python examples/lstm_text.py                                  # planned for 25% of the peak; minutes on a CPU
+    python examples/lstm_text.py --budget none                    # the same losses without a plan
+    python examples/lstm_text.py --compare results                # both; a table and a picture
+    python examples/lstm_text.py --save run                       # writes checkpoint files; a killed run goes on
+    python examples/lstm_text.py --budget none --schedule slots   # a schedule by hand, and no plan
+    python examples/lstm_text.py --length 16384 --sequences 64 --width 1024 --steps 1000                   # on a GPU
+    jaxckpt plan examples/lstm_text.py:make_step --budget 25%
 
 The text is that of Python's standard library, which every machine has. Backpropagation goes through all 4,096
-iterations. `lax.scan` keeps what every iteration computed. `jaxckpt.scan` keeps some of the carries and runs iterations
-again. Losses and parameters are the same; the peak of the process's resident memory is different.
+iterations. `lax.scan` keeps what every iteration computed. A plan, or a schedule of `jaxckpt.scan`, keeps some of the
+carries and runs iterations again.
 """
 
 from __future__ import annotations
 
-import argparse
-import pathlib
-import resource
-import subprocess
-import sys
-import sysconfig
-import time
-from typing import Any
-
+import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import jaxckpt
+from jaxckpt.models import data
 
 SCHEDULES = {"none": "none", "sqrt": "sqrt", "slots": jaxckpt.Slots(24)}
+PARSER = common.parser(__file__, __doc__, steps=12, budget="25%", length=4096, sequences=16, width=256)
+PARSER.add_argument("--schedule", choices=SCHEDULES, default="none", help="of the scan; none is lax.scan's (none)")
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 
 
-def read_text(limit: int = 1 << 20) -> np.ndarray:
-    """Returns the first bytes of the standard library's modules, in alphabetical order."""
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:60])
-    return np.frombuffer(text[:limit], np.uint8)
-
-
-def init_params(width: int) -> dict[str, jax.Array]:
+def init(key, width):
     """Returns the parameters: an embedding of 256 bytes, an LSTM, a projection back."""
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(key, 4)
     scale = width**-0.5
     return {
         "embedding": jax.random.normal(keys[0], (256, width)) * 0.1,
@@ -49,85 +42,62 @@ def init_params(width: int) -> dict[str, jax.Array]:
     }
 
 
-def loss_of(params: dict[str, jax.Array], batch: jax.Array, schedule: Any) -> jax.Array:
-    """Returns the loss, in nats a character, of a batch of shape (steps + 1, sequences)."""
-
-    def step(carry: Any, pair: Any) -> Any:
-        (hidden, cell, total), (now, following) = carry, pair
-        gates = params["embedding"][now] @ params["inputs"] + hidden @ params["hidden"] + params["bias"]
-        write, forget, candidate, read = jnp.split(gates, 4, axis=-1)
-        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(write) * jnp.tanh(candidate)
-        hidden = jax.nn.sigmoid(read) * jnp.tanh(cell)
-        logits = hidden @ params["output"]
-        total += optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
-        return (hidden, cell, total), None
-
-    steps, sequences = batch.shape[0] - 1, batch.shape[1]
-    start = jnp.zeros((sequences, params["hidden"].shape[0]))
-    (_, _, total), _ = jaxckpt.scan(step, (start, start, 0.0), (batch[:-1], batch[1:]), schedule=schedule)
-    return total / steps
+def batch_of(options, number):
+    """Returns (inputs, targets) of a step, both (length, sequences)."""
+    batch = data.text_batch(options.sequences, options.length, seed=options.seed, step=number)
+    return jax.device_put([characters.T for characters in batch])
 
 
-def train(schedule: Any, *, updates: int, steps: int, sequences: int, width: int) -> list[float]:
-    """Returns the loss before each update."""
-    text, draw = read_text(), np.random.default_rng(0)
-    params = init_params(width)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
-    state = optimiser.init(params)
+def step_of(loss):
+    def step(params, moments, inputs, targets):
+        value, grads = jax.value_and_grad(loss)(params, inputs, targets)
+        updates, moments = OPTIMIZER.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, value
 
-    @jax.jit
-    def update(params: Any, state: Any, batch: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(params, batch, schedule)
-        changes, state = optimiser.update(grads, state)
-        return optax.apply_updates(params, changes), state, loss
-
-    losses = []
-    for _ in range(updates):
-        starts = draw.integers(0, len(text) - steps - 1, sequences)
-        batch = np.stack([text[start : start + steps + 1] for start in starts], axis=1).astype(np.int32)
-        params, state, loss = update(params, state, jnp.asarray(batch))
-        losses.append(float(loss))
-    return losses
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
-def resident_mib() -> float:
-    """Returns the peak of this process's resident memory, in MiB."""
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():  # on Linux, getrusage also counts the memory of the parent process
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1024**2 if sys.platform == "darwin" else 1024)
+def make_step(options=None):
+    """Returns the loss, the arguments of the training step, and what makes the step of the loss."""
+    options = options or PARSER.parse_args([])
+
+    def loss(params, inputs, targets):
+        def iteration(carry, pair):
+            (hidden, cell, total), (now, following) = carry, pair
+            gates = params["embedding"][now] @ params["inputs"] + hidden @ params["hidden"] + params["bias"]
+            write, forget, candidate, read = jnp.split(gates, 4, axis=-1)
+            cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(write) * jnp.tanh(candidate)
+            hidden = jax.nn.sigmoid(read) * jnp.tanh(cell)
+            logits = hidden @ params["output"]
+            total += optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
+            return (hidden, cell, total), None
+
+        start = jnp.zeros((options.sequences, options.width))
+        schedule = SCHEDULES[options.schedule]
+        (_, _, total), _ = jaxckpt.scan(iteration, (start, start, 0.0), (inputs, targets), schedule=schedule)
+        return total / options.length
+
+    params = init(jax.random.key(options.seed), options.width)
+    return loss, (params, OPTIMIZER.init(params), *batch_of(options, 0)), step_of
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=SCHEDULES, help="run only this schedule, in this process")
-    parser.add_argument("--updates", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=4096, help="characters in a sequence")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--width", type=int, default=256)
-    options = parser.parse_args()
-    if options.schedule is None:
-        sizes = [f"--{name}={getattr(options, name)}" for name in ("updates", "steps", "sequences", "width")]
-        for schedule in SCHEDULES:
-            subprocess.run([sys.executable, __file__, "--schedule", schedule, *sizes], check=True)
-        return
-    jax.block_until_ready(jnp.ones(8) @ jnp.ones(8))  # so that JAX's own memory is in the figure below
-    before, start = resident_mib(), time.perf_counter()
-    losses = train(
-        SCHEDULES[options.schedule],
-        updates=options.updates,
-        steps=options.steps,
-        sequences=options.sequences,
-        width=options.width,
-    )
-    seconds = time.perf_counter() - start
-    print(
-        f"{options.schedule:6s} loss {losses[0]:.4f} -> {losses[-1]:.4f} nats a character, {seconds:.0f} s with "
-        f"compiling, "
-        f"peak resident memory {resident_mib():.0f} MiB, {resident_mib() - before:.0f} MiB of it for training",
-        flush=True,
-    )
+def check(options):
+    """Returns what is wrong with the flags, or None."""
+    if options.schedule != "none" and options.budget != "none":
+        return f"--schedule needs --budget none, for a plan has a schedule of its own; got {options.budget}."
+    return None
+
+
+def main(argv=None):
+    options = common.parse(PARSER, argv, check)
+    loss, (params, moments, *batch), step_of = make_step(options)
+    fun = common.planned(options, loss, params, moments, *batch, step=step_of)
+    run = common.Run(options, step_of(fun), params, moments, *batch)
+    params, moments = run.restore((params, moments))
+    for number in run.steps():
+        params, moments, value = run.step(params, moments, *batch_of(options, number))
+        run.record(value, (params, moments))
+    run.finish()
 
 
 if __name__ == "__main__":

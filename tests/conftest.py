@@ -48,7 +48,7 @@ TRACING = """
 ONCE = """
     benchmarks core/test_constants.py memory/test_compare.py planner/solvers planner/test_floor.py planner/test_meshes.py
     pages planner/test_as_people_do.py planner/test_scale.py planner/test_tiles.py show test_cli.py test_docs.py test_glossary.py test_imports.py
-    test_plan_files.py test_quiet.py test_templates.py test_training.py transforms/test_tile_random.py
+    test_examples.py test_plan_files.py test_quiet.py test_templates.py test_training.py transforms/test_tile_random.py
 """.split()  # noqa: SIM905
 """Files and folders of tests that are marked `once`: what they ask differs between no two versions of JAX or Python,
 or is asked by other tests in a smaller form.
