@@ -421,11 +421,14 @@ class _Extent:
       keep: whether such that everything can be kept; else such that the leanest plan fits.
       share: of the budget that the chain's moments may need.
       more: how many times as many tiles as the chain says.
+      alone: whether only the stretch that needs most is tiled, until it needs no more than the others: a head, and
+        what a recomputing plan makes of the rest.
     """
 
     keep: bool
     share: float
     more: float = 1.0
+    alone: bool = False
 
     def with_fewer(self, times: float) -> _Extent:
         """Returns this with so many times fewer tiles."""
@@ -477,9 +480,10 @@ class Tiled:
             look(best)
             if plans and (plans[0].overhead or 0.0) < WORTH:
                 return plans[0]
-        without = len(plans)
+        enough = False  # whether a plan fits with as many tiles as the last extent but one asked for
         seen: set[tuple[TiledStretch, ...]] = {()}
-        extents = [_Extent(True, 0.98), *([] if plans else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)])]
+        lean = [] if plans else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)]
+        extents = [_Extent(False, 1.0, alone=True), _Extent(True, 0.98), *lean]
         while extents and len(seen) <= TILE_TRIES:
             extent, before = extents.pop(0), len(plans)
             tiles, problem = self._tiled(extent, budget, solver, verify, report, refused)
@@ -487,10 +491,13 @@ class Tiled:
                 continue
             seen.add(tiles)
             look(lambda: self._told(problem._best(budget, solver, verify, report), tiles))  # noqa: B023
-            if len(plans) > before:
+            if extent.alone:
+                extents = [each for each in extents if each.keep] if len(plans) > before else extents
+            elif len(plans) > before:
+                enough = True
                 fewer = _how_many_fewer(plans[-1], budget)
                 extents = [extent.with_fewer(fewer)] if fewer > 1 else []
-            elif len(plans) > without:  # of so few no plan fits
+            elif enough:  # of so few no plan fits
                 extents = [extent.with_fewer(0.5)]
         if not plans and not errors:
             look(best)
@@ -523,12 +530,16 @@ class Tiled:
             standing = Search(problem, budget, solver, verify, report).standing(solution)
             report(0, 1, "looking for what can be tiled")
             tiler = Tiler(problem.graph, problem.model, problem.target.platform, place)
-            found = tiler.tiles(solution, round((budget - standing) * extent.share), extent.more, alone=extent.keep)
+            limit = round((budget - standing) * extent.share)
+            look = functools.partial(tiler.tiles, limit=limit, more=extent.more, alone=extent.keep)
+            found = tiler.dearest(solution) if extent.alone else look(solution)
             refused += tiler.refused
             if not found:
                 break
             tiles = (*tiles, *found)
             problem = self._make(tiles)
+            if extent.alone:
+                break
         return tiles, problem
 
     def _told(self, plan: Plan, tiles: tuple[TiledStretch, ...]) -> Plan:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core.constants import LITTLE, MOST_TILES, TILE_REACH, TILED_AXES
+from jaxckpt.core.constants import LITTLE, MOST_TILES, STANDS_OUT, TILE_REACH, TILED_AXES
 from jaxckpt.core.graph import Graph, aval_bytes, trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.regions import TiledStretch
@@ -91,6 +91,27 @@ class Tiler:
                     chosen.append((s, t))
                     break
         return sorted(found, key=lambda tile: -tile.start)
+
+    def dearest(self, solution: Solution) -> list[TiledStretch]:
+        """Returns the stretch that needs most itself, in so many tiles, a power of two, that it needs about as much as
+        the next one that it does not overlap; nothing where it does not stand out, or no axis goes through.
+
+        Args:
+          solution: the leanest one.
+        """
+        needs = {stages: (size, work) for stages, (size, work) in self._too_big(solution, 0).items() if work}
+        if not needs:
+            return []
+        start, stop = max(needs, key=lambda stages: needs[stages][1])
+        size, work = needs[start, stop]
+        for s, t in self._around(start, stop, size)[:-1]:  # not the whole function
+            rest = max((each for (a, b), (_, each) in needs.items() if b <= s or t <= a), default=work)
+            if work >= STANDS_OUT * rest and not self._is_tiled(s, t):
+                count = 1 << (work // rest).bit_length() - 1
+                tile = self._tile(self.model.places[s], self.model.places[t], count, 1.0)
+                if tile is not None:
+                    return [tile]
+        return []
 
     def _around(self, start: int, stop: int, size: int) -> list[tuple[int, int]]:
         """Returns stretches around stages start..stop, first choices first: the shortest between whose ends little of
