@@ -6,7 +6,7 @@
 Both plans are for one budget of device memory, a share of the peak without checkpoints, and both are compiled. Seconds
 are those of the traced step by the target's rates, transfers that nothing hides counted. Where saving and recomputing
 do not fit a budget, both plans may run stretches in tiles. "kept" is what a plan keeps by each action: bytes as stored,
-on the device or on the host.
+on the device or on the host, of all regions together; regions inside of others keep theirs at other times.
 """
 
 from __future__ import annotations
@@ -179,6 +179,9 @@ def picture(rows: Sequence[Row], path: str) -> None:
                 places = [place + 0.36 * number - 0.18 for place, _ in bars]
                 label = "save and recompute" if actions == "plain" else "all actions"
                 colour = plot.GREY if actions == "plain" else plot.FRONT
+                for row in (row for row in rows if row.actions == actions and row.why):
+                    place = cases.index((row.model, row.budget)) + 0.36 * number - 0.18
+                    axes.text(0.4, place, "no plan fits", color=colour, fontsize=8, va="center")
                 axes.barh(places, [100 * row.added for _, row in bars], 0.34, color=colour, label=label)
             axes.set_yticks(range(len(cases)), [f"{model} at {budget}" for model, budget in cases])
             axes.invert_yaxis()
