@@ -72,6 +72,16 @@ class Compress(Action):
     kind = "compress"
     changes = True
 
+    def __new__(cls, form: Any = None, block: Any = BLOCK, key: Any = None) -> Any:
+        """Returns the action of integers for "narrow", so that files and command lines may name it as `compress`
+        does.
+        """
+        if form != "narrow":
+            return super().__new__(cls)
+        if key is not None:
+            raise ArgumentError("key", "None for 'narrow', which rounds nothing", key)
+        return Narrow()
+
     def __post_init__(self) -> None:
         if not isinstance(self.form, str) or self.form not in FORMS:
             known = [*FORMS, "narrow"]
@@ -235,10 +245,6 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     >>> sum(each.bytes for each in kept.residuals if each.name == "hidden")  # of 32 x 256 float32 numbers
     8448
     """
-    if form == "narrow":
-        if key is not None:
-            raise ArgumentError("key", "None for 'narrow', which rounds nothing", key)
-        return Narrow()
     return Compress(form, block, key)
 
 

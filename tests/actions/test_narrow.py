@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +254,8 @@ def test_the_planner_keeps_permutations_in_bytes():
 
 def test_it_is_a_value_with_one_file_form():
     assert action_from(NARROW.to_json()) is NARROW or action_from(NARROW.to_json()) == NARROW
+    assert action_from({"kind": "compress", "form": "narrow"}) == NARROW == copy.copy(NARROW)
+    assert copy.copy(compress("int8")) == pickle.loads(pickle.dumps(compress("int8"))) == compress("int8")
     assert action_from("narrow") == NARROW and hash(NARROW) == hash(compress("narrow"))
     graph = trace(loss, W, X)
     used = Policy({"order": NARROW}).decide(graph)
