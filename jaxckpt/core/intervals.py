@@ -283,26 +283,10 @@ _ROWS: tuple[tuple[str, RangeRule], ...] = (
 TABLE: Mapping[str, RangeRule] = {name: rule for names, rule in _ROWS for name in names.split()}
 """Primitive -> the rule of its only result."""
 
-_EACH_RESULT: Mapping[str, Callable[[Ranges, Any], list[Range | None]]] = {
-    "sort": _own,
-    "optimization_barrier": _own,
-    "device_put": _own,
-    "top_k": _top,
-    "split": _split,
-    "unstack": _split,
-}
+_ROWS_OF_MANY: tuple[tuple[str, Callable[[Ranges, Any], list[Range | None]]], ...] = (
+    ("sort optimization_barrier device_put", _own),
+    ("top_k", _top),
+    ("split unstack", _split),
+)
+_EACH_RESULT = {name: rule for names, rule in _ROWS_OF_MANY for name in names.split()}
 """Primitive -> the rule of all of its results."""
-
-
-@functools.cache
-def narrowest(interval: Range) -> np.dtype:
-    """Returns the narrowest dtype that holds every integer of an interval, unsigned where both would do.
-
-    >>> narrowest((0, 255)), narrowest((-1, 100)), narrowest((0, 50_256))
-    (dtype('uint8'), dtype('int8'), dtype('uint16'))
-    """
-    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
-        dtype = np.dtype(name)
-        if np.iinfo(dtype).min <= interval[0] and interval[1] <= np.iinfo(dtype).max:
-            return dtype
-    raise ValueError(f"no dtype holds {interval}")
