@@ -127,9 +127,11 @@ class Action(metaclass=_Kinds):
       keeps: whether anything is kept; False if the value is computed again.
       changes: whether another form of the value is kept; `encode` and `decode` then define it.
       on_host: whether the kept bytes are in host memory.
+      listed: whether messages list the kind; False if people write something else, such as `a | b`.
     """
 
     kind: ClassVar[str] = ""
+    listed: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
     changes: ClassVar[bool] = False
     on_host: ClassVar[bool] = False
@@ -248,6 +250,7 @@ class Composed(Action):
     parts: tuple[Action, ...]
 
     kind = "composed"
+    listed = False
 
     def __post_init__(self) -> None:
         if isinstance(self.parts, (str, bytes)) or not isinstance(self.parts, Sequence) or len(self.parts) < 2:
@@ -408,7 +411,7 @@ def action_from(value: Any, argument: str = "action") -> Action:
         kind, parameters = value["kind"], {name: item for name, item in value.items() if name != "kind"}
     found = KINDS.get(kind.strip().lower()) if isinstance(kind, str) else None
     if found is None:
-        known = [name for name, cls in KINDS.items() if cls is not Composed]
+        known = [name for name, cls in KINDS.items() if cls.listed]
         rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(known)}"
         raise ArgumentError(argument, rule, value, did_you_mean(str(kind), known))
     try:

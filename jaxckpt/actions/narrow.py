@@ -27,6 +27,7 @@ class Narrow(Action):
     dtype: str | None = None
 
     kind = "narrow"
+    listed = False
     changes = True
 
     def __post_init__(self) -> None:
