@@ -195,7 +195,7 @@ def test_in_a_scan_under_vmap_and_second_derivatives():
     assert sum(each.bytes for each in found.residuals) < sum(each.bytes for each in kept.residuals)
     assert_trees_close(jax.vmap(jax.grad(lambda w: block(w, X).sum()))(jnp.stack([W, -W]))[1], jax.grad(loss)(-W, X))
     second = lambda fun: jax.grad(lambda w: jnp.sum(jax.grad(lambda w: fun(w, X).sum())(w) ** 2))
-    assert_trees_close(second(block)(W), second(routed)(W), rtol=1e-4)
+    assert_trees_close(second(block)(W), second(routed)(W), rtol=1e-4, atol=1e-4)  # of numbers up to 60
 
 
 def kept_of(fun, *args):
