@@ -282,7 +282,8 @@ class Composed(Action):
 
     def admits(self, value: Array) -> bool:
         """Returns whether every part admits something of what the part before it keeps."""
-        return self.given(value) == self
+        found = self.given(value)
+        return isinstance(found, Composed) and len(found.parts) == len(self.parts)
 
     def kept(self, value: Array) -> tuple[Array, ...]:
         """Returns the arrays that the last part keeps."""

@@ -51,8 +51,8 @@ FORMS: dict[str, Form] = {
 BLOCK = 128
 """Numbers that share a scale, unless asked otherwise."""
 
-RANDOM_FLOPS = 110.0
-"""Operations for 32 random bits of threefry, two of which a block of 20 rounds makes: five a round, and its keys."""
+RANDOM_FLOPS = 100.0
+"""Operations for a random number, as `core/flops.py` counts them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -257,7 +257,7 @@ MOST_TILES = 64
 
 STANDS_OUT = 2.0
 """The stretch that needs most is tiled alone where it needs at least so many times as much as the next one. The head of
-a GPT with 128,256 words needs five times as much as a block."""
+a GPT with 128,256 words needs ten times as much as an attention. Judged by that model alone."""
 
 SHARED_PARTS = 2000
 """Regions that the planner's traces of a program share, at most. A plan has up to a few hundred. It bounds memory."""

@@ -421,14 +421,14 @@ class _Extent:
       keep: whether such that everything can be kept; else such that the leanest plan fits.
       share: of the budget that the chain's moments may need.
       more: how many times as many tiles as the chain says.
-      alone: whether only the stretch that needs most is tiled, until it needs no more than the others: a head, and
+      dearest: whether only the stretch that needs most is tiled, until it needs no more than the others: a head, and
         what a recomputing plan makes of the rest.
     """
 
     keep: bool
     share: float
     more: float = 1.0
-    alone: bool = False
+    dearest: bool = False
 
     def with_fewer(self, times: float) -> _Extent:
         """Returns this with so many times fewer tiles."""
@@ -483,7 +483,7 @@ class Tiled:
         enough = False  # whether a plan fits with as many tiles as the last extent but one asked for
         seen: set[tuple[TiledStretch, ...]] = {()}
         lean = [] if plans else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)]
-        extents = [_Extent(False, 1.0, alone=True), _Extent(True, 0.98), *lean]
+        extents = [_Extent(False, 1.0, dearest=True), _Extent(True, 0.98), *lean]
         while extents and len(seen) <= TILE_TRIES:
             extent, before = extents.pop(0), len(plans)
             tiles, problem = self._tiled(extent, budget, solver, verify, report, refused)
@@ -491,7 +491,7 @@ class Tiled:
                 continue
             seen.add(tiles)
             look(lambda: self._told(problem._best(budget, solver, verify, report), tiles))  # noqa: B023
-            if extent.alone:
+            if extent.dearest:
                 extents = [each for each in extents if each.keep] if len(plans) > before else extents
             elif len(plans) > before:
                 enough = True
@@ -532,13 +532,13 @@ class Tiled:
             tiler = Tiler(problem.graph, problem.model, problem.target.platform, place)
             limit = round((budget - standing) * extent.share)
             look = functools.partial(tiler.tiles, limit=limit, more=extent.more, alone=extent.keep)
-            found = tiler.dearest(solution) if extent.alone else look(solution)
+            found = tiler.dearest(solution) if extent.dearest else look(solution)
             refused += tiler.refused
             if not found:
                 break
             tiles = (*tiles, *found)
             problem = self._make(tiles)
-            if extent.alone:
+            if extent.dearest:
                 break
         return tiles, problem
 

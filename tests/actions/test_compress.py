@@ -195,7 +195,7 @@ def test_a_key_draws_other_bits_for_other_values_and_the_same_for_equal_ones():
     noise = lambda x: np.asarray(restored(action, x) - x)
     np.testing.assert_array_equal(noise(x), noise(x))
     rolled = np.roll(noise(jnp.roll(x, 1, 0)), -1, 0)  # the same numbers in other places
-    assert np.abs(np.corrcoef(noise(x).ravel(), noise(x * 1.0001).ravel())[0, 1]) < 0.9
+    assert np.abs(np.corrcoef(noise(x).ravel(), noise(x * 1.0001).ravel())[0, 1]) < 0.1
     assert np.mean(rolled != noise(x)) > 0.2
 
 
