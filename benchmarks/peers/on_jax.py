@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,27 +10,7 @@ import jax.numpy as jnp
 
 import jaxckpt
 from benchmarks.peers import count
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A training step: value and gradient, ready to run.
-
-    Attributes:
-      bytes: peak of the live bytes, without parameters and input.
-      matmuls: matmuls and convolutions that it executes.
-      compiled_matmuls: those in the compiled program; None if that has loops.
-      loss: the value.
-      norm: Euclidean norm of the gradient.
-      run: runs it to its end, and returns what it made.
-    """
-
-    bytes: int
-    matmuls: int
-    compiled_matmuls: int | None
-    loss: float
-    norm: float
-    run: Callable[[], Any]
+from benchmarks.peers.measured import Measured
 
 
 def measured(loss: Callable[..., Any], args: tuple[Any, ...]) -> Measured:

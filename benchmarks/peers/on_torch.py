@@ -7,12 +7,13 @@ runs, compiled programs included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.peers.measured import Measured
 
 COUNTED = {"mm": 1, "addmm": 1, "bmm": 1, "baddbmm": 1, "convolution": 1, "convolution_backward": 2}
 """Matmuls and convolutions of an operation. A convolution's backward pass runs two: both operands have gradients."""
@@ -27,18 +28,6 @@ class Counter(TorchDispatchMode):
         """Runs an operation, and counts it."""
         self.count += COUNTED.get(func._overloadpacket.__name__, 0)
         return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A training step: value and gradient, ready to run. See `on_jax.Measured`."""
-
-    bytes: int
-    matmuls: int
-    compiled_matmuls: int | None
-    loss: float
-    norm: float
-    run: Callable[[], Any]
 
 
 def measured(loss: Callable[[Any], Any], parameters: Sequence[Any], x: Any, compiled: bool) -> Measured:

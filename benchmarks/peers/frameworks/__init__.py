@@ -1,7 +1,7 @@
 """The frameworks, one in each file, and the packages that each needs.
 
 A file `with_NAME` has `VARIANTS`, name -> `Variant`, of which "plain" has no checkpoints and comes first; and
-`build(task, variant)`, which returns the figures of one variant: `on_jax.Measured` or `on_torch.Measured`.
+`build(task, variant)`, which returns the figures of one variant: `Measured`.
 """
 
 from collections.abc import Mapping

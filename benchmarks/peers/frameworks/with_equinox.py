@@ -11,6 +11,7 @@ from jax import lax
 
 from benchmarks.peers import on_jax
 from benchmarks.peers.blocks import loss_of, parts_of
+from benchmarks.peers.measured import Measured
 from benchmarks.peers.tasks import Task
 from benchmarks.peers.variants import Variant
 
@@ -103,7 +104,7 @@ VARIANTS = {
 }
 
 
-def build(task: Task, variant: Variant) -> on_jax.Measured:
+def build(task: Task, variant: Variant) -> Measured:
     """Returns the figures of a variant."""
     parts = parts_of(task)
     params, x = parts.arguments()

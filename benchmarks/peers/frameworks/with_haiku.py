@@ -9,6 +9,7 @@ import haiku as hk
 
 from benchmarks.peers import on_jax
 from benchmarks.peers.blocks import Parts, loss_of, parts_of
+from benchmarks.peers.measured import Measured
 from benchmarks.peers.tasks import Shapes, Task
 from benchmarks.peers.variants import Variant
 
@@ -81,7 +82,7 @@ def remat_loop(parts: Parts) -> Callable[[Any], Any]:
 VARIANTS = {"plain": Variant(stack, loop), "hk.remat": Variant(remat_stack, remat_loop)}
 
 
-def build(task: Task, variant: Variant) -> on_jax.Measured:
+def build(task: Task, variant: Variant) -> Measured:
     """Returns the figures of a variant."""
     parts = parts_of(task)
     params, x = parts.arguments()

@@ -11,6 +11,7 @@ from jax import lax
 
 from benchmarks.peers import on_jax
 from benchmarks.peers.blocks import Parts, loss_of, parts_of
+from benchmarks.peers.measured import Measured
 from benchmarks.peers.tasks import Task
 from benchmarks.peers.variants import Variant
 
@@ -85,7 +86,7 @@ VARIANTS = {"plain": Variant(stack, loop)} | {
 }
 
 
-def build(task: Task, variant: Variant) -> on_jax.Measured:
+def build(task: Task, variant: Variant) -> Measured:
     """Returns the figures of a variant."""
     parts = parts_of(task)
     return on_jax.measured(variant.maker(task.loop)(parts), parts.arguments())

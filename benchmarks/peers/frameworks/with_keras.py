@@ -13,6 +13,7 @@ import keras
 
 from benchmarks.peers import on_jax
 from benchmarks.peers.blocks import Parts, loss_of, parts_of
+from benchmarks.peers.measured import Measured
 from benchmarks.peers.tasks import Shapes, Task
 from benchmarks.peers.variants import Variant
 
@@ -105,7 +106,7 @@ def remat_loop(parts: Parts) -> keras.Model:
 VARIANTS = {"plain": Variant(stack, loop), "keras.RematScope, full": Variant(remat_stack, remat_loop)}
 
 
-def build(task: Task, variant: Variant) -> on_jax.Measured:
+def build(task: Task, variant: Variant) -> Measured:
     """Returns the figures of a variant."""
     parts = parts_of(task)
     params, x = parts.arguments()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.peers import on_jax
 from benchmarks.peers.blocks import Parts, loss_of, parts_of
+from benchmarks.peers.measured import Measured
 from benchmarks.peers.tasks import Shapes, Task
 from benchmarks.peers.variants import Variant
 
@@ -120,7 +121,7 @@ def variables(model: nn.Module, params: Any, x: Any) -> Any:
     return {"params": {"first": params["first"], **blocks}}
 
 
-def build(task: Task, variant: Variant) -> on_jax.Measured:
+def build(task: Task, variant: Variant) -> Measured:
     """Returns the figures of a variant."""
     parts = parts_of(task)
     model, (params, x) = variant.maker(task.loop)(parts), parts.arguments()

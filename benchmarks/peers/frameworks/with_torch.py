@@ -11,6 +11,7 @@ import torch._functorch.config
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from benchmarks.peers import on_torch
+from benchmarks.peers.measured import Measured
 from benchmarks.peers.tasks import Shapes, Task, draw
 from benchmarks.peers.torch_blocks import BLOCK, FIRST
 from benchmarks.peers.variants import Variant
@@ -197,7 +198,7 @@ VARIANTS = {
 }
 
 
-def build(task: Task, variant: Variant) -> on_torch.Measured:
+def build(task: Task, variant: Variant) -> Measured:
     """Returns the figures of a variant."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
