@@ -18,7 +18,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action, given
-from jaxckpt.core import primitives, reads, stored, surgery
+from jaxckpt.core import pooling, primitives, reads, stored, surgery
 from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, policy_keeping, whole_region
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
@@ -31,7 +31,11 @@ from jaxckpt.core.rules import Rule
 
 
 def emit(
-    graph: Graph, regions: tuple[Region, ...], prevent_cse: bool | tuple[bool, ...] = True, loops: tuple[Loop, ...] = ()
+    graph: Graph,
+    regions: tuple[Region, ...],
+    prevent_cse: bool | tuple[bool, ...] = True,
+    loops: tuple[Loop, ...] = (),
+    pools_apart: bool = False,
 ) -> Flat:
     """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and
     recomputes the rest.
@@ -40,7 +44,7 @@ def emit(
       graph: the traced function.
       regions: disjoint, in order; those of a plan that was made for this graph.
       prevent_cse: as of `Plan`; or, with one region around everything, for each constant and argument.
-      loops: as of `Plan`.
+      loops, pools_apart: as of `Plan`.
 
     Raises:
       PlanMismatchError: a loop is no scan of the graph, or one that its schedule cannot run.
@@ -54,6 +58,8 @@ def emit(
     if stray := [loop.op for loop in names.loops.get((), {}).values() if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
     groups = _rewrite(graph.body, names, actions, _boundaries(own))
+    if pools_apart:
+        groups = [[each for eqn in group for each in pooling.with_axis(eqn)] for group in groups]
     program = NamedProgram(graph.body, groups, names, prevent_cse, graph.calls.folded)
     if len(own) == 1 and (own[0].start, own[0].stop) == (0, len(graph.ops)):
         return whole_region(own[0], program)

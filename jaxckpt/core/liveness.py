@@ -47,9 +47,12 @@ class Fusing:
     Attributes:
       stores_shared: whether what is computed and then used more than once is stored; else it is computed again for
         every use.
+      shares_zeros: whether equal arrays of zeros are stored once, from the first use to the last, if one of them is
+        written over.
     """
 
     stores_shared: bool = False
+    shares_zeros: bool = False
 
 
 FUSING: dict[str, Fusing] = {}

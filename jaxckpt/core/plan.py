@@ -45,10 +45,10 @@ from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 8
+FORMAT = 9
 """Version of the JSON form."""
-READ_FORMATS = (7, FORMAT)
-"""Versions that are read. Reports of format 7 say nothing of the host."""
+READ_FORMATS = (7, 8, FORMAT)
+"""Versions that are read. Reports of format 7 say nothing of the host, plans before format 9 nothing of windows."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Plan:
       tiles: stretches that run tile by tile, the first round's first, and of a round the last one first. Regions and
         loops are of the function that has all of them in tiles.
       tiled_fingerprint: that of the graph of the function with its tiles; "" without tiles.
+      pools_apart: whether maxima over windows, which make a gradient out of zeros, are written such that the
+        compiler does not store these from the forward pass on: see `jaxckpt.core.pooling`. Changes no value.
       report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
         equal, and have one hash, whatever their reports and notes say.
     """
@@ -98,6 +100,7 @@ class Plan:
     report: PlanReport | None = field(default=None, compare=False, repr=False)
     tiles: tuple[TiledStretch, ...] = ()
     tiled_fingerprint: str = ""
+    pools_apart: bool = False
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
@@ -108,6 +111,7 @@ class Plan:
         set_fields(self, notes=all_of(self.notes, str, "notes"))
         check_flag(self.prevent_cse, "prevent_cse")
         check_flag(self.respect_checkpoints, "respect_checkpoints")
+        check_flag(self.pools_apart, "pools_apart")
         for regions in by_body(self.regions).values():
             check_order(regions, 0, None)
         if self.report is not None and not isinstance(self.report, PlanReport):
@@ -171,7 +175,8 @@ class Plan:
             with _compat.working_checkpoints():
                 graph = traced_once(lambda: trace(source, *args, **kwargs), fun, args, kwargs, self.fingerprint)
                 graph = self._checked(graph, args, kwargs)
-                return run_emitted(graph, emit(graph, self.regions, self.prevent_cse, self.loops), args, kwargs)
+                emitted = emit(graph, self.regions, self.prevent_cse, self.loops, self.pools_apart)
+                return run_emitted(graph, emitted, args, kwargs)
 
         return planned
 
@@ -236,6 +241,7 @@ class Plan:
             "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
             "tiles": [asdict(tile) for tile in self.tiles],
             "tiled_fingerprint": self.tiled_fingerprint,
+            "pools_apart": self.pools_apart,
             "report": None if self.report is None else _report_to_json(self.report),
         }
         return sealed(content)
@@ -265,7 +271,8 @@ class Plan:
             (fingerprint,) = _typed({"fingerprint": raw["fingerprint"]}, {"fingerprint": str}).values()
             plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, raw["respect_checkpoints"])
             tiles = tuple(TiledStretch(**tile) for tile in raw["tiles"])
-            plan = replace(plan, tiles=tiles, tiled_fingerprint=raw["tiled_fingerprint"])
+            apart = raw.get("pools_apart", False)  # formats before 9 have none
+            plan = replace(plan, tiles=tiles, tiled_fingerprint=raw["tiled_fingerprint"], pools_apart=apart)
             return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
             raise

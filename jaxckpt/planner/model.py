@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxckpt.actions import Action
+from jaxckpt.core import pooling
 from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, SLIGHT, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.liveness import FUSING
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress
@@ -67,6 +69,7 @@ class Model:
       units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
       presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
         what it keeps.
+      pools_apart: as of `Plan`.
     """
 
     graph: Graph
@@ -86,6 +89,7 @@ class Model:
     mapped: bool = False
     quick: bool = False
     active: frozenset[int] = frozenset()
+    pools_apart: bool = False
 
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all
@@ -135,7 +139,7 @@ class Model:
         notes = tuple(self._note(region) for region in regions)
         placed = tuple(self._placed(region) for region in regions)
         moved = tuple(replace(loop, body=(*self.address, *loop.body)) for loop in loops)
-        return Plan(placed, self.fingerprint, notes=notes, loops=moved)
+        return Plan(placed, self.fingerprint, notes=notes, loops=moved, pools_apart=self.pools_apart)
 
     def _placed(self, region: Region) -> Region:
         """Returns a region of the body that is planned as one of the function."""
@@ -332,6 +336,7 @@ class _Builder:
             lean=self.lean,
             quick=self.context.quick,
             active=frozenset(self.active),
+            pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
 
     def _finer(self, places: list[int], blocks: Collection[int]) -> list[int]:

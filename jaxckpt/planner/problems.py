@@ -372,7 +372,7 @@ class Problem(Measured):
 
     def _best(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
         """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving`: a plan with fewer
-        actions is one with more.
+        actions is one with more. Of these two it is the one that takes less time, so that no action costs any.
         """
         found: list[tuple[float, Plan]] = []
         errors: list[InfeasibleBudgetError] = []
@@ -392,6 +392,9 @@ class Problem(Measured):
             look(self._shared(self.saving()))
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)
+        times = [plan.overhead for _, plan in found]
+        if all(time is not None for time in times):
+            return min(zip(times, found), key=lambda each: (each[0], each[1][0]))[1][1]
         return min(found, key=lambda each: each[0])[1]
 
     def _shared(self, problem: Problem) -> Problem:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt.core.constants import OVERSTATED_BY_CUDA
+from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory.chips import CHIPS, Chip
 from jaxckpt.memory.platforms.base import Place, Platform, summed
 from jaxckpt.memory.platforms.installed import installed
@@ -25,6 +26,7 @@ class Cuda(Platform):
     extra = "aot-cuda"
     local_extra = "cuda12"
     overstated = OVERSTATED_BY_CUDA
+    fusing = Fusing(shares_zeros=True)
 
     def parse(self, text: str) -> Place | None:
         """Returns the GPUs of one host: "h100", "h100x8"."""
