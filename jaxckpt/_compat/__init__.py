@@ -87,6 +87,7 @@ from jaxckpt._compat.rules import (
     register_lowering,
     tangent_program,
     transpose_rules,
+    without_unused,
     zeros_like_aval,
 )
 from jaxckpt._compat.targets import (

@@ -122,6 +122,7 @@ NEEDS: tuple[Need, ...] = (
     Need("jax.interpreters.ad.primitive_jvps", "differentiate operations of its own", has=("__setitem__",)),
     Need("jax.interpreters.ad.primitive_transposes", "differentiate operations of its own", has=("__setitem__",)),
     Need("jax.interpreters.partial_eval.dce_rules", "leave out what is not used", has=("__setitem__",)),
+    Need("jax.interpreters.partial_eval.dce_jaxpr", "leave out what is not used", positional=2),
     Need("jax.interpreters.ad.Zero", "leave out derivatives that are zero", positional=1, has=("aval",)),
     Need("jax.interpreters.ad.instantiate_zeros", "make arrays of derivatives that are zero", positional=1),
     Need("jax.interpreters.ad.zeros_like_aval", "make arrays of zeros", positional=1),

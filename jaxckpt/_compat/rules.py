@@ -48,6 +48,13 @@ def drop_unused(primitive: Primitive, rule: Callable[[Sequence[bool], Any], tupl
     partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
+def without_unused(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Returns an open jaxpr with those results alone that are used, and what they take, in loops and branches too; and
+    for each of its inputs whether it is still one.
+    """
+    return partial_eval.dce_jaxpr(jaxpr, list(used))
+
+
 # JAX has no transpose of stop_gradient: its own derivatives never put one on a tangent. Where a derivative that a rule
 # of ours has computed is batched, JAX's rule for branches does (jax 0.10 to 0.12.0.1). It is linear in a tangent: the
 # identity.

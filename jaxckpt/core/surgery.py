@@ -219,6 +219,12 @@ def run(eqn: Any, debug_info: Any, operands: Sequence[Any]) -> list[Any]:
     return _compat.eval_jaxpr(program, [], *operands)
 
 
+def only(eqn: Any, wanted: Sequence[bool]) -> Any:
+    """Returns an equation that makes each of its results of one operand, with those results alone."""
+    keep = lambda each: [item for item, flag in zip(each, wanted, strict=True) if flag]
+    return eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars))
+
+
 def splice(closed: Any, eqn: Any) -> list[Any]:
     """Returns a jaxpr's equations with an equation's operands for its inputs and results for its outputs."""
     jaxpr = _compat.open_jaxpr(closed)

@@ -255,7 +255,16 @@ def _rev(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 
 
-@rule("optimization_barrier", "psum", "psum_invariant", "pvary", mixed=True)
+_BY_ITSELF = ("optimization_barrier", "psum", "psum_invariant", "pvary")
+"""Primitives whose results are each made of one operand."""
+
+
+def is_each_by_itself(eqn: Any) -> bool:
+    """Whether an equation makes each of its results of one operand."""
+    return _compat.primitive_name(eqn) in _BY_ITSELF
+
+
+@rule(*_BY_ITSELF, mixed=True)
 def _each_by_itself(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
 from jaxckpt.core import primitives, surgery
@@ -21,7 +24,7 @@ from jaxckpt.core.tiling import gathers as gathers  # these two note their rules
 from jaxckpt.core.tiling import nested as nested
 from jaxckpt.core.tiling.follow import Lines, ShareKey, axis_of, differentiable, error, located
 from jaxckpt.core.tiling.loop import Tiles
-from jaxckpt.core.tiling.shares import SUM, WHOLE, CoupledError, Kind, Share, shape_of
+from jaxckpt.core.tiling.shares import SUM, WHOLE, CoupledError, Kind, Passage, Share, shape_of, zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +120,33 @@ def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:
     )
 
 
+def _of_whole_values(eqn: Any, passage: Passage, debug_info: Any) -> list[Any]:
+    """Returns equations that compute those results of an operation in the tiles that are the same in every tile: a
+    counter that a loop carries beside rows, or what a checkpoint makes of a weight alone.
+    """
+    used = [out == WHOLE and not isinstance(var, _compat.DropVar) for var, out in zip(eqn.outvars, passage.outs)]
+    if not any(used):
+        return []
+    if axes.is_each_by_itself(eqn):
+        return [surgery.only(eqn, used)]
+    wants = {atom: want for atom, want in zip(eqn.invars, passage.wants) if isinstance(atom, _compat.Var)}
+    operands = list(wants)
+    results = [var for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
+    program = _compat.build_jaxpr([], operands, results, [eqn], debug_info)
+    lean, needed = _compat.without_unused(program, [flag for var, flag in zip(eqn.outvars, used) if var in results])
+    taken = [var for var, flag in zip(operands, needed) if flag]
+    whole = [var for var in taken if wants[var] == WHOLE]
+
+    def compute(*values: Any) -> list[Any]:
+        # Nothing that is the same in every tile depends on rows, but not every operation says so.
+        given = dict(zip(whole, values))
+        out = surgery.evaluate(lean, *(given[var] if var in given else zeros(var.aval) for var in taken))
+        return [jnp.copy(each) if any(each is value for value in values) else each for each in out]
+
+    made = eqn.replace(invars=whole, outvars=[var for var, flag in zip(eqn.outvars, used) if flag])
+    return surgery.splice(jax.make_jaxpr(compute)(*(var.aval for var in whole)), made)
+
+
 class _Division:
     """Goes through a program once.
 
@@ -169,6 +199,9 @@ class _Division:
             try:
                 passage = axes.passage(eqn, shares, self.lines.axis)
                 self.lines.add(eqn, passage)
+                for each in _of_whole_values(eqn, passage, self.jaxpr.debug_info):
+                    self.lines.note_whole(each)
+                    self.before.append(each)
                 self.makers.update(dict.fromkeys(eqn.outvars, eqn))
             except TilingError as inside:
                 raise located(eqn, inside) from None

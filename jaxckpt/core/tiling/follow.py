@@ -78,7 +78,11 @@ class Lines:
           CoupledError: it takes of an operand what a tile does not have.
         """
         inputs = tuple(self.need(atom, want) for atom, want in zip(eqn.invars, passage.wants, strict=True))
-        outputs = tuple(zip(eqn.outvars, passage.outs, strict=True))
+        made = [
+            _compat.fresh_var(var.aval) if out == WHOLE and self.outside is not None else var
+            for var, out in zip(eqn.outvars, passage.outs, strict=True)
+        ]  # a result that is the same in every tile is computed outside, for what reads it
+        outputs = tuple(zip(made, passage.outs))
         stops = primitives.of(_compat.primitive_name(eqn)).flat
         self.lines.append(Line(inputs, outputs, self._run(eqn, passage), stops))
         self._there.update(outputs)

@@ -30,7 +30,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core.tiling.follow import Line, ShareKey, differentiable, evaluate
-from jaxckpt.core.tiling.shares import SUM, At, Kind, Share, is_differentiable, shape_of, unfolded, wide, zeros
+from jaxckpt.core.tiling.shares import SUM, WHOLE, At, Kind, Share, is_differentiable, shape_of, unfolded, wide, zeros
 
 _Values = list[Any]
 
@@ -74,8 +74,24 @@ class Tiles:
         evaluate(self.lines, env, at)
         return [env[key] for key in self.results]
 
-    def _taken(self, at: At, operands: Sequence[Any]) -> _Values:
-        return [at.take(value, share) for value, (_, share) in zip(operands, self.operands)]
+    def _taken(self, at: At, operands: Sequence[Any]) -> tuple[At, _Values]:
+        """Returns where the tile is, and what it has of the operands.
+
+        Whole operands are tied to the tile: the compiler would move what a tile computes of these alone out of the
+        loop, weights in another type or order, and keep it for all tiles.
+        """
+        taken, start = list(operands), jnp.asarray(at.start)
+        groups: dict[Any, list[int]] = {}  # a barrier's results all vary over the axes that one of its operands does
+        for place, (var, share) in enumerate(self.operands):
+            if share == WHOLE and var.aval.ndim and is_differentiable(var.aval.dtype):
+                groups.setdefault(_compat.varying_axes(jax.typeof(operands[place])), []).append(place)
+        for varying, places in groups.items():
+            mark, tied = lax.optimization_barrier((start, [operands[place] for place in places]))
+            if varying == _compat.varying_axes(jax.typeof(start)):
+                at = At(mark, at.size, at.total)
+            for place, value in zip(places, tied, strict=True):
+                taken[place] = value
+        return at, [at.take(value, share) for value, (_, share) in zip(taken, self.operands)]
 
     def _start(self) -> _Values:
         """Returns what results are added to, or written into."""
@@ -129,7 +145,8 @@ class Tiles:
         """Returns the results, of whole operands, without a derivative of its own."""
 
         def body(at: At, state: _Values, _: _Values) -> tuple[_Values, _Values]:
-            return self._added(at, state, self.tile(at, self._taken(at, operands))), []
+            at, taken = self._taken(at, operands)
+            return self._added(at, state, self.tile(at, taken)), []
 
         return self._finished(self._over(body, self._start(), [])[0])
 
@@ -152,8 +169,7 @@ class Tiles:
         def compute(
             state: _Values, fixed: Sequence[Any], whole: dict[int, Any], given: _Values, start: Any, *, size: int
         ) -> tuple[_Values, _Values]:
-            at = At(start, size, self.total)
-            taken = self._taken(at, fixed)
+            at, taken = self._taken(At(start, size, self.total), fixed)
             tangents = dict(zip(of_rows, given)) | {p: t.astype(taken[p].dtype) for p, t in whole.items()}
 
             def some(*values: Any) -> _Values:
@@ -193,8 +209,7 @@ class Tiles:
         def compute(
             state: _Values, sums: _Values, fixed: Sequence[Any], start: Any, *, size: int
         ) -> tuple[_Values, _Values]:
-            at = At(start, size, self.total)
-            taken = self._taken(at, fixed)
+            at, taken = self._taken(At(start, size, self.total), fixed)
 
             def of(*some: Any) -> tuple[Any, _Values]:
                 given = list(taken)
