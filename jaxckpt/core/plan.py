@@ -530,14 +530,16 @@ def _added(planned: float | None, plain: float | None) -> float | None:
     return planned / plain - 1 if plain else 0.0
 
 
-SHOWN_ARGUMENTS = 20
-"""Arguments that an error lists."""
+SHOWN_ARGUMENTS = 10, 10
+"""Of many arguments, the numbers of the first and of the last ones that an error lists: the batch comes last."""
 
 
 def _some(arguments: Sequence[str]) -> str:
-    """Returns a list of arguments as text, the first ones of a long one."""
-    more = len(arguments) - SHOWN_ARGUMENTS
-    return ", ".join(arguments[:SHOWN_ARGUMENTS]) + (f" and {more} more" if more > 0 else "")
+    """Returns a list of arguments as text, the first and the last ones of a long one."""
+    first, last = SHOWN_ARGUMENTS
+    if (more := len(arguments) - first - last) > 0:
+        arguments = [*arguments[:first], f"{more} more", *arguments[-last:]]
+    return ", ".join(arguments)
 
 
 _ESTIMATE = dict.fromkeys(MemoryEstimate.__dataclass_fields__, int)
