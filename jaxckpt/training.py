@@ -109,9 +109,9 @@ def check_step(name: str, step: StepMaker, fun: Callable[..., Any], args: tuple[
       args: of the step.
 
     Raises:
-      FactoryError: `step(fun)` is no function of such arguments, or it returns no state: nothing with the shape and dtype of any of its
-        arguments, or of a parameter that the loss is differentiated with respect to. A compiler leaves out what is
-        computed and not returned, so such a step would keep nothing and need nothing.
+      FactoryError: `step(fun)` is no function of such arguments, or it returns no state: nothing with the shape and
+        dtype of any of its arguments, or of a parameter that the loss is differentiated with respect to. A compiler
+        leaves out what is computed and not returned, so such a step would keep nothing and need nothing.
     """
     try:
         made = made_step(step, fun, args)

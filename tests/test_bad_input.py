@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
+import jaxckpt.flax
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy
 from tests.helpers import gradient_executions
 
@@ -88,6 +89,15 @@ def test_an_error_in_the_maker_of_a_step_is_its_own():
         (lambda: jaxckpt.plan(loss, WS, X, **PLAN).apply(3), "fun must be a function, the one that the plan"),
         (lambda: jaxckpt.frontier(loss, WS, X, budgets=(), target="cpu"), "budgets must be at least one budget"),
         (lambda: jaxckpt.checkpoint_sequential(jnp.sin), "layers must be a sequence of functions"),
+        (lambda: jaxckpt.checkpoint(loss, WS, X), "fun must be the only .* got '2 more'.*checkpoint.fun.[(][*]args[)]"),
+        (
+            lambda: jaxckpt.flax.checkpoint(loss, WS),
+            "target must be the only argument by .*checkpoint.target.[(][*]args",
+        ),
+        (
+            lambda: jaxckpt.checkpoint_sequential([jnp.sin], 4, X),
+            "layers must be the only .*segment_size=...[)][(]x[)]",
+        ),
         (lambda: jaxckpt.verify(loss, WS, X), "reference must be a function"),
         (lambda: jaxckpt.count_flops(3, X), "fun must be a function; got 3"),
         (lambda: jaxckpt.checkpoint(loss, static_argnames="mode"), "static_argnames must be names of arguments of fun"),
