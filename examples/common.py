@@ -16,6 +16,7 @@ import resource
 import statistics
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,9 @@ def planned(options: argparse.Namespace, loss: Callable, *args: Any, step: Calla
     try:
         if file and file.exists():
             plan = jaxckpt.Plan.load(file)
+            if options.plan and plan.budget:  # the names of the others have their budgets in them
+                made = f"made for {plan.budget / MIB:.1f} MiB"
+                print(f"Takes the plan in {file}, {made}; --budget {options.budget} has no effect.", file=sys.stderr)
         else:
             plan = jaxckpt.plan(loss, *args, budget=options.budget, step=step)
             if file:
@@ -165,16 +169,22 @@ class Run:
         """Returns the state in the checkpoint file, where there is one; otherwise the given one."""
         if not (self.file and self.file.exists()):
             return state
-        with np.load(self.file) as stored:
-            if (settings := stored["settings"].item()) != self.settings:
-                raise SystemExit(
-                    f"--save must be the folder of a run with the same flags. {self.file} is of {settings}; this run "
-                    f"has {self.settings}. Give other flags or another folder."
-                )
-            self.losses = stored["losses"].tolist()
-            leaves, tree = jax.tree.flatten(state)
-            # jnp.array copies: a step that donates its state must not write into NumPy's memory.
-            found = [jnp.array(stored[f"leaf{i}"], jnp.result_type(leaf)) for i, leaf in enumerate(leaves)]
+        leaves, tree = jax.tree.flatten(state)
+        try:
+            with self.file.open("rb") as file, np.load(file) as stored:
+                if (settings := stored["settings"].item()) != self.settings:
+                    raise SystemExit(
+                        f"--save must be the folder of a run with the same flags. {self.file} is of {settings}; this "
+                        f"run has {self.settings}. Give other flags or another folder."
+                    )
+                self.losses = stored["losses"].tolist()
+                # jnp.array copies: a step that donates its state must not write into NumPy's memory.
+                found = [jnp.array(stored[f"leaf{i}"], jnp.result_type(leaf)) for i, leaf in enumerate(leaves)]
+        except (zipfile.BadZipFile, AttributeError, EOFError, LookupError, ValueError) as error:
+            raise SystemExit(
+                f"--save must be a folder whose checkpoint file is whole; {self.file} is not: {error}. Remove the file "
+                f"to start anew, or give another folder."
+            ) from error
         where = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
         print(f"Goes on after step {len(self.losses)} of {self.file}.", file=sys.stderr)
         return tree.unflatten([jax.device_put(new, place) for new, place in zip(found, where, strict=True)])

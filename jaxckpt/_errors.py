@@ -259,3 +259,16 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(name, "True or False", flag)
+
+
+def refuse_call(others: Sequence[Any], argument: str, instead: str) -> None:
+    """Raises `ArgumentError` for arguments after the function that is to be wrapped, as PyTorch takes them.
+
+    Args:
+      others: the arguments by position after the first one.
+      argument: the name of the first one.
+      instead: what to write.
+    """
+    if others:
+        rule, got = "the only argument by position", f"{len(others)} more"
+        raise ArgumentError(argument, rule, got, f"Call the function that is returned: {instead}.")

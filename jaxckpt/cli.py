@@ -19,7 +19,6 @@ import jaxckpt
 from jaxckpt._errors import JaxckptError
 from jaxckpt.commands import compare, diff, init, measure, output, plan, residuals, show, targets
 from jaxckpt.commands.base import FACTORY, Command, escaped
-from jaxckpt.memory.targets import start_backend
 from jaxckpt.policies import LENIENT
 
 COMMANDS: Mapping[str, Command] = {
@@ -80,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("jaxckpt").setLevel(logging.DEBUG)
     try:
-        start_backend()  # before a factory does, and without the messages of compilers for absent devices
         with output.reports_alone():
             COMMANDS[options.command].run(options)
     except (JaxckptError, OSError) as error:

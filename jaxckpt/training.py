@@ -15,6 +15,7 @@ from jaxckpt._errors import ArgumentError, FactoryError, MissingPackageError, di
 from jaxckpt.core import lift
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.memory.gradient import StepMaker
+from jaxckpt.memory.gradient import made as made_step
 
 OPTIMISERS = ("adam", "adamw", "sgd", "adafactor", "adagrad", "lamb", "lion", "rmsprop")
 """The optimisers that can be asked for by name: functions of optax that take a learning rate."""
@@ -108,16 +109,14 @@ def check_step(name: str, step: StepMaker, fun: Callable[..., Any], args: tuple[
       args: of the step.
 
     Raises:
-      FactoryError: `step(fun)` is no function, or it returns no state: nothing with the shape and dtype of any of its
-        arguments, or of a parameter that the loss is differentiated with respect to. A compiler leaves out what is
-        computed and not returned, so such a step would keep nothing and need nothing.
+      FactoryError: `step(fun)` is no function of such arguments, or it returns no state: nothing with the shape and
+        dtype of any of its arguments, or of a parameter that the loss is differentiated with respect to. A compiler
+        leaves out what is computed and not returned, so such a step would keep nothing and need nothing.
     """
-    made = step(fun)
-    if not callable(made):
-        raise FactoryError(
-            f"{name}: step must take the loss and return the training step, a function; it returned "
-            f"{type(made).__name__}: {made!r:.60}."
-        )
+    try:
+        made = made_step(step, fun, args)
+    except ArgumentError as error:
+        raise FactoryError(f"{name}: {error}") from error
     from jaxckpt.planner.observe import observe
 
     seen = observe(fun, step, args)

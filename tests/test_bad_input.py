@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
+import jaxckpt.flax
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy
 from tests.helpers import gradient_executions
 
@@ -26,18 +27,77 @@ def row(carry, x):
 PLAN = {"budget": "1GiB", "target": "cpu", "verify": False}
 
 
+def step_of(loss):
+    def step(ws, momentum, x):
+        value, grads = jax.value_and_grad(loss)(ws, x)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, ws, momentum), momentum, value
+
+    return step
+
+
+def jitted_step_of(loss):
+    return jax.jit(step_of(loss))
+
+
+def step_of_one(loss):
+    return jax.jit(lambda state: jax.value_and_grad(loss)(*state))
+
+
+NO_MAKER = "step must be a function that takes the loss and returns the training step.*not step=step_of.loss."
+
+
+@pytest.mark.parametrize("maker", [step_of, jitted_step_of, step_of_one])
+def test_a_step_in_place_of_its_maker_is_told(maker):
+    for call in (
+        lambda: jaxckpt.plan(loss, WS, WS, X, **PLAN, step=maker(loss)),
+        lambda: jaxckpt.compare({"a": loss}, WS, WS, X, target="cpu", step=maker(loss)),
+    ):
+        with pytest.raises(ArgumentError, match=NO_MAKER):
+            call()
+
+
+@pytest.mark.parametrize("maker", [step_of, jitted_step_of])
+def test_the_arguments_of_the_loss_in_place_of_those_of_the_step_are_told(maker):
+    rule = r"args must be the arguments of the training step that `step` makes, \(ws, momentum, x\); got '2 arguments'"
+    for call in (
+        lambda: jaxckpt.plan(loss, WS, X, **PLAN, step=maker),
+        lambda: jaxckpt.frontier(loss, WS, X, budgets=("50%",), target="cpu", step=maker),
+        lambda: jaxckpt.compare({"a": loss}, WS, X, target="cpu", step=maker),
+    ):
+        with pytest.raises(ArgumentError, match=rule):
+            call()
+
+
+def test_an_error_in_the_maker_of_a_step_is_its_own():
+    def broken(loss):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        jaxckpt.plan(loss, WS, X, **PLAN, step=broken)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
             lambda: jaxckpt.plan(loss, WS, X, **PLAN, step=lambda fun: 3),
-            "step must be a function that makes a function",
+            "step must be a function that takes the loss and returns the training step.*no function but int: 3",
         ),
         (lambda: jaxckpt.plan(loss, **PLAN), "args must be the arguments of the step"),
         (lambda: jaxckpt.plan(loss, WS, X, **PLAN, actions="save"), "actions must be a sequence of actions"),
         (lambda: jaxckpt.plan(loss, WS, X, **PLAN).apply(3), "fun must be a function, the one that the plan"),
         (lambda: jaxckpt.frontier(loss, WS, X, budgets=(), target="cpu"), "budgets must be at least one budget"),
         (lambda: jaxckpt.checkpoint_sequential(jnp.sin), "layers must be a sequence of functions"),
+        (lambda: jaxckpt.checkpoint(loss, WS, X), "fun must be the only .* got '2 more'.*checkpoint.fun.[(][*]args[)]"),
+        (
+            lambda: jaxckpt.flax.checkpoint(loss, WS),
+            "target must be the only argument by .*checkpoint.target.[(][*]args",
+        ),
+        (
+            lambda: jaxckpt.checkpoint_sequential([jnp.sin], 4, X),
+            "layers must be the only .*segment_size=...[)][(]x[)]",
+        ),
         (lambda: jaxckpt.verify(loss, WS, X), "reference must be a function"),
         (lambda: jaxckpt.count_flops(3, X), "fun must be a function; got 3"),
         (lambda: jaxckpt.checkpoint(loss, static_argnames="mode"), "static_argnames must be names of arguments of fun"),
@@ -130,7 +190,8 @@ def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_argumen
     with pytest.raises(jaxckpt.PlanMismatchError) as caught:
         plan.apply(chain)(ws, X, "eval")
     text = str(caught.value)
-    assert "float32[16, 16] and 11 more. If the plan was made for these, the program itself differs" in text
+    assert "float32[16, 16], 11 more, float32[16, 16]" in text, "the first and the last ones"
+    assert "float32[64, 16]. If the plan was made for these, the program itself differs" in text, "the batch comes last"
     assert "static argument" in text and "evaluation mode" in text
     with pytest.raises(jaxckpt.PlanMismatchError, match=r"came: float32\[16, 16\], float32\[64, 16\]\. If"):
         plan.apply(chain)(ws[:1], X, "train")

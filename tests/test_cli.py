@@ -326,6 +326,51 @@ def test_every_help_fits_into_eighty_columns(command, capsys, monkeypatch):
     assert wanted.get(command, "can be compiled for") in text
 
 
+DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 4)  # an error, once a backend has started
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def model():
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = NamedSharding(mesh, P("devices"))
+    x = jax.ShapeDtypeStruct((1024, 16), jnp.float32, sharding=rows)
+    return (lambda w, x: jnp.mean(jnp.tanh(x @ w))), (jax.ShapeDtypeStruct((16, 16), jnp.float32), x)
+"""
+ALL_COMMANDS = """
+import sys
+from jaxckpt import cli
+file = sys.argv[1]
+for command in (["plan", "--budget", "device"], ["compare"], ["measure"], ["residuals"]):
+    assert cli.main([*command, file + ":no_such_function"]) == 1  # the file is imported, and the command ends
+    del sys.modules["sharded_file"]
+sys.exit(cli.main(["measure", file + ":model"]))
+"""
+
+
+def test_a_file_makes_its_devices_before_a_command_uses_jax(tmp_path):
+    file = tmp_path / "sharded_file.py"
+    file.write_text(DEVICES)
+    done = subprocess.run([sys.executable, "-c", ALL_COMMANDS, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("has no function 'no_such_function'") == 4, done.stderr
+    assert re.search(r"arguments\s+17\.0 KiB", done.stdout), done.stdout  # of one device: 16 KiB of the rows, and w
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_is_no_error_and_files_are_written(factory, tmp_path, unbuffered):
+    file = tmp_path / "residuals.json"
+    command = [sys.executable, "-m", "jaxckpt.cli", "residuals", f"{factory}:model", "--json", str(file)]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, f"wrote {file}\n") and json.loads(file.read_text())
+
+
 def test_wrong_usage_exits_two(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["compare"])

@@ -49,6 +49,31 @@ def test_links_lead_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
+CODE = [*PAGES, *(ROOT / "docs").rglob("*.ipynb"), *(ROOT / "jaxckpt" / "templates").glob("*.py")]
+CODE += (ROOT / "examples").glob("*.py")
+OPTIONS_IN_A_MAKER = re.compile(r"return \S*jit\(.*compiler_options")
+STEP_RUN_WITHOUT_OPTIONS = re.compile(r"step_of\(\w+\.apply\(\w+\)\)+(\(|$)", re.MULTILINE)
+COMPILED = ".compile(compiler_options=jaxckpt.compiler_options())"
+
+
+@pytest.mark.parametrize("page", CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_step_is_made_without_compiler_options_and_compiled_with_them(page):
+    """In the maker, options of this machine's CPU would be refused by a plan for a GPU; without them, the CPU of jax
+    before 0.12 undoes the plan.
+    """
+    text = page.read_text()
+    assert not OPTIONS_IN_A_MAKER.search(text) and not STEP_RUN_WITHOUT_OPTIONS.search(text)
+    makes = re.search(r"def \w*step_of\(", text) and re.search(r"plan\(.*step=\w*step_of", text)
+    assert not makes or COMPILED in text
+
+
+def test_a_step_that_is_compiled_otherwise_is_found():
+    assert OPTIONS_IN_A_MAKER.search("return nnx.jit(step, donate_argnums=0, compiler_options=options)")
+    assert STEP_RUN_WITHOUT_OPTIONS.search("train = step_of(plan.apply(loss))\n")
+    assert STEP_RUN_WITHOUT_OPTIONS.search("x = my_step_of(plan.apply(loss))(state)")
+    assert not STEP_RUN_WITHOUT_OPTIONS.search(f"step_of(plan.apply(loss)).lower(state){COMPILED}")
+
+
 def test_only_tables_code_and_single_words_may_be_longer():
     words, word = "word " * 30, "w" * 130
     assert too_long(f"{words}\n\n- {words}") == [words, f"- {words}"]

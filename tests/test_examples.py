@@ -110,11 +110,26 @@ def test_a_checkpoint_file_of_other_flags_is_refused(examples, tmp_path):
         examples.lstm_text.main([*flags, "--seed", "1"])
 
 
-def test_a_plan_of_another_program_is_refused(examples, tmp_path, quick_plans):
+@pytest.mark.parametrize("content", [lambda whole: whole[: len(whole) // 2], lambda whole: b""])
+def test_a_checkpoint_file_that_is_cut_short_is_named(examples, tmp_path, content):
+    flags = [*TINY["lstm_text"].split(), "--budget", "none", "--steps", "1", "--save", str(tmp_path)]
+    state, file = {"w": np.ones((64, 64), np.float32)}, tmp_path / "checkpoint.npz"
+    unmade = examples.common.Run(examples.lstm_text.PARSER.parse_args(flags), jax.jit(lambda state: state), state)
+    unmade.save(state)
+    assert np.array_equal(unmade.restore({"w": np.zeros((64, 64), np.float32)})["w"], state["w"])
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(SystemExit, match=rf"--save must be .* {re.escape(str(file))} is not: .*Remove the file"):
+        unmade.restore(state)
+
+
+def test_a_plan_of_another_program_is_refused(examples, tmp_path, quick_plans, capsys):
     flags = [*TINY["lstm_text"].split(), "--steps", "1", "--plan", str(tmp_path / "plan.json")]
     examples.lstm_text.main(flags)
     with pytest.raises(jaxckpt.PlanMismatchError, match="made for another function, or other shapes"):
         examples.lstm_text.main([*flags, "--width", "24"])
+    assert re.search(
+        r"Takes the plan in .*plan.json, made for [\d.]+ MiB; --budget 60% has no", capsys.readouterr().err
+    )
 
 
 def test_eight_devices_and_microbatches_compute_the_same(examples, tmp_path):

@@ -160,7 +160,7 @@ def test_a_step_that_donates_can_be_timed(file, tmp_path, capsys):
     ("argv", "message"),
     [
         (["{}:stateless"], "the training step must return its new state"),
-        (["{}:no_step"], "step must take the loss and return the training step, a function; it returned int: 3"),
+        (["{}:no_step"], "It returned no function but int: 3"),
         (["{}:a_step_alone"], "return (fun, args, step)"),
         (["{}:no_arguments"], "must return arguments, with the parameters in the first"),
         (["{}:leaves"], "it ended the program (sys.exit)"),

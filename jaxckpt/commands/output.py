@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -29,6 +30,21 @@ def reports_alone() -> Iterator[None]:
             yield
     finally:
         _reports.reset(token)
+        with _to_whoever_reads():
+            sys.stdout.flush()
+
+
+@contextmanager
+def _to_whoever_reads() -> Iterator[None]:
+    """While it is open, standard output is written to. If its reader has gone away, as `head` does, what is left is
+    dropped, now and when Python ends; the command goes on, since it may have files to write.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, (_reports.get() or sys.stdout).fileno())
+        os.close(nowhere)
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -59,7 +75,8 @@ def tell(*parts: Any) -> None:
         shown = Text(part) if isinstance(part, str) else part
         if console.is_terminal:
             console.print(shown)
-        else:
+            continue
+        with _to_whoever_reads():
             print(table.to_text(shown), file=_reports.get())
 
 

@@ -328,6 +328,11 @@ class Plan:
             known.append(f"added time {self.overhead:+.1%} of the step's")
         lines += [f"  {', '.join(known)}"] if known else []
         lines += [] if self.report is None or not self.report.host_bytes else [f"  {self.report.host_line}"]
+        lines += (
+            []
+            if self.report is None or not self.report.options_line
+            else [f"  compile with {self.report.options_line}"]
+        )
         lines += [] if self.regions else [f"  {note}" for note in self.notes]
         notes = itertools.chain(self.notes, itertools.repeat(""))
         for region, note in zip(self.regions, notes):
@@ -382,6 +387,8 @@ class PlanReport:
       host_seconds: of the link to the host, both ways, by the target's rates. Other work hides them as far as it goes:
         `seconds` counts what it does not.
       host_share: how full the link is: `host_seconds` over the seconds that the planned step computes.
+      compiler_options: (name, value) of the options of XLA without which the target's compiler undoes checkpoints, as
+        `jaxckpt.compiler_options` gives them; empty for most targets.
       times: median seconds of (the planned step, the step without the plan), where they were run.
       timed_on: name of the backend that ran them.
     """
@@ -407,6 +414,7 @@ class PlanReport:
     measured_host_bytes: int | None = None
     host_seconds: float | None = None
     host_share: float | None = None
+    compiler_options: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.measured is not None:
@@ -453,6 +461,15 @@ class PlanReport:
         size = self.host_bytes if self.measured_host_bytes is None else self.measured_host_bytes
         return f"in host memory {format_bytes(size)}, its link {self.host_share or 0.0:.0%} full"
 
+    @property
+    def options_line(self) -> str:
+        """What to compile the planned step with, in words; "" where the target's compiler needs no options, or the plan
+        is empty.
+        """
+        if not self.compiler_options or not (self.plan.regions or self.plan.loops or self.plan.tiles):
+            return ""
+        return "compiler_options=jaxckpt.compiler_options(), else the compiler undoes the plan"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain values, without the plan: bytes, FLOPs, seconds, shares."""
         times = None
@@ -460,6 +477,7 @@ class PlanReport:
             times = {"planned": self.times[0], "as it is": self.times[1], "on": self.timed_on}
         return {
             "target": self.target,
+            "compiler_options": dict(self.compiler_options),
             "plan": {
                 "budget": self.asked if self.asked is not None else self.budget,
                 "budget_bytes": self.budget,
@@ -512,14 +530,16 @@ def _added(planned: float | None, plain: float | None) -> float | None:
     return planned / plain - 1 if plain else 0.0
 
 
-SHOWN_ARGUMENTS = 20
-"""Arguments that an error lists."""
+SHOWN_ARGUMENTS = 10, 10
+"""Of many arguments, the numbers of the first and of the last ones that an error lists: the batch comes last."""
 
 
 def _some(arguments: Sequence[str]) -> str:
-    """Returns a list of arguments as text, the first ones of a long one."""
-    more = len(arguments) - SHOWN_ARGUMENTS
-    return ", ".join(arguments[:SHOWN_ARGUMENTS]) + (f" and {more} more" if more > 0 else "")
+    """Returns a list of arguments as text, the first and the last ones of a long one."""
+    first, last = SHOWN_ARGUMENTS
+    if (more := len(arguments) - first - last) > 0:
+        arguments = [*arguments[:first], f"{more} more", *arguments[-last:]]
+    return ", ".join(arguments)
 
 
 _ESTIMATE = dict.fromkeys(MemoryEstimate.__dataclass_fields__, int)
@@ -557,6 +577,7 @@ def _report_to_json(report: PlanReport) -> dict[str, Any]:
         **{name: getattr(report, name) for name in _REPORT},
         "times": None if report.times is None else list(report.times),
         "predicted": None if report.predicted is None else asdict(report.predicted),
+        "compiler_options": dict(report.compiler_options),
     }
 
 
@@ -567,7 +588,9 @@ def _report_from_json(raw: dict[str, Any], plan: Plan) -> PlanReport:
     if raw["times"] is not None:
         first, second = _typed(dict(enumerate(raw["times"])), dict.fromkeys(range(2), (int, float))).values()
         times = first, second
-    return PlanReport(plan, predicted=predicted, times=times, **figures)
+    options = raw.get("compiler_options", {})  # files of a version before do not say
+    needed = tuple(_typed(options, dict.fromkeys(options, str)).items())
+    return PlanReport(plan, predicted=predicted, times=times, compiler_options=needed, **figures)
 
 
 def _region_to_json(region: Region) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxckpt._errors import ArgumentError, MissingPackageError
+from jaxckpt._errors import ArgumentError, MissingPackageError, refuse_call
 
 try:
     import flax.linen as nn
@@ -36,7 +36,12 @@ __all__ = ["apply", "checkpoint", "scan_layers", "stack_layers", "unstack_layers
 
 
 def checkpoint(
-    target: Any = None, /, *, policy: Any = None, prevent_cse: bool = True, static_argnums: int | Sequence[int] = ()
+    target: Any = None,
+    /,
+    *others: Any,
+    policy: Any = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
 ) -> Any:
     """Returns the module class, method or function of modules with its intermediates recomputed in the backward pass.
 
@@ -53,6 +58,7 @@ def checkpoint(
       target: a linen or nnx module class (for its `__call__`) or a partial of one; a method in the body of such a
         class, above or below `@nn.compact`; a bound method; an instance of an nnx module; a function of modules, which
         has linen modules first. If it is omitted, a decorator is returned.
+      *others: none. The arguments of a call belong to what is returned.
       policy: says what is kept, as in `jaxckpt.checkpoint`.
       prevent_cse: as in `jaxckpt.checkpoint`. False is right only inside a scan.
       static_argnums: numbers of positional arguments that are passed on unchanged. `self`, and a module that is the
@@ -60,7 +66,8 @@ def checkpoint(
         passed by name. Negative numbers count from the last positional parameter.
 
     Raises:
-      ArgumentError: the target is none of these, the policy is invalid, or an argument number is out of range.
+      ArgumentError: the target is none of these or not all that is given by position, the policy is invalid, or an
+        argument number is out of range.
 
     >>> import jax, jax.numpy as jnp
     >>> class Block(nn.Module):
@@ -76,6 +83,7 @@ def checkpoint(
     >>> sorted(Model().init(jax.random.key(0), jnp.ones((1, 4)))["params"])
     ['Block_0', 'Block_1']
     """
+    refuse_call(others, "target", "checkpoint(target)(*args)")
     made = _options(policy, prevent_cse, static_argnums)
     if target is None:
         return functools.partial(checkpoint, policy=policy, prevent_cse=prevent_cse, static_argnums=static_argnums)

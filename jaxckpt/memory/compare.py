@@ -19,7 +19,7 @@ from jaxckpt.core.lift import trace_call as trace
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import format_bytes
-from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
+from jaxckpt.memory.gradient import PLAIN, made, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.memory.targets import Target, compiler_options, target_of
 from jaxckpt.memory.verify import fill
@@ -193,10 +193,9 @@ def compare(
     """
     assert not isinstance(progress, bool), "tells"
     _check(variants)
-    if not callable(step):
-        raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
     resolved = target_of(target)
     first = next(iter(variants.values()))
+    made(step, first, args)
     lift.refuse_traced(first, args, "compare")
     if step in PLAIN:
         for name, fun in variants.items():

@@ -11,14 +11,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxckpt._errors import NotDifferentiableError
+from jaxckpt._errors import ArgumentError, NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.units import counted
 
 StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PLAIN = (jax.value_and_grad, jax.grad)
 """Training steps that are a gradient with respect to all leaves of the first argument."""
+
+
+def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns `step(fun)`, the training step of a function.
+
+    Args:
+      step: as in `jaxckpt.plan`.
+      fun: the function.
+      args: the step's arguments.
+
+    Raises:
+      ArgumentError: `step` makes no step of a function, or the step that it makes does not take so many arguments.
+    """
+    rule = "a function that takes the loss and returns the training step, such as jax.value_and_grad"
+    if not callable(step):
+        raise ArgumentError("step", rule, step)
+    try:
+        training = step(fun)
+    except TypeError as error:
+        if lift.accepts(step, (fun,)) and _TAKEN_FOR_AN_ARRAY not in str(error):
+            raise
+        hint = "If it is a training step, give the function that makes it: step=step_of, and not step=step_of(loss)."
+        raise ArgumentError("step", rule, step, hint) from error
+    if not callable(training):
+        hint = f"It returned no function but {type(training).__name__}: {training!r:.60}."
+        raise ArgumentError("step", rule, step, hint)
+    if step not in PLAIN and not lift.accepts(training, args):
+        rule = f"the arguments of the training step that `step` makes, {lift.signature_of(training)}"
+        raise ArgumentError("args", rule, counted(len(args), "argument"), "Give those of the step, not of the loss.")
+    return training
+
+
+_TAKEN_FOR_AN_ARRAY = "Error interpreting argument"
+"""What JAX says of a function that is given to a jitted one."""
 
 
 def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> StepMaker:

@@ -204,7 +204,7 @@ class Model:
         values = [(action, self.graph.values[index]) for index, action in region.actions.items()]
         kept = sum(action.stored_bytes(value) * value.repeats for action, value in values)
         if not region.checkpoint:
-            return "(as it stands)"
+            return ""  # its line says so
         if region.regions:
             return f"(runs again as {counted(len(region.regions), 'region')})"
         return f"({format_bytes(kept)})"

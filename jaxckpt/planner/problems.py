@@ -37,6 +37,7 @@ from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
+from jaxckpt.memory.gradient import made as made_step
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
@@ -186,8 +187,6 @@ def problem_of(
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
-    if not callable(step):
-        raise ArgumentError("step", "a function that makes a step of a function, such as jax.value_and_grad", step)
     wanted = actions_of(actions)
     check_flags(reverse_only=reverse_only, respect_checkpoints=respect_checkpoints, tile=tile)
     if progress is not None and not callable(progress):
@@ -209,8 +208,7 @@ def problem_of(
         )
     if not args:
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
-    if not callable(step(fun)):
-        raise ArgumentError("step", "a function that makes a function of a function, such as jax.value_and_grad", step)
+    made_step(step, fun, args)
     plain = step in PLAIN
     if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
         rule = "the arguments of the function, one by one"

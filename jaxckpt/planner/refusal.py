@@ -105,7 +105,8 @@ def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
     if rest > needed:  # a leaner stretch would change little
         text += (
             f" Of the least budget {format_bytes(measured.argument_bytes)} are arguments, and {format_bytes(rest)} what "
-            "no stretch of this function needs: gradients, what the step around it computes (updates, gradients of each "
-            "example), and values that pass between stretches."
+            "this stretch does not need: gradients, what the step around it computes (updates, gradients of each "
+            "example), values that pass between stretches, and what others have in memory at the same time (random "
+            "bits of dropout, for example)."
         )
     return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text

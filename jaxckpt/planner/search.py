@@ -46,6 +46,7 @@ from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.report import MemoryReport
+from jaxckpt.memory.targets import compiler_options
 from jaxckpt.planner import refusal
 from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
 from jaxckpt.planner.corrections import Corrections
@@ -597,6 +598,7 @@ class Search:
             host_bytes=host.bytes,
             measured_host_bytes=None if report is None else report.host_bytes,
             host_seconds=host.link,
+            compiler_options=tuple(compiler_options(problem.target).items()),
         )
         if traced is None:
             step = problem.model.step_seconds

@@ -64,6 +64,8 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
         planned, bare = report.times
         on = f"{planned / bare:.2f} × the {table.format_seconds(bare)} of the step as it is, run on {report.timed_on}"
         cells.append(("time of a step", table.format_seconds(planned), on))
+    if report.options_line:
+        cells.append(("compile with", "", report.options_line))
     return cells
 
 

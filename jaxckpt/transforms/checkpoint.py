@@ -12,7 +12,7 @@ import jax
 import jax.ad_checkpoint
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError
+from jaxckpt._errors import ArgumentError, EffectsError, refuse_call
 from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
@@ -46,7 +46,7 @@ def tag(x: Any, name: str) -> Any:
 def checkpoint(
     fun: Callable[..., Any] | None = None,
     /,
-    *,
+    *others: Any,
     policy: Any = None,
     prevent_cse: bool | Sequence[Any] = True,
     static_argnums: int | Sequence[int] = (),
@@ -61,6 +61,7 @@ def checkpoint(
       fun: a function of pytrees of arrays with any number of outputs, or a callable module of equinox or nnx. Leaves
         that are not arrays (functions, strings) are passed on unchanged. A call changes modules of nnx among the
         arguments as `fun` does, once. If it is omitted, a decorator is returned.
+      *others: none. The arguments of a call belong to the function that is returned: `checkpoint(fun)(*args)`.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`.
         For None, one of JAX's policies, and a policy that keeps nothing or everything, the result is
         `jax.checkpoint(fun)`. Any other `Policy` is decided when `fun` is traced, at each call with new shapes.
@@ -72,7 +73,8 @@ def checkpoint(
       static_argnames: names of such arguments.
 
     Raises:
-      ArgumentError: the policy is invalid, or an argument number is out of range.
+      ArgumentError: the policy is invalid, an argument number is out of range, or `fun` is not all that is given by
+        position.
       UnmatchedTagError: at the call: a strict policy's glob matches no tag.
       EffectsError: when it is differentiated, with a `Policy`: the function has side effects that the recomputation
         would repeat. Inside `jax.jit`, and without a `Policy`, the error is JAX's NotImplementedError.
@@ -84,6 +86,7 @@ def checkpoint(
     >>> jax.grad(lambda x, w: layer(x, w).sum())(jnp.ones((2, 2)), jnp.ones((2, 2))).shape
     (2, 2)
     """
+    refuse_call(others, "fun", "checkpoint(fun)(*args)")
     if fun is None:
         return functools.partial(
             checkpoint,

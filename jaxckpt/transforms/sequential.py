@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags
+from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, refuse_call
 from jaxckpt.core.lift import result_of
 from jaxckpt.transforms.checkpoint import checkpoint
 
@@ -17,7 +17,7 @@ LayerFunction = Callable[[Any], Any]
 
 def checkpoint_sequential(
     layers: Sequence[LayerFunction],
-    *,
+    *others: Any,
     segment_size: int | str = 2,
     policy: Any = None,
     checkpoint_last: bool = False,
@@ -27,6 +27,7 @@ def checkpoint_sequential(
 
     Args:
       layers: functions x -> x of a pytree of arrays. With no layers, the result is the identity.
+      *others: none. The argument of a call belongs to the function that is returned.
       segment_size: layers in a segment, at least 1; the last segment takes what is left. "sqrt": the square root of
         their number, rounded, which keeps the fewest values for one extra forward pass (Chen et al. 2016,
         arXiv:1604.06174).
@@ -35,7 +36,8 @@ def checkpoint_sequential(
         pass begins, so recomputing them saves nothing.
 
     Raises:
-      ArgumentError: `segment_size` is neither an int of at least 1 nor "sqrt", or a layer is not a function.
+      ArgumentError: `segment_size` is neither an int of at least 1 nor "sqrt", a layer is not a function,
+        or `layers` is not all that is given by position.
       StructureError: at the call: a layer does not take what the one before it returned, and does take what came
         earlier. Other exceptions of a layer are not changed; a note names the layer.
 
@@ -44,6 +46,7 @@ def checkpoint_sequential(
     >>> float(f(0.0)), checkpoint_sequential([])("anything")
     (0.0, 'anything')
     """
+    refuse_call(others, "layers", "checkpoint_sequential(layers, segment_size=...)(x)")
     if not isinstance(layers, Iterable):
         raise ArgumentError("layers", "a sequence of functions x -> x", layers)
     check_flags(checkpoint_last=checkpoint_last)

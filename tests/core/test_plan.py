@@ -222,6 +222,7 @@ FULL = PlanReport(
     BARE, budget=1000, asked="50%", target="cpu", predicted=MemoryEstimate(4, 3, 2, 1), measured_bytes=900,
     unplanned_bytes=2000, overhead=0.25, flops=1100, seconds=1.1, unplanned_flops=1000, unplanned_seconds=1.0,
     times=(0.5, 0.25), timed_on="cpu", donated_bytes=3, host_bytes=5, measured_host_bytes=6, host_seconds=0.5, host_share=0.25,
+    compiler_options=(("xla_some_passes", "off"),),
 ).plan  # fmt: skip
 
 
@@ -295,6 +296,14 @@ def test_plans_of_one_recipe_are_equal_whatever_their_reports_say():
     assert BARE == dataclasses.replace(BARE, notes=()) != dataclasses.replace(BARE, prevent_cse=not BARE.prevent_cse)
     assert dataclasses.replace(BARE, respect_checkpoints=False) != BARE
     assert FULL.report == dataclasses.replace(FULL, notes=("other",)).report
+
+
+def test_a_file_from_before_reports_named_the_compilers_options_has_none():
+    raw = json.loads(FULL.to_json())
+    del raw["report"]["compiler_options"], raw["digest"]
+    before = Plan.from_json(plan_module.sealed(raw))
+    assert before.report == dataclasses.replace(FULL.report, compiler_options=())
+    assert "compile with" in str(FULL) and "compile with" not in str(before)
 
 
 def test_a_report_holds_its_plan_and_a_plan_its_report():

@@ -623,3 +623,10 @@ def test_in_a_frontier_a_plan_for_more_serves_a_smaller_budget_that_it_fits():
 def test_flags_are_true_or_false(flag):
     with pytest.raises(ArgumentError, match=f"^{flag} must be True or False"):
         jaxckpt.plan(loss, *ARGS, budget="50%", target="cpu", **{flag: "no"})
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:h100"])
+def test_a_plan_says_what_its_targets_compiler_needs(target):
+    plan = jaxckpt.plan(loss, *ARGS, budget="16MiB", target=target, verify=False)
+    assert dict(plan.report.compiler_options) == jaxckpt.compiler_options(target)
+    assert ("compile with" in str(plan)) == bool(jaxckpt.compiler_options(target))

@@ -4,6 +4,7 @@ every point.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -136,6 +137,18 @@ def test_the_figures_of_a_plan():
     assert cells["time of a step"][0] == "500 ms" and cells["time of a step"][1].startswith("2.00 × the 250 ms")
     shown = table.to_text(plans.plan_view(report(), GRAPH, "Plan for a model"))
     assert shown.startswith("Plan for a model") and "keeps what goes in and out" in shown
+
+
+def test_options_that_the_compiler_needs_are_told_of_a_plan_that_does_something():
+    options = (("xla_some_passes", "off"),)
+    told = lambda report: [beside for what, _, beside in plans.plan_cells(report) if what == "compile with"]
+    needing = dataclasses.replace(report(), compiler_options=options)
+    assert told(needing) == [needing.options_line] and "jaxckpt.compiler_options()" in needing.options_line
+    assert needing.options_line in str(needing.plan) and needing.options_line in needing._repr_html_()
+    assert needing.to_json()["compiler_options"] == dict(options)
+    assert not told(report()) and "compile with" not in str(report().plan)
+    empty = PlanReport(Plan((), "x"), compiler_options=options)
+    assert not told(empty) and "compile with" not in str(empty.plan)
 
 
 def test_what_was_not_compiled_is_not_told():
