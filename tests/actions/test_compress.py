@@ -97,6 +97,33 @@ def test_zeros_and_the_ends_of_the_range(form, x):
     assert jnp.all(jnp.isfinite(got)) and jnp.allclose(got, x, rtol=0.1, atol=1e-37)
 
 
+@pytest.mark.parametrize("keyed", [False, True], ids=["nearest", "random"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_finite_numbers_stay_finite_up_to_the_dtypes_largest(dtype, keyed):
+    with jax.enable_x64(dtype == "float64"):
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.array([[most, -most, 0.999 * most, -0.999 * most, most / 2, 1.0, 0.0, -3.0]] * 8, dtype)
+        for form in FLOATS:
+            if FORMS[form].bits >= 8 * x.dtype.itemsize:
+                continue
+            got = np.asarray(restored(compress(form, key=jax.random.key(0) if keyed else None), x), np.float64)
+            assert np.isfinite(got).all() and (np.sign(got[:, :5]) == np.sign(np.asarray(x[:, :5], np.float64))).all()
+            beyond = dtype == "float64" and form == "bfloat16"  # its range ends before
+            assert np.abs(got[:, 0]).min() >= (float(jnp.finfo(form).max) if beyond else 0.75 * most)
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["nearest", "random"])
+def test_the_gradients_of_masked_attention_are_finite(key):
+    y, mask = jnp.ones((2, 4)), jnp.array([[True] * 4, [False] * 4])
+
+    def attended(y):
+        scores = tag(jnp.where(mask, y, jnp.finfo(y.dtype).min), "scores")
+        return jnp.sum(jax.nn.softmax(scores) * y)
+
+    kept = jaxckpt.checkpoint(attended, policy=Policy({"scores": compress("bfloat16", key=key)}))
+    assert_trees_close(jax.grad(kept)(y), jax.grad(attended)(y), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("shape", [(1,), (8,), (9,), (3, 5), (2, 3, 64)])
 def test_booleans_take_a_bit_and_are_exact(shape):
     x = jax.random.bernoulli(jax.random.key(0), 0.4, shape)
