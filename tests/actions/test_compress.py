@@ -358,3 +358,32 @@ def test_tiny_numbers_do_not_vanish(form):
     action = compress(form)
     back = action.decode(action.encode(x), jax.typeof(x))
     assert float(jnp.max(jnp.abs(back - x))) <= action.error(x.dtype) * 1e-33
+
+
+EXTREMES = {
+    "maximum": lambda x: jnp.maximum(x, 0),
+    "minimum": lambda x: jnp.minimum(x, x[::-1]),
+    "clip": lambda x: jnp.clip(x, -0.5, 0.5),
+    "max": lambda x: jnp.max(x, -1),
+    "min": lambda x: jnp.min(x, 0),
+    "scatter-max": lambda x: jnp.zeros((8, 4)).at[:, jnp.arange(16) // 4].max(x),
+    "scatter-min": lambda x: jnp.zeros((8, 4)).at[:, jnp.arange(16) // 4].min(x),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_gradient_of_an_extreme_finds_it_among_the_operands(name):
+    """Its derivative asks which operand equals the result. None equals a rounded one: gradients were zero or NaN."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(tag(EXTREMES[name](x @ w), "extreme")))
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda c, x: (c + loss(w, x), None), 0.0, jnp.stack([x, 2 * x]))[0]
+
+    w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 16), (8, 16)]))
+    policy, other = (Policy({"extreme": compress(form)}) for form in ("int8", "bfloat16"))
+    kept = [jaxckpt.checkpoint(loss, policy=policy), other.plan(jaxckpt.trace(scanned, w, x)).apply(scanned)]
+    for fun, exact in zip(kept, (loss, scanned)):
+        got, expected = (np.asarray(jax.grad(f)(w, x)) for f in (fun, exact))
+        assert 0 < np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected)  # rounded, and no more
