@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
@@ -129,15 +130,13 @@ class Compress(Action):
         form = self._form
         if self.form == "bits":
             return jnp.packbits(x, axis=-1)
-        if form.most is None and self.key is None:
-            return x.astype(form.dtype)
         wide = x.astype(_wide(x.dtype))
         finite = jnp.isfinite(wide)
         if form.most is None:
-            return jnp.where(finite, self._rounded(wide, x), wide).astype(form.dtype)
+            limit = float(jnp.finfo(form.dtype).max)  # rounding takes no number from there to infinity
+            return jnp.where(finite, jnp.clip(self._rounded(wide, x), -limit, limit), wide).astype(form.dtype)
         largest = _in_blocks(jnp.abs(jnp.where(finite, wide, 0)), self.block).max(-1)
-        scales = largest / form.most
-        scales = jnp.maximum(scales, jnp.finfo(scales.dtype).tiny)
+        scales = jnp.clip(largest / form.most, *_scales_from_to(wide.dtype, form.most))
         scaled = wide / _spread(scales, self.block, x.shape[-1])
         numbers = self._rounded(jnp.clip(scaled, -form.most, form.most), x)
         numbers = jnp.where(finite, jnp.clip(numbers, -form.most, form.most), scaled)
@@ -212,10 +211,11 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     with the other forms they raise ForwardModeError.
 
     A block is `block` neighbours on the last axis, which `block` need not divide. Its scale takes its largest number to
-    the largest of the form, so that nothing overflows; it is a float32 (a float64 for float64). Infinities and NaN come
-    back as they are, but as NaN with "float8_e4m3fn", "int8" and "int4"; they do not disturb their neighbours. Values
-    that the form does not make smaller are saved as they are: scalars, integers, keys, complex numbers, and numbers
-    that are no wider.
+    the largest of the form; it is a float32 (a float64 for float64). No finite number becomes infinite: with "bfloat16"
+    a number beyond its largest (of float64 values, and the last 2^-8 of float32's range) comes back as that one.
+    Infinities and NaN come back as they are, but as NaN with "float8_e4m3fn", "int8" and "int4"; they do not disturb
+    their neighbours. Values that the form does not make smaller are saved as they are: scalars, integers, keys, complex
+    numbers, and numbers that are no wider.
 
     "narrow" keeps integers in the narrowest dtype that holds all that they can be, as far as the program shows it:
     indices from `argmax`, `argsort`, `top_k` and `arange`, remainders, counts, and what `clip` bounds. An int32 index
@@ -302,6 +302,17 @@ def _uniform(key: tuple[Any, ...], x: jax.Array, dtype: Any) -> jax.Array:
 def _wide(dtype: Any) -> Any:
     """Returns the dtype of scales, and of the arithmetic with them."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+@functools.cache
+def _scales_from_to(dtype: Any, most: float) -> tuple[Any, Any]:
+    """Returns the least scale, and the largest one by which the form's largest number is finite."""
+    info = jnp.finfo(dtype)
+    largest = info.max / info.dtype.type(most)
+    with np.errstate(over="ignore"):
+        while not np.isfinite(largest * info.dtype.type(most)):
+            largest = np.nextafter(largest, info.dtype.type(0))
+    return info.tiny, largest
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:

@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.lax import GatherScatterMode
+
+from jaxckpt import _compat
 
 Range = tuple[int, int]
 """The least and the greatest integer, both included."""
@@ -58,7 +61,7 @@ def of_results(primitive: str, operands: Ranges, eqn: Any, params: Mapping[str, 
     if primitive in _EACH_RESULT:
         found = _EACH_RESULT[primitive](operands, eqn)
     else:
-        rule = TABLE.get(primitive)
+        rule = TABLE.get(primitive) if len(eqn.outvars) == 1 else None
         found = [None if rule is None else rule(operands, eqn, params)] * len(eqn.outvars)
     return [
         _within(var.aval.dtype if hasattr(var.aval, "dtype") else None, each) for var, each in zip(eqn.outvars, found)
@@ -220,13 +223,32 @@ def _right(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | Non
     return 0, x[1] >> min(by[0], 64)
 
 
+def _right_with_sign(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
+    """The highest bit fills up, of an unsigned number too: 200 of uint8 becomes 228."""
+    x, bits = operands[0], 8 * eqn.invars[0].aval.dtype.itemsize
+    return None if x is None or x[1] >> (bits - 1) else _right(operands, eqn, params)
+
+
 def _gathered(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     """An element of the operand, or what stands for one that is not there."""
-    mode = str(params["mode"])
-    if operands[0] is None or "FILL" not in mode.upper():
+    mode = GatherScatterMode.from_any(params["mode"])
+    if mode in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS):
         return operands[0]
     fill = params.get("fill_value")
-    return None if fill is None else _hull([operands[0], of_literal(fill)])
+    known = mode == GatherScatterMode.FILL_OR_DROP and fill is not None
+    return _hull([operands[0], of_literal(fill)]) if known else None
+
+
+def _scattered(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
+    """An element of the operand or of the updates, where an update takes the place of what was there. The same
+    primitive puts what a function makes of an element in its place (`x.at[i].apply(function)`).
+    """
+    update = params["update_jaxpr"]
+    if update is not None:
+        program = _compat.open_jaxpr(update)
+        if program.eqns or program.outvars[0] is not program.invars[1]:
+            return None
+    return _hull([operands[0], operands[2]])
 
 
 def _own(operands: Ranges, eqn: Any) -> list[Range | None]:
@@ -256,7 +278,7 @@ _ROWS: tuple[tuple[str, RangeRule], ...] = (
     ("reduce_max reduce_min", _extremes),
     ("concatenate stack pad", _all),
     ("dynamic_update_slice", _some(0, 1)),
-    ("scatter", _some(0, 2)),
+    ("scatter", _scattered),
     ("select_n", _selected),
     ("lt", _compared(_below, _turned(_not_above))),
     ("le", _compared(_not_above, _turned(_below))),
@@ -275,7 +297,8 @@ _ROWS: tuple[tuple[str, RangeRule], ...] = (
     ("div", _divided),
     ("clamp", _clamp),
     ("and", _masked),
-    ("shift_right_arithmetic shift_right_logical", _right),
+    ("shift_right_logical", _right),
+    ("shift_right_arithmetic", _right_with_sign),
     ("gather", _gathered),
     ("reduce_sum", _sum),
     ("cumsum", _cumulative),

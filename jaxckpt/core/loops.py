@@ -124,6 +124,7 @@ class _Planned(ScanRun):
         extra = _compat.jaxpr_consts(closed)
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         opened = _compat.build_jaxpr([], inputs, jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
-        kept = [eqn.invars[0] for eqn in jaxpr.eqns if _compat.equation_name(eqn) in named.names]
+        named_here = (eqn.invars[0] for eqn in jaxpr.eqns if _compat.equation_name(eqn) in named.names)
+        kept = [atom for atom in named_here if isinstance(atom, _compat.Var)]  # JAX makes some of them literals
         traced = replace(body, jaxpr=opened, consts=body.consts + len(extra))
         return replace(self, body=traced, consts=[*extra, *self.consts]), None if actions is None else kept

@@ -84,6 +84,8 @@ class Primitive:
       writes_over: whether it can write over an operand of the same size. What is fused can in any case.
       asks_result: whether its derivative may read its result: it is differentiated to find out. False where it is known
         not to.
+      compares: whether its derivative looks for its result among its operands, as that of a maximum does. It needs the
+        very result: a rounded one is equal to none of them.
       shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
@@ -101,6 +103,7 @@ class Primitive:
     sends: float = 0.0
     writes_over: bool = False
     asks_result: bool = True
+    compares: bool = False
     shows: bool = False
     holds: Holds = Holds.PROGRAMS
     opaque: bool = False
@@ -186,7 +189,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("sign floor ceil round", replace(_EACH_SIMPLE, flat=True)),
     ("eq ne lt le gt ge and or xor not is_finite", _EACH_SIMPLE),
     ("integer_pow", replace(_EACH_SIMPLE, flops=rules.integer_pow)),
-    ("div rem max min pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _EACH),
+    ("max min", replace(_EACH, compares=True)),
+    ("div rem pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _EACH),
     ("tan asin acos atan atan2 sinh cosh asinh acosh atanh", _EACH),
     ("erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e", _EACH),
     ("eq_to lt_to le_to nextafter mulhi clz population_count", _EACH),
@@ -198,7 +202,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta: this table leaves them out.
     # Reductions.
     ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False)),
-    ("reduce reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _REDUCED),
+    ("reduce_max reduce_min", replace(_REDUCED, compares=True)),
+    ("reduce reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _REDUCED),
     ("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _WINDOW),
     ("cumsum", replace(_CUMULATIVE, linear=True, asks_result=False)),
     ("cumprod cummax cummin cumlogsumexp", _CUMULATIVE),
@@ -223,7 +228,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
         Primitive(rules.window_scatter, holds=Holds.SCALARS),
     ),
     ("scatter scatter-add", replace(_SCATTER, asks_result=False)),
-    ("scatter-mul scatter-min scatter-max scatter-sub", _SCATTER),
+    ("scatter-mul scatter-sub", _SCATTER),
+    ("scatter-min scatter-max", replace(_SCATTER, compares=True)),
     # Collectives.
     ("psum psum_invariant", replace(_REDUCED_BY_ALL, linear=True)),
     ("pmax pmin", _REDUCED_BY_ALL),

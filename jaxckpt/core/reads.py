@@ -93,7 +93,8 @@ def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
         makers.update(dict.fromkeys(eqn.outvars, eqn))
         name = _compat.equation_name(eqn)
         if name is not None and name.startswith(INTERNAL) and not isinstance(eqn.invars[0], _compat.Literal):
-            found[eqn.invars[0]] = [eqn], eqn.outvars[0]
+            if not _is_compared(eqn, makers):
+                found[eqn.invars[0]] = [eqn], eqn.outvars[0]
         elif eqn.primitive.name == "complex":
             named = [makers.get(var) for var in eqn.invars if not isinstance(var, _compat.Literal)]
             parts = [each.invars[0] for each in named if each is not None and _is_key(each.invars[:1], found)]
@@ -105,6 +106,15 @@ def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
             naming = [each for part, maker in zip(parts, taken) for each in (maker, *found.pop(part)[0])]
             found[taken[0].invars[0]] = [*naming, eqn], eqn.outvars[0]
     return found
+
+
+def _is_compared(naming: Any, makers: Mapping[Any, Any]) -> bool:
+    """Whether an equation names a value that comes back rounded, and that the derivative of its own operation compares
+    with the operands. That one runs the operation again; it needs the operands in any case.
+    """
+    value, mark = naming.invars[0], stored.marked(naming)
+    compares = value in makers and primitives.of(makers[value].primitive.name).compares
+    return compares and mark is not None and stored.is_lossy(mark[1], value.aval.dtype)
 
 
 def _is_key(atoms: Sequence[Any], mapping: Mapping[Any, Any]) -> bool:

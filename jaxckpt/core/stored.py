@@ -208,7 +208,10 @@ class _Storing:
                 continue
             name, action, moves = mark
             value = eqn.invars[0]
-            if value in again:
+            if isinstance(value, _compat.Literal):
+                # A number that JAX computed when it traced the program again: it stands in both programs.
+                env[eqn.outvars[0]] = value.val
+            elif value in again:
                 # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
                 # it runs.
                 env[eqn.outvars[0]] = _read(env, value)

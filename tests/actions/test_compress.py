@@ -97,6 +97,33 @@ def test_zeros_and_the_ends_of_the_range(form, x):
     assert jnp.all(jnp.isfinite(got)) and jnp.allclose(got, x, rtol=0.1, atol=1e-37)
 
 
+@pytest.mark.parametrize("keyed", [False, True], ids=["nearest", "random"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_finite_numbers_stay_finite_up_to_the_dtypes_largest(dtype, keyed):
+    with jax.enable_x64(dtype == "float64"):
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.array([[most, -most, 0.999 * most, -0.999 * most, most / 2, 1.0, 0.0, -3.0]] * 8, dtype)
+        for form in FLOATS:
+            if FORMS[form].bits >= 8 * x.dtype.itemsize:
+                continue
+            got = np.asarray(restored(compress(form, key=jax.random.key(0) if keyed else None), x), np.float64)
+            assert np.isfinite(got).all() and (np.sign(got[:, :5]) == np.sign(np.asarray(x[:, :5], np.float64))).all()
+            beyond = dtype == "float64" and form == "bfloat16"  # its range ends before
+            assert np.abs(got[:, 0]).min() >= (float(jnp.finfo(form).max) if beyond else 0.75 * most)
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["nearest", "random"])
+def test_the_gradients_of_masked_attention_are_finite(key):
+    y, mask = jnp.ones((2, 4)), jnp.array([[True] * 4, [False] * 4])
+
+    def attended(y):
+        scores = tag(jnp.where(mask, y, jnp.finfo(y.dtype).min), "scores")
+        return jnp.sum(jax.nn.softmax(scores) * y)
+
+    kept = jaxckpt.checkpoint(attended, policy=Policy({"scores": compress("bfloat16", key=key)}))
+    assert_trees_close(jax.grad(kept)(y), jax.grad(attended)(y), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("shape", [(1,), (8,), (9,), (3, 5), (2, 3, 64)])
 def test_booleans_take_a_bit_and_are_exact(shape):
     x = jax.random.bernoulli(jax.random.key(0), 0.4, shape)
@@ -331,3 +358,32 @@ def test_tiny_numbers_do_not_vanish(form):
     action = compress(form)
     back = action.decode(action.encode(x), jax.typeof(x))
     assert float(jnp.max(jnp.abs(back - x))) <= action.error(x.dtype) * 1e-33
+
+
+EXTREMES = {
+    "maximum": lambda x: jnp.maximum(x, 0),
+    "minimum": lambda x: jnp.minimum(x, x[::-1]),
+    "clip": lambda x: jnp.clip(x, -0.5, 0.5),
+    "max": lambda x: jnp.max(x, -1),
+    "min": lambda x: jnp.min(x, 0),
+    "scatter-max": lambda x: jnp.zeros((8, 4)).at[:, jnp.arange(16) // 4].max(x),
+    "scatter-min": lambda x: jnp.zeros((8, 4)).at[:, jnp.arange(16) // 4].min(x),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_gradient_of_an_extreme_finds_it_among_the_operands(name):
+    """Its derivative asks which operand equals the result. None equals a rounded one: gradients were zero or NaN."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(tag(EXTREMES[name](x @ w), "extreme")))
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda c, x: (c + loss(w, x), None), 0.0, jnp.stack([x, 2 * x]))[0]
+
+    w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 16), (8, 16)]))
+    policy, other = (Policy({"extreme": compress(form)}) for form in ("int8", "bfloat16"))
+    kept = [jaxckpt.checkpoint(loss, policy=policy), other.plan(jaxckpt.trace(scanned, w, x)).apply(scanned)]
+    for fun, exact in zip(kept, (loss, scanned)):
+        got, expected = (np.asarray(jax.grad(f)(w, x)) for f in (fun, exact))
+        assert 0 < np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected)  # rounded, and no more

@@ -208,3 +208,32 @@ def test_a_branch_inside_of_a_shard_map():
     exact = jax.grad(fun)(*args)
     got = jax.grad(jaxckpt.checkpoint(fun, policy=Policy({"h": compress("bfloat16")})))(*args)
     assert 0 < float(jnp.max(jnp.abs(got - exact))) < 0.01 * float(jnp.max(jnp.abs(exact)))
+
+
+def clipped(x):
+    return jnp.sum(jnp.sin(jnp.clip(jnp.sin(x), -0.5, 0.5) * x))
+
+
+def clipped_in_a_scan(x):
+    def step(c, x):
+        return (c[0] + clipped(x * c[0]), jnp.clip(jnp.float32(0.3), 0.0, 1.0)), None
+
+    (total, last), _ = jax.lax.scan(step, (1.0, jnp.float32(0.3)), x.reshape(4, -1))
+    return total * last
+
+
+def clipped_in_a_branch(x):
+    return jax.lax.cond(x[0] < 0, clipped, lambda x: clipped(2 * x) * jnp.clip(jnp.float32(0.3), 0.0, 1.0), x)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["checkpoint", "plan"])
+@pytest.mark.parametrize("fun", [clipped, clipped_in_a_scan, clipped_in_a_branch])
+def test_numbers_that_jax_computes_as_it_traces_again_may_be_kept(fun, planned, same):
+    """The bounds of `jnp.clip` become literals when the calls are written out and traced again."""
+    x = jnp.linspace(-1, 1, 64)
+    for policy in (
+        Policy([(where(lambda value: True), same)]),
+        Policy([(jaxckpt.op("convert_element_type"), SAVE), (jaxckpt.op("sin"), same)]),
+    ):
+        kept = policy.plan(jaxckpt.trace(fun, x)).apply(fun) if planned else jaxckpt.checkpoint(fun, policy=policy)
+        np.testing.assert_allclose(jax.grad(kept)(x), jax.grad(fun)(x), rtol=1e-6)

@@ -74,6 +74,20 @@ SCHEDULES = [
 ]
 
 
+def test_all_values_of_a_body_that_computes_with_numbers_are_kept():
+    """JAX computes some of them, the bounds of `jnp.clip`, when it traces the body again: they are no variables."""
+
+    def loss(c, xs):
+        last, ys = jax.lax.scan(lambda c, x: (c + jnp.sin(jnp.clip(x * c, -0.5, 0.5)), jnp.sum(c)), c, xs)
+        return jnp.sum(last) + jnp.sum(ys)
+
+    args = jnp.linspace(-1, 1, 8), jnp.linspace(-2, 2, 12 * 8).reshape(12, 8)
+    loop = next(op for op in trace(loss, *args).ops if op.primitive == "scan")
+    every = {index: SAVE for op in loop.bodies[0].ops for index in op.outputs}
+    kept = planned(Slots(3, run_length=4, actions=every), loss, args)
+    assert_trees_close(jax.grad(kept, (0, 1))(*args), jax.grad(loss, (0, 1))(*args))
+
+
 @pytest.mark.parametrize(
     ("schedule", "reverse"),
     [*((schedule, False) for schedule in SCHEDULES), (SCHEDULES[5], True), (SCHEDULES[7], True)],
