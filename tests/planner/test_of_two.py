@@ -9,24 +9,29 @@ from jaxckpt.planner import problems
 
 @pytest.mark.parametrize(
     ("overheads", "efforts", "expected"),
-    [((0.31, 0.27), (1.0, 2.0), 1), ((0.27, 0.31), (2.0, 1.0), 0), ((0.3, 0.3), (2.0, 1.0), 1), ((None, 0.1), (1, 2), 0)],
+    [
+        ((0.31, 0.27), (1.0, 2.0), 1),
+        ((0.27, 0.31), (2.0, 1.0), 0),
+        ((0.3, 0.3), (2.0, 1.0), 1),
+        ((None, 0.1), (1, 2), 0),
+    ],
 )
 def test_more_actions_cost_no_time(monkeypatch, overheads, efforts, expected):
     plans = [SimpleNamespace(overhead=each) for each in overheads]
 
     class Found:
         def __init__(self, problem, budget, solver, verify, report):
-            self.place = problem.place
+            self.place = both.index(problem)
             self.effort = efforts[self.place]
 
         def run(self):
             return plans[self.place]
 
     monkeypatch.setattr(problems, "Search", Found)
-    both = []
-    for place in (0, 1):
+    both: list[problems.Problem] = []
+    for _ in plans:
         each = object.__new__(problems.Problem)
-        each.place, each.other, each.saving, each.known_unplanned, each._made = place, None, None, None, []
+        each.other, each.saving, each.known_unplanned, each._made = None, None, None, []
         both.append(each)
     both[0].saving = lambda: both[1]
     assert both[0]._best(1, None, True, None) is plans[expected]
