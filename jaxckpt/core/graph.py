@@ -26,7 +26,7 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.core import intervals, primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
-from jaxckpt.core.primitives import Result
+from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL
 from jaxckpt.core.rules import PRIMITIVE, Rule, opened, tags_of
 from jaxckpt.core.surgery import inner_jaxprs
@@ -380,15 +380,21 @@ class _Builder:
         inputs = tuple(operand for operand in operands if operand is not None)
         call = reads.is_call(eqn) or (self.keep_calls and called(eqn) is not None)
         inside = place.inside(eqn, params, primitive, call)
+        ranges = self._ranges(eqn.invars, operands)
+        given = operands if call or primitives.of(primitive).passes_operands else None
+        known = ranges if given is not None or primitives.of(primitive).holds is Holds.RULE else None
         bodies = tuple(
-            self._inner(eqn, where, jaxpr, operands, inside, call or primitives.of(primitive).passes_operands)
-            for where, jaxpr in inner_jaxprs(primitive, params)
+            self._inner(where, jaxpr, given, known, inside) for where, jaxpr in inner_jaxprs(primitive, params)
         )
         flops = _op_flops(primitive, params, eqn, bodies)
         facts = {"repeats": place.repeats, "equation": eqn}
         made = {**facts, "primitive": primitive, "params": params, "flops": flops, "within": place.scope}
         results: Sequence[int | None] = bodies[0].outputs if call else [None] * len(eqn.outvars)
-        within = self._intervals(primitive, eqn, operands, params)
+        if bodies:
+            returned = [self._ranges(_compat.open_jaxpr(body.jaxpr).outvars, body.outputs) for body in bodies]
+            within = intervals.of_programs_results(primitive, ranges, eqn, returned)
+        else:
+            within = intervals.of_results(primitive, ranges, eqn, params)
         outputs = tuple(
             self._value(var.aval, addressable=place.addressable, interval=interval, **made)
             if result is None
@@ -401,15 +407,12 @@ class _Builder:
         moved = sum(self.values[i]["bytes"] for i in inputs + outputs)
         return Op(index, primitive, inputs, outputs, MappingProxyType(params), flops, moved, bodies=bodies, **facts)
 
-    def _intervals(
-        self, primitive: str, eqn: Any, operands: Sequence[int | None], params: Mapping[str, Any]
-    ) -> list[intervals.Range | None]:
-        """Returns the intervals of an equation's results."""
-        known = [
-            intervals.of_literal(var.val) if operand is None else self.values[operand]["interval"]
-            for var, operand in zip(eqn.invars, operands)
+    def _ranges(self, atoms: Sequence[Any], values: Sequence[int | None]) -> list[intervals.Range | None]:
+        """Returns the intervals of values; of an atom that is none, a literal, that of its number."""
+        return [
+            intervals.of_literal(atom.val) if value is None else self.values[value]["interval"]
+            for atom, value in zip(atoms, values)
         ]
-        return intervals.of_results(primitive, known, eqn, params)
 
     def _label(self, rule: Rule, operands: Sequence[int | None], outputs: Sequence[int], forward: Body) -> None:
         """Gives the values of an opened rule their tags, and its residuals the operations that make them."""
@@ -425,26 +428,39 @@ class _Builder:
             self.values[forward.inputs[0]]["tags"].extend(rule.hidden)
         for index, inner in zip(outputs[rule.results :], forward.outputs[rule.results :]):
             if inner is not None and self.values[inner]["primitive"]:
-                self.values[index] |= {name: self.values[inner][name] for name in ("primitive", "params", "flops")}
+                self.values[index] |= {
+                    name: self.values[inner][name] for name in ("primitive", "params", "flops", "interval")
+                }
 
     def _inner(
         self,
-        eqn: Any,
         where: tuple[str, int | None],
         jaxpr: Any,
-        operands: list[int | None],
+        operands: Sequence[int | None] | None,
+        ranges: Sequence[intervals.Range | None] | None,
         inside: _Place,
-        same: bool,
     ) -> Body:
+        """Returns a program that an equation holds.
+
+        Args:
+          where, jaxpr: its place in the parameters, and itself.
+          operands: the values that its inputs are, None for a literal; None if its inputs are values of their own.
+          ranges: their intervals; None where its inputs are not the operands.
+          inside: the place of its operations.
+        """
         opened = _compat.open_jaxpr(jaxpr)
         facts = {"repeats": inside.repeats, "addressable": inside.addressable}
         values: dict[Any, int] = {
             var: self._value(var.aval, kind="constant", label="constant of a body", **facts) for var in opened.constvars
         }
-        same = same and len(operands) == len(opened.invars)
-        for i, var in enumerate(opened.invars):
-            operand = operands[i] if same else None
-            values[var] = self._value(var.aval, kind="input", **facts) if operand is None else operand
+        count = len(opened.invars)
+        given = operands if operands is not None and len(operands) == count else [None] * count
+        known = ranges if ranges is not None and len(ranges) == count else [None] * count
+        for var, operand, interval in zip(opened.invars, given, known):
+            if operand is None:
+                interval = intervals.within(getattr(var.aval, "dtype", None), interval)
+                operand = self._value(var.aval, kind="input", interval=interval, **facts)
+            values[var] = operand
         return self._body(opened, values, inside, where)
 
 

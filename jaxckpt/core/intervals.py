@@ -17,6 +17,11 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
+from jaxckpt.core.primitives import Holds
+
+_RETURN = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE, Holds.MAPPED)
+"""What hands on the results of its program."""
 
 Range = tuple[int, int]
 """The least and the greatest integer, both included."""
@@ -64,11 +69,32 @@ def of_results(primitive: str, operands: Ranges, eqn: Any, params: Mapping[str, 
         rule = TABLE.get(primitive) if len(eqn.outvars) == 1 else None
         found = [None if rule is None else rule(operands, eqn, params)] * len(eqn.outvars)
     return [
-        _within(var.aval.dtype if hasattr(var.aval, "dtype") else None, each) for var, each in zip(eqn.outvars, found)
+        within(var.aval.dtype if hasattr(var.aval, "dtype") else None, each) for var, each in zip(eqn.outvars, found)
     ]
 
 
-def _within(dtype: Any, interval: Range | None) -> Range | None:
+def of_programs_results(primitive: str, operands: Ranges, eqn: Any, programs: Sequence[Ranges]) -> list[Range | None]:
+    """Returns the interval of each result of an equation that holds programs, where the results are what these return:
+    of a call, a checkpoint, a custom rule, a `jax.shard_map`, branches, or a scan.
+
+    Args:
+      primitive, operands, eqn: as of `of_results`.
+      programs: for each program, the intervals of what it returns.
+    """
+    holds, found = primitives.of(primitive).holds, list(programs)
+    if primitive == "scan":
+        consts, carries = _compat.num_scan_consts_carry(_compat.equation_params(eqn))
+        first = [*operands[consts : consts + carries], *programs[0][carries:]]  # of no iterations they come out
+        found.append(first)
+    elif holds is not Holds.BRANCHES and (holds not in _RETURN or len(found) != 1):
+        found = []
+    if not found or any(len(each) != len(eqn.outvars) for each in found):
+        return of_results(primitive, operands, eqn, _compat.equation_params(eqn))
+    types = (getattr(var.aval, "dtype", None) for var in eqn.outvars)
+    return [within(dtype, _hull(each)) for dtype, each in zip(types, zip(*found))]
+
+
+def within(dtype: Any, interval: Range | None) -> Range | None:
     """Returns the interval if the dtype holds all of it, else the dtype's: results that do not fit wrap around."""
     whole = of_dtype(dtype)
     if whole is None or interval is None:

@@ -307,3 +307,79 @@ def test_it_is_a_value_with_one_file_form():
 def test_bad_arguments(made, message):
     with pytest.raises(ArgumentError, match=message):
         made()
+
+
+@jax.custom_vjp
+def ordered(x):
+    return jnp.sort(x, -1)
+
+
+def ordered_forward(x):
+    order = jax.lax.sort((x, jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)), num_keys=1)[1]
+    return jnp.take_along_axis(x, order, -1), order
+
+
+def ordered_backward(order, d):
+    return (jnp.zeros_like(d).at[jnp.arange(len(d))[:, None], order].add(d),)
+
+
+ordered.defvjp(ordered_forward, ordered_backward)
+
+
+def test_residuals_of_custom_rules_are_kept_in_bytes():
+    policy = Policy({"ordered/0": NARROW})
+    fun = lambda x: jnp.sum(jnp.sin(ordered(x)))
+    for kept in (jaxckpt.checkpoint(fun, policy=policy), policy.plan(trace(fun, X)).apply(fun)):
+        assert [str(each.dtype) for each in kept_of(kept, X)] == ["uint8"]
+        np.testing.assert_array_equal(jax.grad(kept)(X), jax.grad(fun)(X))
+
+
+PLACES = {
+    "clip": lambda i: jnp.clip(i, 0, 63),
+    "remainder": lambda i: i % 64,
+    "call": jax.jit(lambda i: jnp.minimum(jnp.maximum(i, 0), 63)),
+    "checkpoint": jax.checkpoint(lambda i: jnp.clip(i, 0, 63)),
+    "branches": lambda i: jax.lax.cond(i[0] > 3, lambda i: jnp.clip(i, 0, 63), lambda i: i % 7, i),
+    "scan": lambda i: jax.lax.scan(lambda c, y: (c, jnp.clip(y, 0, 63)), 0, i)[1],
+    "carry": lambda i: jax.lax.scan(lambda c, y: (jnp.clip(y, 0, 9), None), jnp.full((8,), 99), i.reshape(-1, 8))[0],
+    "randint": lambda i: jax.random.randint(jax.random.key(0), i.shape, 0, 64),
+}
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["checkpoint", "plan"])
+@pytest.mark.parametrize("name", PLACES)
+def test_bounds_are_seen_through_calls_and_programs(name, planned):
+    """In a checkpoint calls stay calls: the bounds of `jnp.clip` are operands of one."""
+    z = jnp.linspace(0.0, 900.0, 64)
+
+    def picked(z):
+        index = tag(PLACES[name](jnp.round(z).astype(jnp.int32)), "index")
+        return jnp.sum(jnp.sin(z[: len(index)]) * jnp.sin(jnp.take(z, index, mode="clip")))
+
+    policy = Policy({"index": NARROW})
+    kept = policy.plan(trace(picked, z)).apply(picked) if planned else jaxckpt.checkpoint(picked, policy=policy)
+    assert [each.dtype.itemsize for each in kept_of(kept, z)] == [1]
+    np.testing.assert_array_equal(jax.grad(kept)(z), jax.grad(picked)(z))
+
+
+def test_one_function_called_with_other_bounds_keeps_each_index_as_it_fits():
+    @jax.jit
+    def bounded(i, most):
+        return tag(jnp.clip(i, 0, most), "index")
+
+    @jax.checkpoint
+    def again(i, most):
+        return bounded(i, most) + 0
+
+    z = jnp.linspace(0.0, 4000.0, 4096)
+
+    def picked(z, call):
+        i = jnp.round(z).astype(jnp.int32)
+        return sum(jnp.sum(jnp.sin(z) * jnp.sin(jnp.take(z, call(i, most), mode="clip"))) for most in (100, 4000))
+
+    for call in (bounded, again):
+        fun = functools.partial(picked, call=call)
+        kept = jaxckpt.checkpoint(fun, policy=Policy({"index": NARROW}))
+        if call is bounded:
+            assert sorted(str(each.dtype) for each in kept_of(kept, z)) == ["uint16", "uint8"]
+        np.testing.assert_array_equal(jax.grad(kept)(z), jax.grad(fun)(z))
