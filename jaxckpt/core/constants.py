@@ -279,6 +279,15 @@ TILED_AXES = 4
 TILE_TRIES = 6
 """Sets of tiles that are planned for one budget, at most: after one that fits, those with fewer tiles."""
 
+QUICK_TILE_TRIES = 16
+"""Sets of tiles that are planned besides, at most, where no plan without tiles fits a program of `QUICK` operations:
+the stretches that need most along each axis, in as many tiles as there can be and in the fewest that fit. An attention
+has ten such ways."""
+
+MUCH_LESS = 0.9
+"""A stretch is tiled along an axis if it then needs less than this share of what it needs. No measurement is on record.
+"""
+
 TILE_ROUNDS = 4
 """Times that tiles are looked for in a function that has some. No measurement is on record."""
 
