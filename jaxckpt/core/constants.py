@@ -284,6 +284,10 @@ QUICK_TILE_TRIES = 16
 the stretches that need most along each axis, in as many tiles as there can be and in the fewest that fit. An attention
 has ten such ways."""
 
+OVERSTATED_TILES = 2.0
+"""By how much the estimate of a step with tiles may be above its compiled peak. Judged by an attention on the CPU,
+whose step in 8 tiles is estimated to need 1.55 times what it is compiled to."""
+
 MUCH_LESS = 0.9
 """A stretch is tiled along an axis if it then needs less than this share of what it needs. No measurement is on record.
 """

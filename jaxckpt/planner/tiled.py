@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError, TilingError
-from jaxckpt.core.constants import FAR, MOST_TILES, QUICK_TILE_TRIES, TILE_ROUNDS, TILE_TRIES, WORTH
+from jaxckpt.core.constants import FAR, MOST_TILES, OVERSTATED_TILES, QUICK_TILE_TRIES, TILE_ROUNDS, TILE_TRIES, WORTH
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress
-from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.planner import refusal
 from jaxckpt.planner.chain import Solution, cost
 from jaxckpt.planner.measured import Measured
@@ -268,7 +267,7 @@ class _Look:
         problem, budget = self.tiled.with_tiles((way,)), self.within.budget
         least = problem.host(self.within.solver).least()
         if least is not None and (way,) not in self.seen:
-            if problem.estimate(least) > PLATFORMS[problem.target.platform].overstated * budget:
+            if problem.estimate(least) > OVERSTATED_TILES * budget:
                 return False
             best = min((plan.overhead or 0.0 for plan in self.plans), default=math.inf)
             if self._overhead((way,)) >= best:
