@@ -26,7 +26,8 @@ from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers.sqrt import fastest, on_device, single
 from jaxckpt.planner.tiles import Tiler
 
-Tiles = tuple[TiledStretch, ...]
+TileSet = tuple[TiledStretch, ...]
+"""The tiles of one plan, in the order of their rounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +109,11 @@ class Tiled:
       make: returns the problem of the function with tiles.
     """
 
-    def __init__(self, problem: Tileable, make: Callable[[Tiles], Tileable]) -> None:
+    def __init__(self, problem: Tileable, make: Callable[[TileSet], Tileable]) -> None:
         self.problem, self._make = problem, make
-        self.made: dict[Tiles, Tileable] = {}
+        self.made: dict[TileSet, Tileable] = {}
 
-    def with_tiles(self, tiles: Tiles) -> Tileable:
+    def with_tiles(self, tiles: TileSet) -> Tileable:
         """Returns the problem of the function with tiles, for equal tiles the same."""
         if tiles not in self.made:
             self.made[tiles] = self._make(tiles)
@@ -137,7 +138,7 @@ class Tiled:
                 found.append(self.told(plan, tiles))
         return found
 
-    def told(self, plan: Plan, tiles: Tiles) -> Plan:
+    def told(self, plan: Plan, tiles: TileSet) -> Plan:
         """Returns a plan of the function with tiles as one of the function itself."""
         whole, said = self.problem, plan.report
         assert said is not None
@@ -173,9 +174,9 @@ class _Look:
         self.whole = self.problem.whole()
         self.quick = self.whole.model.quick and within.verify
         self.plans: list[Plan] = []
-        self.errors: list[tuple[InfeasibleBudgetError, Tiles]] = []
+        self.errors: list[tuple[InfeasibleBudgetError, TileSet]] = []
         self.refused: list[TilingError] = []
-        self.seen: dict[Tiles, bool] = {}  # whether a plan with these tiles fits
+        self.seen: dict[TileSet, bool] = {}  # whether a plan with these tiles fits
 
     def run(self) -> Plan:
         """Returns the plan.
@@ -204,7 +205,7 @@ class _Look:
             raise self._infeasible()
         return min(self.plans, key=lambda plan: plan.overhead or 0.0)
 
-    def _look(self, tiles: Tiles) -> bool:
+    def _look(self, tiles: TileSet) -> bool:
         """Plans the function with tiles; returns whether a plan fits."""
         if tiles not in self.seen:
             try:
@@ -274,7 +275,7 @@ class _Look:
                 return True
         return self._look((way,))
 
-    def _overhead(self, tiles: Tiles) -> float:
+    def _overhead(self, tiles: TileSet) -> float:
         """Returns what tiles alone add to the time of the step."""
         return self.tiled.with_tiles(tiles).plain.time.seconds / self.problem.plain.time.seconds - 1
 
@@ -290,9 +291,9 @@ class _Look:
         within = self.within
         return Search(problem, within.budget, within.solver, within.verify, within.report).standing(solution)
 
-    def _tiles(self, extent: _Extent) -> Tiles:
+    def _tiles(self, extent: _Extent) -> TileSet:
         """Returns the tiles that a budget asks for. What stands in the way of the most tiles is in `refused`."""
-        tiles: Tiles = ()
+        tiles: TileSet = ()
         problem = self.whole
         for place in range(TILE_ROUNDS):
             chain = problem.model.chain
