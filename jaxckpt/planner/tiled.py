@@ -14,7 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError, TilingError
-from jaxckpt.core.constants import FAR, MOST_TILES, OVERSTATED_TILES, QUICK_TILE_TRIES, TILE_ROUNDS, TILE_TRIES, WORTH
+from jaxckpt.core.constants import (
+    FAR,
+    MOST_TILES,
+    NEAR,
+    OVERSTATED_TILES,
+    QUICK_TILE_TRIES,
+    TILE_ROUNDS,
+    TILE_TRIES,
+    WORTH,
+)
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress
@@ -255,7 +264,13 @@ class _Look:
             counts = [1 << power for power in range(1, MOST_TILES.bit_length()) if 1 << power < way.tiles]
             divided = [replace(way, tiles=-(-size // -(-size // count))) for count in counts]
             fitting, low, high = [*divided, way], 0, len(divided)
-            if len(self.seen) - tried >= QUICK_TILE_TRIES or not self._may_fit(way):
+            if len(self.seen) - tried >= QUICK_TILE_TRIES:
+                break
+            if not self._may_fit(way):
+                near = min(_compiled(self.tiled.with_tiles((way,))), default=math.inf) <= NEAR * self.within.budget
+                for fewer in reversed(divided[-2:]) if near else ():
+                    if self._may_fit(fewer):
+                        break
                 continue
             while low < high:
                 middle = (low + high) // 2
