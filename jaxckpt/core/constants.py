@@ -281,8 +281,8 @@ TILE_TRIES = 6
 
 QUICK_TILE_TRIES = 16
 """Sets of tiles that are planned besides, at most, where no plan without tiles fits a program of `QUICK` operations:
-the stretches that need most along each axis, in as many tiles as there can be and in the fewest that fit. An attention
-has ten such ways."""
+the stretches that need most along each axis, in as many tiles as there can be and in the fewest that fit; `TILE_TRIES`
+where a plan with tiles fits already. An attention has ten such ways."""
 
 OVERSTATED_TILES = 2.0
 """By how much the estimate of a step with tiles may be above its compiled peak. Judged by an attention on the CPU,

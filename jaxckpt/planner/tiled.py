@@ -254,7 +254,8 @@ class _Look:
         """Plans with each way in which the stretches that need most can be divided: with as many tiles as there can be,
         and with the fewest that fit. Looks at no way that takes more time than the best plan.
         """
-        chain, tried = self.whole.model.chain, len(self.seen)
+        chain = self.whole.model.chain
+        most = len(self.seen) + (TILE_TRIES if self.plans else QUICK_TILE_TRIES)
         solutions = [single(chain, on_device(fastest)), self.whole.host(self.within.solver).least()]
         tiler = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform)
         self.within.report(0, 1, "looking for what can be tiled")
@@ -264,7 +265,7 @@ class _Look:
             counts = [1 << power for power in range(1, MOST_TILES.bit_length()) if 1 << power < way.tiles]
             divided = [replace(way, tiles=-(-size // -(-size // count))) for count in counts]
             fitting, low, high = [*divided, way], 0, len(divided)
-            if len(self.seen) - tried >= QUICK_TILE_TRIES:
+            if len(self.seen) >= most:
                 break
             if not self._may_fit(way):
                 near = min(_compiled(self.tiled.with_tiles((way,))), default=math.inf) <= NEAR * self.within.budget
