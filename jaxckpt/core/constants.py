@@ -279,6 +279,23 @@ TILED_AXES = 4
 TILE_TRIES = 6
 """Sets of tiles that are planned for one budget, at most: after one that fits, those with fewer tiles."""
 
+QUICK_TILE_TRIES = 16
+"""Sets of tiles that are planned besides, at most, where no plan without tiles fits a program of `QUICK` operations:
+the stretches that need most along each axis, in as many tiles as there can be and in the fewest that fit; `TILE_TRIES`
+where a plan with tiles fits already. An attention has ten such ways."""
+
+OVERSTATED_TILES = 2.0
+"""By how much the estimate of a step with tiles may be above its compiled peak. Judged by an attention on the CPU,
+whose step in 8 tiles is estimated to need 1.55 times what it is compiled to."""
+
+NEAR = 1.25
+"""Where the most tiles need up to this many times a budget, half and a quarter as many are tried: other stretches need
+most then, and their plans differ. Judged by two attentions and a head: in 64 tiles of the head 1.97 MB, in 32 1.81."""
+
+MUCH_LESS = 0.9
+"""A stretch is tiled along an axis if it then needs less than this share of what it needs. No measurement is on record.
+"""
+
 TILE_ROUNDS = 4
 """Times that tiles are looked for in a function that has some. No measurement is on record."""
 

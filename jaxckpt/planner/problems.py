@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,18 +17,13 @@ import jax
 from jaxckpt._errors import (
     ArgumentError,
     InfeasibleBudgetError,
-    TilingError,
     check_flags,
 )
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.core import garbage, lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import (
-    FAR,
     INNERMOST_SHARE,
-    TILE_ROUNDS,
-    TILE_TRIES,
-    WORTH,
 )
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace_call as trace
@@ -41,20 +36,18 @@ from jaxckpt.memory.gradient import made as made_step
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
-from jaxckpt.planner.chain import cost
 from jaxckpt.planner.context import Context, is_quick
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.host import host_budget_bytes
 from jaxckpt.planner.inside import Inside, innermost, whole
-from jaxckpt.planner.measured import Asked, Measured
+from jaxckpt.planner.measured import Asked
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.observe import observe
 from jaxckpt.planner.search import Search
 from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, read
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
-from jaxckpt.planner.solvers.sqrt import fastest, on_device, single
-from jaxckpt.planner.tiles import Tiler
+from jaxckpt.planner.tiled import Tileable, Tiled, Within
 
 logger = logging.getLogger("jaxckpt")
 
@@ -326,7 +319,7 @@ def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
     return wanted
 
 
-class Problem(Measured):
+class Problem(Tileable):
     """A function analysed for one step and target: `plan(budget)` gives plans.
 
     Attributes:
@@ -363,12 +356,12 @@ class Problem(Measured):
         wanted = self.budget_bytes(budget)
         if wanted < self.argument_bytes and wanted < (needed := self.used_argument_bytes):
             raise refusal.below_arguments(budget, wanted, needed)
-        best = functools.partial(self._best, wanted, chosen, verify, report)
-        found = (best() if self.tiled is None else self.tiled.or_tiled(best, wanted, chosen, verify, report)).report
+        within = Within(wanted, chosen, verify, report)
+        found = (self.best(within) if self.tiled is None else self.tiled.or_tiled(within)).report
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
-    def _best(self, budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
+    def best(self, within: Within) -> Plan:
         """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving`: a plan with fewer
         actions is one with more. Of these two it is the one that takes less time, so that no action costs any.
         """
@@ -376,7 +369,7 @@ class Problem(Measured):
         errors: list[InfeasibleBudgetError] = []
 
         def look(problem: Problem) -> None:
-            search = Search(problem, budget, solver, verify, report)
+            search = Search(problem, within.budget, within.solver, within.verify, within.report)
             try:
                 plan = search.run()
                 found.append((search.effort, plan))
@@ -411,160 +404,6 @@ class Problem(Measured):
         wanted, silent = self.budget_bytes(budget), lambda done, total, what: None
         searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
         found = [known.plan for search in searches if (known := search.known()) is not None]
+        if self.tiled is not None:
+            found += self.tiled.recall(Within(wanted, self.solver(solver), True, silent))
         return min(found, key=lambda plan: plan.overhead or 0.0, default=None)
-
-
-@dataclass(frozen=True)
-class _Extent:
-    """How much is to be tiled.
-
-    Attributes:
-      keep: whether such that everything can be kept; else such that the leanest plan fits.
-      share: of the budget that the chain's moments may need.
-      more: how many times as many tiles as the chain says.
-      dearest: whether only the stretch that needs most is tiled, until it needs no more than the others: a head, and
-        what a recomputing plan makes of the rest.
-    """
-
-    keep: bool
-    share: float
-    more: float = 1.0
-    dearest: bool = False
-
-    def with_fewer(self, times: float) -> _Extent:
-        """Returns this with so many times fewer tiles."""
-        return replace(self, more=self.more / times)
-
-
-def _how_many_fewer(plan: Plan, budget: int) -> int:
-    """Returns how many times fewer tiles, a power of two, a budget has room for, if all that a plan needs besides the
-    arguments and the results is divided by the tiles.
-    """
-    said = plan.measured
-    if said is None:  # not verified: there is nothing to go by
-        return 1
-    whole = said.argument_bytes + said.output_bytes - said.alias_bytes
-    room = (budget - whole) // max(said.peak_bytes - whole, 1)
-    most = max(tile.tiles for tile in plan.tiles) // 2
-    return 1 << max(min(room, most), 1).bit_length() - 1
-
-
-class Tiled:
-    """Plans of a function with stretches of it in tiles.
-
-    Args:
-      problem: of the function.
-      make: returns the problem of the function with tiles.
-    """
-
-    def __init__(self, problem: Problem, make: Callable[[tuple[TiledStretch, ...]], Problem]) -> None:
-        self.problem, self._make = problem, functools.cache(make)
-
-    def or_tiled(self, best: Callable[[], Plan], budget: int, solver: Solver, verify: bool, report: Progress) -> Plan:
-        """Returns the cheapest plan within a budget, with tiles or without.
-
-        Args:
-          best: returns the one without.
-          budget, solver, verify, report: as of `Search`.
-        """
-        plans: list[Plan] = []
-        errors: list[InfeasibleBudgetError] = []
-        refused: list[TilingError] = []
-
-        def look(made: Callable[[], Plan]) -> None:
-            try:
-                plans.append(made())
-            except InfeasibleBudgetError as error:
-                errors.append(error)
-
-        if not self._is_hopeless(budget, solver, verify, report):
-            look(best)
-            if plans and (plans[0].overhead or 0.0) < WORTH:
-                return plans[0]
-        enough = False  # whether a plan fits with as many tiles as the last extent but one asked for
-        seen: set[tuple[TiledStretch, ...]] = {()}
-        lean = [] if plans else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)]
-        extents = [_Extent(False, 1.0, dearest=True), _Extent(True, 0.98), *lean]
-        while extents and len(seen) <= TILE_TRIES:
-            extent, before = extents.pop(0), len(plans)
-            tiles, problem = self._tiled(extent, budget, solver, verify, report, refused)
-            if tiles in seen:
-                continue
-            seen.add(tiles)
-            look(lambda: self._told(problem._best(budget, solver, verify, report), tiles))  # noqa: B023
-            if extent.dearest:
-                extents = [each for each in extents if each.keep] if len(plans) > before else extents
-            elif len(plans) > before:
-                enough = True
-                fewer = _how_many_fewer(plans[-1], budget)
-                extents = [extent.with_fewer(fewer)] if fewer > 1 else []
-            elif enough:  # of so few no plan fits
-                extents = [extent.with_fewer(0.5)]
-        if not plans and not errors:
-            look(best)
-        if not plans:
-            raise refusal.no_plan_with_tiles(min(errors, key=lambda each: each.least_bytes or math.inf), refused)
-        return min(plans, key=lambda plan: plan.overhead or 0.0)
-
-    def _is_hopeless(self, budget: int, solver: Solver, verify: bool, report: Progress) -> bool:
-        """Whether the leanest plan without tiles is estimated to be far above a budget."""
-        problem = self.problem.whole()
-        least = problem.host(solver).least()
-        if least is None:
-            return False
-        standing = Search(problem, budget, solver, verify, report).standing(least)
-        return cost(problem.model.chain, least).peak + standing > FAR * budget
-
-    def _tiled(
-        self, extent: _Extent, budget: int, solver: Solver, verify: bool, report: Progress, refused: list[TilingError]
-    ) -> tuple[tuple[TiledStretch, ...], Problem]:
-        """Returns the tiles that a budget asks for, and the problem with them. Adds what stood in the way of more to
-        `refused`.
-        """
-        tiles: tuple[TiledStretch, ...] = ()
-        problem = self.problem.whole()
-        for place in range(TILE_ROUNDS):
-            chain = problem.model.chain
-            solution = single(chain, on_device(fastest)) if extent.keep else problem.host(solver).least()
-            if solution is None:
-                break
-            standing = Search(problem, budget, solver, verify, report).standing(solution)
-            report(0, 1, "looking for what can be tiled")
-            tiler = Tiler(problem.graph, problem.model, problem.target.platform, place)
-            limit = round((budget - standing) * extent.share)
-            look = functools.partial(tiler.tiles, limit=limit, more=extent.more, alone=extent.keep)
-            found = tiler.dearest(solution) if extent.dearest else look(solution)
-            refused += tiler.refused
-            if not found:
-                break
-            tiles = (*tiles, *found)
-            problem = self._make(tiles)
-            if extent.dearest:
-                break
-        return tiles, problem
-
-    def _told(self, plan: Plan, tiles: tuple[TiledStretch, ...]) -> Plan:
-        """Returns a plan of the function with tiles as one of the function itself."""
-        whole, said = self.problem, plan.report
-        assert said is not None
-        made = replace(
-            plan,
-            fingerprint=whole.model.fingerprint,
-            tiles=tiles,
-            tiled_fingerprint=plan.fingerprint,
-            respect_checkpoints=whole.asked.respect_checkpoints,
-            report=None,
-        )
-        told = replace(
-            said,
-            plan=made,
-            unplanned=whole.known_unplanned,
-            unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
-            unplanned_flops=whole.plain.flops,
-            unplanned_seconds=whole.plain.time.seconds,
-        )
-        if told.seconds is not None:
-            return replace(told, overhead=told.slowdown).plan
-        with_tiles = self._make(tiles)  # it is not verified: what it recomputes is the chain's word
-        seconds = with_tiles.plain.time.seconds + (said.overhead or 0.0) * with_tiles.model.step_seconds
-        return replace(told, overhead=seconds / whole.plain.time.seconds - 1).plan

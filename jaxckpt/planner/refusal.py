@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxckpt._errors import InfeasibleBudgetError, TilingError
+from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.units import format_bytes
 from jaxckpt.planner.measured import Measured
 
@@ -51,17 +52,22 @@ def no_plan(
     )
 
 
-def no_plan_with_tiles(error: InfeasibleBudgetError, refused: Sequence[TilingError]) -> InfeasibleBudgetError:
+def no_plan_with_tiles(
+    error: InfeasibleBudgetError, tiles: Sequence[TiledStretch], refused: Sequence[TilingError]
+) -> InfeasibleBudgetError:
     """Returns the error for a budget that no plan fits with tiles either.
 
     Args:
       error: the one that names the least budget.
+      tiles: of the plan that needs so much; none where it has none.
       refused: what stood in the way of more tiles.
     """
     reasons = list(dict.fromkeys(str(each) for each in reversed(refused)))[:REASONS]
-    why = f" No axis goes through more of it: {' '.join(reasons)}" if reasons else ""
+    found = ", ".join(f"operations {tile.start}–{tile.stop} in {tile.tiles}" for tile in tiles)
+    said = f" That is with tiles: {found}." if tiles else ""
+    said += f" No axis goes through more of it: {' '.join(reasons)}" if reasons else ""
     return InfeasibleBudgetError(
-        f"{error}{why}", least_bytes=error.least_bytes, budget_bytes=error.budget_bytes, stretch=error.stretch
+        f"{error}{said}", least_bytes=error.least_bytes, budget_bytes=error.budget_bytes, stretch=error.stretch
     )
 
 

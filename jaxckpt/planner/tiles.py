@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core.constants import LITTLE, MOST_TILES, STANDS_OUT, TILE_REACH, TILED_AXES
+from jaxckpt.core.constants import LITTLE, MOST_TILES, MUCH_LESS, STANDS_OUT, TILE_REACH, TILED_AXES
 from jaxckpt.core.graph import Graph, aval_bytes, trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.regions import TiledStretch
@@ -64,7 +64,9 @@ class Tiler:
         self.refused: list[TilingError] = []
         self._ways: dict[tuple[str, Moves, int], _Way | None] = {}
 
-    def tiles(self, solution: Solution, limit: int, more: float = 1.0, *, alone: bool = False) -> list[TiledStretch]:
+    def tiles(
+        self, solution: Solution, limit: int, more: float = 1.0, *, alone: bool = False, count: int | None = None
+    ) -> list[TiledStretch]:
         """Returns tiles for the moments of a solution that need more than a limit; those of the last operations first.
 
         Args:
@@ -72,20 +74,26 @@ class Tiler:
           limit: bytes, besides the arguments.
           more: how many times as many tiles as the chain says.
           alone: whether to leave out stretches that need too much in however many tiles.
+          count: the tiles of each, whatever the chain says. Then the stages of a moment are tiled one by one where no
+            axis goes through all of them.
         """
         found: list[TiledStretch] = []
         chosen: list[tuple[int, int]] = []
         too_big = self._too_big(solution, limit)
         for start, stop in sorted(too_big, key=lambda each: each[1] - each[0]):
             size, work = too_big[start, stop]
-            for s, t in self._around(start, stop, size):
+            around = self._around(start, stop, size)
+            if count is not None and stop - start > 1:
+                around += [each for a, b in self._within(start, stop) for each in self._around(a, b, size)]
+            for s, t in around:
                 if any(s < b and a < t for a, b in chosen) or self._is_tiled(s, t):
                     continue
                 less = min(work + self._inside(solution, start, stop, s, t), size)
                 left = max(less - (size - limit), less // MOST_TILES)
                 if alone and less - (size - limit) < left:
                     continue
-                tile = self._tile(self.model.places[s], self.model.places[t], -(-less // max(left, 1)), more)
+                many = count or -(-less // max(left, 1))
+                tile = self._tile(self.model.places[s], self.model.places[t], many, more)
                 if tile is not None:
                     found.append(tile)
                     chosen.append((s, t))
@@ -112,6 +120,46 @@ class Tiler:
                 if tile is not None:
                     return [tile]
         return []
+
+    def microbatches(self, count: int) -> list[TiledStretch]:
+        """Returns the whole function in so many tiles, or as many as it can have; nothing if no axis goes through."""
+        most = self.model.chain.length
+        tile = None if self._is_tiled(0, most) else self._tile(0, self.model.places[most], count, 1.0)
+        return [] if tile is None else [tile]
+
+    def ways(self, solutions: Sequence[Solution]) -> list[TiledStretch]:
+        """Returns the stretches that need most under each solution, and those around them, in as many tiles as there
+        can be, along each axis that goes through.
+        """
+        stretches: dict[tuple[int, int], None] = {}
+        for solution in solutions:
+            needs = self._too_big(solution, 0)
+            if not needs:
+                continue
+            start, stop = max(needs, key=lambda stages: needs[stages])
+            inner = self._within(start, stop)[:1] if stop - start > 1 else []
+            for a, b in ((start, stop), *inner):
+                stretches.update(dict.fromkeys(self._around(a, b, needs[start, stop][0])))
+        found: dict[TiledStretch, None] = {}
+        for s, t in stretches:
+            start, stop = self.model.places[s], self.model.places[t]
+            program, ins, outs = self.stretches.program(start, stop)
+            if not ins or not outs or _compat.side_effects(program):
+                continue
+            moves = self._moves(ins, outs)
+            whole = self._whole(start, stop, program, ins, moves)
+            if whole is None:
+                continue
+            for way in self._all(start, stop, ins, moves, MOST_TILES):
+                if way.bytes < MUCH_LESS * whole:
+                    found[self._stretch(start, stop, ins[way.place], way.axis, MOST_TILES)] = None
+        return list(found)
+
+    def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Returns the stages start..stop, each alone, those that need most first."""
+        chain = self.model.chain
+        stages = [(stage, stage + 1) for stage in range(start, stop)]
+        return sorted(stages, key=lambda each: -chain.segment(*each).forward_work)
 
     def _around(self, start: int, stop: int, size: int) -> list[tuple[int, int]]:
         """Returns stretches around stages start..stop, first choices first: the shortest between whose ends little of
@@ -173,30 +221,42 @@ class Tiler:
         count = min(max(round(count * more), 2), MOST_TILES)
         if not ins or not outs or _compat.side_effects(program):
             return None
-        of, active = self.graph.body.values, self.model.active
-        moves = tuple(of.get(var) in active for var in ins), tuple(of.get(var) in active for var in outs)
+        moves = self._moves(ins, outs)
         key = str(program), moves, count
         if key not in self._ways:
             self._ways[key] = self._best(start, stop, program, ins, moves, count)
         way = self._ways[key]
         if way is None:
             return None
-        value = self.graph.body.values[ins[way.place]]
-        size = self.graph.values[value].shape[way.axis]
-        count = min(count, size)
-        return TiledStretch(start, stop, value, way.axis, -(-size // -(-size // count)), self.round)
+        return self._stretch(start, stop, ins[way.place], way.axis, count)
+
+    def _stretch(self, start: int, stop: int, var: Any, axis: int, count: int) -> TiledStretch:
+        """Returns operations start..stop in so many tiles of an axis, or as many as it has rows; none is empty."""
+        value = self.graph.body.values[var]
+        size = self.graph.values[value].shape[axis]
+        return TiledStretch(start, stop, value, axis, -(-size // -(-size // min(count, size))), self.round)
+
+    def _moves(self, ins: Sequence[Any], outs: Sequence[Any]) -> Moves:
+        of, active = self.graph.body.values, self.model.active
+        return tuple(of.get(var) in active for var in ins), tuple(of.get(var) in active for var in outs)
 
     def _best(self, start: int, stop: int, program: Any, ins: Sequence[Any], moves: Moves, count: int) -> _Way | None:
         """Returns the way that needs least; of those that need about as little, the one with the fewest FLOPs."""
-        try:
-            whole, _ = self._needs(lambda *values: _compat.eval_jaxpr(program, (), *values), ins, moves)
-        except (ValueError, TypeError, NotImplementedError) as error:  # it has a result that nobody differentiates
-            logger.info("operations %d to %d are not tiled: %s", start, stop, error)
+        whole = self._whole(start, stop, program, ins, moves)
+        if whole is None:
             return None
         found = list(self._all(start, stop, ins, moves, count))
         least = min((way.bytes for way in found), default=whole)
-        near = [way for way in found if way.bytes <= 1.1 * least and way.bytes < 0.9 * whole]
+        near = [way for way in found if way.bytes <= 1.1 * least and way.bytes < MUCH_LESS * whole]
         return min(near, key=lambda way: way.flops, default=None)
+
+    def _whole(self, start: int, stop: int, program: Any, ins: Sequence[Any], moves: Moves) -> int | None:
+        """Returns the bytes that a stretch and its derivative need without tiles; None where it cannot be asked."""
+        try:
+            return self._needs(lambda *values: _compat.eval_jaxpr(program, (), *values), ins, moves)[0]
+        except (ValueError, TypeError, NotImplementedError) as error:  # it has a result that nobody differentiates
+            logger.info("operations %d to %d are not tiled: %s", start, stop, error)
+            return None
 
     def _all(self, start: int, stop: int, ins: Sequence[Any], moves: Moves, count: int) -> Iterator[_Way]:
         """Yields the ways in which a stretch can be divided, activations first."""

@@ -1,0 +1,360 @@
+"""Plans of a function with stretches in tiles: which tiles are planned for a budget, and the cheapest of the plans.
+
+What is tiled for a budget is the chain's word. Where no plan fits so, the compiler's counts: stretches are divided into
+as many tiles as there can be, then into as few as still fit.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError, TilingError
+from jaxckpt.core.constants import (
+    FAR,
+    MOST_TILES,
+    NEAR,
+    OVERSTATED_TILES,
+    QUICK_TILE_TRIES,
+    TILE_ROUNDS,
+    TILE_TRIES,
+    WORTH,
+)
+from jaxckpt.core.plan import Plan
+from jaxckpt.core.regions import TiledStretch
+from jaxckpt.core.shown import Progress
+from jaxckpt.planner import refusal
+from jaxckpt.planner.chain import Solution, cost
+from jaxckpt.planner.measured import Measured
+from jaxckpt.planner.search import Search
+from jaxckpt.planner.solvers import Solver
+from jaxckpt.planner.solvers.sqrt import fastest, on_device, single
+from jaxckpt.planner.tiles import Tiler
+
+TileSet = tuple[TiledStretch, ...]
+"""The tiles of one plan, in the order of their rounds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Within:
+    """What a plan is asked for: the arguments of `Search`."""
+
+    budget: int
+    solver: Solver
+    verify: bool
+    report: Progress
+
+
+class Tileable(Measured, abc.ABC):
+    """A problem, as plans with tiles need it: of the function, and of the function with tiles."""
+
+    @abc.abstractmethod
+    def whole(self) -> Tileable:
+        """Returns the problem of the function's own body."""
+
+    @abc.abstractmethod
+    def best(self, within: Within) -> Plan:
+        """Returns the cheapest plan without (more) tiles.
+
+        Raises:
+          InfeasibleBudgetError: none fits.
+        """
+
+    @abc.abstractmethod
+    def recall(self, budget: int | str, solver: str | Solver = "chain") -> Plan | None:
+        """Returns the cheapest of the plans that were compiled that fits a budget, or None."""
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """How much is to be tiled.
+
+    Attributes:
+      keep: whether such that everything can be kept; else such that the leanest plan fits.
+      share: of the budget that the chain's moments may need.
+      more: how many times as many tiles as the chain says.
+      dearest: whether only the stretch that needs most is tiled, until it needs no more than the others: a head, and
+        what a recomputing plan makes of the rest.
+      tiles: of each stretch, whatever the chain says; None where the chain says how many. Then what was compiled says
+        what the chain leaves out, and parts of a stretch are tiled where no axis goes through all of it.
+      whole: whether the whole function is one stretch: microbatches.
+    """
+
+    keep: bool
+    share: float
+    more: float = 1.0
+    dearest: bool = False
+    tiles: int | None = None
+    whole: bool = False
+
+    def with_fewer(self, times: float) -> _Extent:
+        """Returns this with so many times fewer tiles."""
+        tiles = None if self.tiles is None else min(max(round(self.tiles / times), 2), MOST_TILES)
+        return replace(self, more=self.more / times, tiles=tiles)
+
+
+def _how_many_fewer(plan: Plan, budget: int) -> int:
+    """Returns how many times fewer tiles, a power of two, a budget has room for, if all that a plan needs besides the
+    arguments and the results is divided by the tiles.
+    """
+    said = plan.measured
+    if said is None:  # not verified: there is nothing to go by
+        return 1
+    whole = said.argument_bytes + said.output_bytes - said.alias_bytes
+    room = (budget - whole) // max(said.peak_bytes - whole, 1)
+    most = max(tile.tiles for tile in plan.tiles) // 2
+    return 1 << max(min(room, most), 1).bit_length() - 1
+
+
+class Tiled:
+    """Plans of a function with stretches of it in tiles.
+
+    Args:
+      problem: of the function.
+      make: returns the problem of the function with tiles.
+    """
+
+    def __init__(self, problem: Tileable, make: Callable[[TileSet], Tileable]) -> None:
+        self.problem, self._make = problem, make
+        self.made: dict[TileSet, Tileable] = {}
+
+    def with_tiles(self, tiles: TileSet) -> Tileable:
+        """Returns the problem of the function with tiles, for equal tiles the same."""
+        if tiles not in self.made:
+            self.made[tiles] = self._make(tiles)
+        return self.made[tiles]
+
+    def or_tiled(self, within: Within) -> Plan:
+        """Returns the cheapest plan within a budget, with tiles or without.
+
+        Raises:
+          InfeasibleBudgetError: none fits.
+        """
+        return _Look(self, within).run()
+
+    def recall(self, within: Within) -> list[Plan]:
+        """Returns, for each set of tiles, the cheapest plan that was compiled, for whatever budget, and fits."""
+        found = []
+        for tiles, problem in list(self.made.items()):
+            as_it_is = problem.known_unplanned
+            if as_it_is is not None and as_it_is.peak_bytes <= within.budget:
+                found.append(self.told(problem.best(within), tiles))
+            elif (plan := problem.recall(within.budget, within.solver)) is not None:
+                found.append(self.told(plan, tiles))
+        return found
+
+    def told(self, plan: Plan, tiles: TileSet) -> Plan:
+        """Returns a plan of the function with tiles as one of the function itself."""
+        whole, said = self.problem, plan.report
+        assert said is not None
+        made = replace(
+            plan,
+            fingerprint=whole.model.fingerprint,
+            tiles=tiles,
+            tiled_fingerprint=plan.fingerprint,
+            respect_checkpoints=whole.asked.respect_checkpoints,
+            report=None,
+        )
+        told = replace(
+            said,
+            plan=made,
+            unplanned=whole.known_unplanned,
+            unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
+            unplanned_flops=whole.plain.flops,
+            unplanned_seconds=whole.plain.time.seconds,
+        )
+        if told.seconds is not None:
+            return replace(told, overhead=told.slowdown).plan
+        with_tiles = self.with_tiles(tiles)  # it is not verified: what it recomputes is the chain's word
+        seconds = with_tiles.plain.time.seconds + (said.overhead or 0.0) * with_tiles.model.step_seconds
+        return replace(told, overhead=seconds / whole.plain.time.seconds - 1).plan
+
+
+class _Look:
+    """One look for the cheapest plan within a budget, with tiles or without."""
+
+    def __init__(self, tiled: Tiled, within: Within) -> None:
+        self.tiled, self.within = tiled, within
+        self.problem = tiled.problem
+        self.whole = self.problem.whole()
+        self.quick = self.whole.model.quick and within.verify
+        self.plans: list[Plan] = []
+        self.errors: list[tuple[InfeasibleBudgetError, TileSet]] = []
+        self.refused: list[TilingError] = []
+        self.seen: dict[TileSet, bool] = {}  # whether a plan with these tiles fits
+
+    def run(self) -> Plan:
+        """Returns the plan.
+
+        Raises:
+          InfeasibleBudgetError: none fits.
+        """
+        hopeless = self._is_hopeless()
+        if not hopeless:
+            self._look(())
+            if self.plans and (self.plans[0].overhead or 0.0) < WORTH:
+                return self.plans[0]
+        fits = bool(self.plans)  # without tiles
+        lean = [] if fits else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)]
+        self._by_extents([_Extent(False, 1.0, dearest=True), _Extent(True, 0.98), *lean])
+        if self.within.verify and self.whole.shares(self.within.solver):
+            self.plans += self.tiled.recall(self.within)
+        if not self.plans:
+            most = _Extent(False, 0.97, tiles=MOST_TILES)
+            self._by_extents([most, replace(most, whole=True)])
+        if self.quick and not fits:
+            self._by_ways()
+        if not self.plans and (self.quick or not self.errors):
+            self._look(())
+        if not self.plans:
+            raise self._infeasible()
+        return min(self.plans, key=lambda plan: plan.overhead or 0.0)
+
+    def _look(self, tiles: TileSet) -> bool:
+        """Plans the function with tiles; returns whether a plan fits."""
+        if tiles not in self.seen:
+            try:
+                if tiles:
+                    problem = self.tiled.with_tiles(tiles)
+                    if self.quick:  # estimates of tiles are above what the compiler makes of them
+                        with contextlib.suppress(DoesNotFitError):
+                            _ = problem.unplanned
+                    self.plans.append(self.tiled.told(problem.best(self.within), tiles))
+                else:
+                    self.plans.append(self.problem.best(self.within))
+                self.seen[tiles] = True
+            except InfeasibleBudgetError as error:
+                self.errors.append((error, tiles))
+                self.seen[tiles] = False
+        return self.seen[tiles]
+
+    def _by_extents(self, extents: list[_Extent]) -> None:
+        """Plans with the tiles of each extent, until a plan fits; then with fewer."""
+        enough = False  # whether a plan fits with as many tiles as the last extent but one asked for
+        while extents and sum(map(bool, self.seen)) < TILE_TRIES:
+            extent = extents.pop(0)
+            tiles = self._tiles(extent)
+            if not tiles or tiles in self.seen:
+                continue
+            fits = self._look(tiles)
+            if extent.dearest:
+                extents = [each for each in extents if each.keep] if fits else extents
+            elif fits:
+                enough = True
+                fewer = _how_many_fewer(self.plans[-1], self.within.budget)
+                extents = [extent.with_fewer(fewer)] if fewer > 1 else []
+            elif enough:  # of so few no plan fits
+                extents = [extent.with_fewer(0.5)]
+
+    def _by_ways(self) -> None:
+        """Plans with each way in which the stretches that need most can be divided: with as many tiles as there can be,
+        and with the fewest that fit. Looks at no way that takes more time than the best plan.
+        """
+        chain = self.whole.model.chain
+        most = len(self.seen) + (TILE_TRIES if self.plans else QUICK_TILE_TRIES)
+        solutions = [single(chain, on_device(fastest)), self.whole.host(self.within.solver).least()]
+        tiler = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform)
+        self.within.report(0, 1, "looking for what can be tiled")
+        ways = tiler.ways([solution for solution in solutions if solution is not None])
+        for way in sorted(ways, key=lambda way: self._overhead((way,))):
+            size = self.whole.graph.values[way.value].shape[way.axis]
+            counts = [1 << power for power in range(1, MOST_TILES.bit_length()) if 1 << power < way.tiles]
+            divided = [replace(way, tiles=-(-size // -(-size // count))) for count in counts]
+            fitting, low, high = [*divided, way], 0, len(divided)
+            if len(self.seen) >= most:
+                break
+            if not self._may_fit(way):
+                near = min(_compiled(self.tiled.with_tiles((way,))), default=math.inf) <= NEAR * self.within.budget
+                for fewer in reversed(divided[-2:]) if near else ():
+                    if self._may_fit(fewer):
+                        break
+                continue
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self._may_fit(fitting[middle]) else (middle + 1, high)
+
+    def _may_fit(self, way: TiledStretch) -> bool:
+        """Returns whether a plan with one stretch in tiles fits; also True where all such plans are dearer than the
+        best one: those with fewer tiles may not be.
+        """
+        problem, budget = self.tiled.with_tiles((way,)), self.within.budget
+        least = problem.host(self.within.solver).least()
+        if least is not None and (way,) not in self.seen:
+            if problem.estimate(least) > OVERSTATED_TILES * budget:
+                return False
+            best = min((plan.overhead or 0.0 for plan in self.plans), default=math.inf)
+            if self._overhead((way,)) >= best:
+                return True
+        return self._look((way,))
+
+    def _overhead(self, tiles: TileSet) -> float:
+        """Returns what tiles alone add to the time of the step."""
+        return self.tiled.with_tiles(tiles).plain.time.seconds / self.problem.plain.time.seconds - 1
+
+    def _is_hopeless(self) -> bool:
+        """Whether the leanest plan without tiles is estimated to be far above a budget."""
+        least = self.whole.host(self.within.solver).least()
+        if least is None:
+            return False
+        peak = cost(self.whole.model.chain, least).peak + self._standing(self.whole, least)
+        return peak > FAR * self.within.budget
+
+    def _standing(self, problem: Tileable, solution: Solution) -> int:
+        within = self.within
+        return Search(problem, within.budget, within.solver, within.verify, within.report).standing(solution)
+
+    def _tiles(self, extent: _Extent) -> TileSet:
+        """Returns the tiles that a budget asks for. What stands in the way of the most tiles is in `refused`."""
+        tiles: TileSet = ()
+        problem = self.whole
+        for place in range(TILE_ROUNDS):
+            chain = problem.model.chain
+            solution = single(chain, on_device(fastest)) if extent.keep else problem.host(self.within.solver).least()
+            if solution is None:
+                break
+            standing = self._standing(problem, solution)
+            self.within.report(0, 1, "looking for what can be tiled")
+            tiler = Tiler(problem.graph, problem.model, problem.target.platform, place)
+            if extent.tiles is not None:
+                standing += _left_out(problem, cost(chain, solution).peak + standing)
+            limit = round((self.within.budget - standing) * extent.share)
+            look = functools.partial(tiler.tiles, limit=limit, more=extent.more, alone=extent.keep, count=extent.tiles)
+            if extent.dearest:
+                found = tiler.dearest(solution)
+            else:
+                found = tiler.microbatches(extent.tiles or MOST_TILES) if extent.whole else look(solution)
+            if not found:
+                if not extent.whole:
+                    self.refused = tiler.refused
+                break
+            tiles = (*tiles, *found)
+            problem = self.tiled.with_tiles(tiles)
+            if extent.dearest or extent.whole:
+                break
+        return tiles
+
+    def _infeasible(self) -> InfeasibleBudgetError:
+        """Returns the error that names the least budget: what was compiled for other budgets counts."""
+        peaks = {tiles: _compiled(problem) for tiles, problem in self.tiled.made.items()}
+        known = {tiles: min(sizes) for tiles, sizes in peaks.items() if sizes}
+        leanest = min(known, key=lambda tiles: known[tiles], default=())
+        if self.within.verify and leanest:
+            self._look(leanest)
+        error, tiles = min(self.errors, key=lambda each: each[0].least_bytes or math.inf)
+        return refusal.no_plan_with_tiles(error, tiles, self.refused)
+
+
+def _compiled(problem: Measured) -> list[int]:
+    """Returns the compiled peaks of a problem's plans, for whatever budgets."""
+    with problem.lock:
+        found = [each.compiled for each in problem.tries.values() if each.report is not None]
+        return found + ([] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes])
+
+
+def _left_out(problem: Measured, said: int) -> int:
+    """Returns the bytes by which the leanest compiled plan is above what the chain says of its leanest one."""
+    return max(min(_compiled(problem), default=said) - said, 0)
