@@ -128,9 +128,11 @@ class Action(metaclass=_Kinds):
       changes: whether another form of the value is kept; `encode` and `decode` then define it.
       on_host: whether the kept bytes are in host memory.
       listed: whether messages list the kind; False if people write something else, such as `a | b`.
+      example: how one is written in Python, for messages; "" to show none.
     """
 
     kind: ClassVar[str] = ""
+    example: ClassVar[str] = ""
     listed: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
     changes: ClassVar[bool] = False
@@ -206,9 +208,15 @@ class Action(metaclass=_Kinds):
         nothing. Only the last action may move what is kept to the host.
 
         Raises:
-          ArgumentError: one of the two recomputes, the left one keeps its bytes on the host, or both round values.
+          ArgumentError: one is no action or recomputes, the left one keeps its bytes on the host, or both round values.
         """
-        return composed((self, other)) if isinstance(other, Action) else NotImplemented
+        return composed((self, _other(other)))
+
+    def __ror__(self, other: Any) -> Action:
+        """Raises:
+        ArgumentError: what stands before `|` is no action.
+        """
+        return composed((_other(other), self))
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.parameters() == other.parameters()  # type: ignore[attr-defined]
@@ -222,6 +230,15 @@ class Action(metaclass=_Kinds):
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
         return f"{self.kind}({given})" if given else self.kind.upper()
+
+
+def _other(value: Any) -> Action:
+    """Returns what stands beside an action and `|`, if it is an action."""
+    if isinstance(value, Action):
+        return value
+    found = KINDS.get(value.strip().lower()) if isinstance(value, str) else None
+    hint = "" if found is None or not found.example else f"Write {found.example}."
+    raise ArgumentError("each side of |", "an action", value, hint)
 
 
 @jax.tree_util.register_dataclass
@@ -420,4 +437,5 @@ def action_from(value: Any, argument: str = "action") -> Action:
     except ArgumentError:
         raise  # says itself which parameter is wrong
     except TypeError as error:
-        raise ArgumentError(argument, f"{found.kind} with the parameters that it has", value, f"{error}.") from error
+        hint = f"Write {found.example}." if found.example and not parameters else f"{error}."
+        raise ArgumentError(argument, f"{found.kind} with the parameters that it has", value, hint) from error

@@ -71,6 +71,7 @@ class Compress(Action):
     key: Any = None
 
     kind = "compress"
+    example = 'compress("int8")'
     changes = True
 
     def __new__(cls, form: Any = None, block: Any = BLOCK, key: Any = None) -> Any:
@@ -81,6 +82,7 @@ class Compress(Action):
             return super().__new__(cls)
         if key is not None:
             raise ArgumentError("key", "None for 'narrow', which rounds nothing", key)
+        _check_block("narrow", block)
         return Narrow()
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class Compress(Action):
             raise ArgumentError("form", f"one of {', '.join(known)}", self.form, did_you_mean(str(self.form), known))
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ArgumentError("block", "an int of at least 1: numbers that share a scale", self.block)
+        if self._form.most is None:
+            _check_block(self.form, self.block)
         if self.key is not None:
             if not self._form.error:
                 raise ArgumentError("key", f"None for {self.form!r}, which rounds nothing", self.key)
@@ -228,13 +232,13 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
 
     Args:
       form: see above.
-      block: how many numbers share a scale.
+      block: how many numbers share a scale; for the forms with scales.
       key: a key such as `jax.random.key(0)`, to round at random; None to round to the nearest. It is a part of the
         action: no key that is being traced.
 
     Raises:
-      ArgumentError: there is no such form, `block` is no int of at least 1, `key` is no key, or there is a key for a
-        form that rounds nothing.
+      ArgumentError: there is no such form, `block` is no int of at least 1, `key` is no key, there is a key for a form
+        that rounds nothing, or a block for one without scales.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxckpt
@@ -262,6 +266,16 @@ def _twice(action: Compress, primals: Any, tangents: Any) -> Any:
     )
 
 
+def _check_block(form: str, block: Any) -> None:
+    """Raises:
+    ArgumentError: there are blocks for a form without scales.
+    """
+    if block != BLOCK or isinstance(block, bool):
+        scaled = ", ".join(name for name, each in FORMS.items() if each.most is not None)
+        hint = f"Leave it out. Forms with scales are {scaled}."
+        raise ArgumentError("block", f"left out for {form!r}, which has no scales", block, hint)
+
+
 def _words(key: Any) -> tuple[Any, ...]:
     """Returns a key as the name of its generator and its words.
 
@@ -272,21 +286,35 @@ def _words(key: Any) -> tuple[Any, ...]:
     if isinstance(key, _compat.Tracer):
         hint = "Make it outside of the functions that are differentiated or jitted. Each value and each step draws its own bits."
         raise ArgumentError("key", rule, key, hint)
+    dtype = getattr(key, "dtype", None)
     if isinstance(key, (tuple, list)) and key and isinstance(key[0], str):
         name, *words = key
-        if words and all(isinstance(word, int) and not isinstance(word, bool) and 0 <= word < 2**32 for word in words):
-            return (name, *words)
-        raise ArgumentError("key", rule, key)
-    dtype = getattr(key, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        name, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
-    elif dtype == jnp.uint32:
-        name, data = str(jax.random.key_impl(jax.random.wrap_key_data(key))), key
+        if not all(isinstance(word, int) and not isinstance(word, bool) and 0 <= word < 2**32 for word in words):
+            raise ArgumentError("key", rule, key)
+    elif dtype == jnp.uint32 or (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+        name, data = str(jax.config.jax_default_prng_impl), key  # type: ignore[attr-defined]
+        if dtype != jnp.uint32:
+            with jax.ensure_compile_time_eval():
+                name, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
+        if data.ndim != 1:
+            raise ArgumentError("key", rule, key, "It has several keys: index one." if data.ndim else "")
+        words = np.asarray(data).tolist()
     else:
         raise ArgumentError("key", rule, key)
-    if data.ndim != 1:
-        raise ArgumentError("key", rule, key, "It has several keys: index one.")
-    return (name, *map(int, data))
+    if not _makes_key(name, tuple(words)):
+        raise ArgumentError("key", rule, key, f"JAX makes no key of {len(words)} words for a generator {name!r}.")
+    return (name, *words)
+
+
+@functools.cache
+def _makes_key(name: str, words: tuple[int, ...]) -> bool:
+    """Returns whether there is such a generator whose keys have so many words."""
+    try:
+        with jax.ensure_compile_time_eval():
+            jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl=name)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _uniform(key: tuple[Any, ...], x: jax.Array, dtype: Any) -> jax.Array:

@@ -27,6 +27,7 @@ class Narrow(Action):
     dtype: str | None = None
 
     kind = "narrow"
+    example = 'compress("narrow")'
     listed = False
     changes = True
 

@@ -13,6 +13,7 @@ class Offload(Action):
     """Keeps the value in host memory; see `OFFLOAD`."""
 
     kind = "offload"
+    example = "OFFLOAD"
     on_host = True
 
     def admits(self, value: Array) -> bool:

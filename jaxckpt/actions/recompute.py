@@ -9,6 +9,7 @@ class Recompute(Action):
     """Drops the value; see `RECOMPUTE`."""
 
     kind = "recompute"
+    example = "RECOMPUTE"
     keeps = False
 
 

@@ -9,6 +9,7 @@ class Save(Action):
     """Keeps the value as it is; see `SAVE`."""
 
     kind = "save"
+    example = "SAVE"
 
 
 SAVE: Action = Save()

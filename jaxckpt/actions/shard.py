@@ -29,6 +29,7 @@ class Shard(Action):
     spec: _Names
 
     kind = "shard"
+    example = 'shard(P("model"))'
     changes = True
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from jaxckpt.actions.compress import FORMS
 from jaxckpt.core.graph import Value
 from tests.helpers import assert_trees_close, executions
 
+KEY = jax.random.key(3)
 FLOATS = [form for form in FORMS if form != "bits"]
 W = jax.random.normal(jax.random.key(0), (32, 256)) / 6
 X = jax.random.normal(jax.random.key(1), (64, 32))
@@ -55,7 +56,7 @@ def loss(w, x):
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_what_is_restored_is_within_the_error(form, shape, block, scale, seed):
     x = jax.random.normal(jax.random.key(seed), shape) * scale
-    action = compress(form, block=block)
+    action = compress(form, **({} if FORMS[form].most is None else {"block": block}))
     got = np.asarray(restored(action, x), np.float64)
     x = np.asarray(x, np.float64)
     *outer, last = shape
@@ -262,12 +263,32 @@ def test_it_is_a_value():
         (lambda: compress("int8", key=jax.random.split(jax.random.key(0))), "index one"),
         (lambda: compress("bits", key=jax.random.key(0)), "None for 'bits', which rounds nothing"),
         (lambda: jax.jit(lambda key: compress("int8", key=key))(jax.random.key(0)), "Make it outside"),
-        (lambda: action_from("compress"), "compress with the parameters that it has"),
+        (lambda: action_from("compress"), 'compress with the parameters that it has.*Write compress."int8".'),
+        (lambda: Policy({"h": "compress"}), 'Write compress."int8".'),
+        (lambda: Policy({"h": "shard"}), "Write shard"),
+        (lambda: compress("int8", key=jnp.zeros(3, jnp.uint32)), "key must be one key.*no key of 3 words"),
+        (lambda: compress("int8", key=jnp.zeros((), jnp.uint32)), "key must be one key"),
+        (lambda: compress("int8", key=jnp.zeros((2, 2), jnp.uint32)), "index one"),
+        (lambda: compress("int8", key=("threefry", 1, 2)), "generator 'threefry'"),
+        (lambda: compress("int8", key=("threefry2x32", 1)), "no key of 1 words"),
+        (lambda: compress("int8", key=("threefry2x32",)), "no key of 0 words"),
+        (lambda: compress("int8") | "offload", "each side of . must be an action; got 'offload'. Write OFFLOAD"),
+        (lambda: "offload" | compress("int8"), "must be an action; got 'offload'. Write OFFLOAD"),
+        *(
+            (lambda form=form: compress(form, block=7), f"block must be left out for '{form}', which has no scales")
+            for form in ("bfloat16", "bits", "narrow")
+        ),
     ],
 )
 def test_bad_arguments(made, message):
     with pytest.raises(ArgumentError, match=message):
         made()
+
+
+def test_a_key_is_read_where_something_else_is_traced():
+    made = []
+    jax.jit(lambda x: made.append(compress("int8", key=KEY)) or x)(1.0)
+    assert made == [compress("int8", key=jax.random.key(3))]
 
 
 def mlp(ws, x, policy, scanned):
