@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxckpt.planner import problems
+from jaxckpt.planner.solvers.optimal import Optimal
+from jaxckpt.planner.tiled import Within
 
 
 @pytest.mark.parametrize(
@@ -28,10 +30,11 @@ def test_more_actions_cost_no_time(monkeypatch, overheads, efforts, expected):
             return plans[self.place]
 
     monkeypatch.setattr(problems, "Search", Found)
+    within = Within(1, Optimal(), True, lambda done, total, what: None)
     both: list[problems.Problem] = []
     for _ in plans:
         each = object.__new__(problems.Problem)
         each.other, each.saving, each.known_unplanned, each._made = None, None, None, []
         both.append(each)
     both[0].saving = lambda: both[1]
-    assert both[0]._best(1, None, True, None) is plans[expected]
+    assert both[0].best(within) is plans[expected]
