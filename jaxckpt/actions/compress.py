@@ -292,9 +292,10 @@ def _words(key: Any) -> tuple[Any, ...]:
         if not all(isinstance(word, int) and not isinstance(word, bool) and 0 <= word < 2**32 for word in words):
             raise ArgumentError("key", rule, key)
     elif dtype == jnp.uint32 or (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
-        name, data = str(jax.config.jax_default_prng_impl), key  # type: ignore[attr-defined]
-        if dtype != jnp.uint32:
-            with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval():
+            if dtype == jnp.uint32:  # words alone are of the generator that is used by default
+                name, data = str(jax.random.key_impl(jax.random.key(0))), key
+            else:
                 name, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
         if data.ndim != 1:
             raise ArgumentError("key", rule, key, "It has several keys: index one." if data.ndim else "")

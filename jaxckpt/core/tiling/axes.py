@@ -255,18 +255,14 @@ def _rev(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 
 
-_BY_ITSELF = ("optimization_barrier", "psum", "psum_invariant", "pvary")
-"""Primitives whose results are each made of one operand."""
+@rule("optimization_barrier", "psum", "psum_invariant", "pvary", mixed=True)
+def _each_by_itself(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return Passage(shares, shares)
 
 
 def is_each_by_itself(eqn: Any) -> bool:
     """Whether an equation makes each of its results of one operand."""
-    return _compat.primitive_name(eqn) in _BY_ITSELF
-
-
-@rule(*_BY_ITSELF, mixed=True)
-def _each_by_itself(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
-    return Passage(shares, shares)
+    return RULES.get(_compat.primitive_name(eqn)) is _each_by_itself
 
 
 @rule("pmax", "pmin", "ppermute", "pbroadcast")
