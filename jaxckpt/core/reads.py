@@ -88,12 +88,13 @@ def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
     complex value.
     """
     found: dict[Any, tuple[list[Any], Any]] = {}
+    lossy = any(_compat.equation_name(eqn) is not None and _is_lossy(eqn) for eqn in eqns)
     makers: dict[Any, Any] = {}
     for eqn in eqns:
         makers.update(dict.fromkeys(eqn.outvars, eqn))
         name = _compat.equation_name(eqn)
         if name is not None and name.startswith(INTERNAL) and not isinstance(eqn.invars[0], _compat.Literal):
-            if not _is_compared(eqn, makers):
+            if not (lossy and _is_compared(eqn, makers)):
                 found[eqn.invars[0]] = [eqn], eqn.outvars[0]
         elif eqn.primitive.name == "complex":
             named = [makers.get(var) for var in eqn.invars if not isinstance(var, _compat.Literal)]
@@ -108,13 +109,18 @@ def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
     return found
 
 
+def _is_lossy(eqn: Any) -> bool:
+    """Whether an equation names a value that comes back rounded."""
+    mark = stored.marked(eqn)
+    return mark is not None and stored.is_lossy(mark[1], eqn.invars[0].aval.dtype)
+
+
 def _is_compared(naming: Any, makers: Mapping[Any, Any]) -> bool:
-    """Whether an equation names a value that comes back rounded, and that the derivative of its own operation compares
-    with the operands. That one runs the operation again; it needs the operands in any case.
+    """Whether an equation names a value that the derivative of its own operation compares with the operands. Where one
+    of them comes back rounded, that one runs the operation again; it needs the operands in any case.
     """
-    value, mark = naming.invars[0], stored.marked(naming)
-    compares = value in makers and primitives.of(makers[value].primitive.name).compares
-    return compares and mark is not None and stored.is_lossy(mark[1], value.aval.dtype)
+    maker = makers.get(naming.invars[0])
+    return maker is not None and primitives.of(maker.primitive.name).compares
 
 
 def _is_key(atoms: Sequence[Any], mapping: Mapping[Any, Any]) -> bool:
