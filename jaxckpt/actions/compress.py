@@ -82,7 +82,6 @@ class Compress(Action):
             return super().__new__(cls)
         if key is not None:
             raise ArgumentError("key", "None for 'narrow', which rounds nothing", key)
-        _check_block("narrow", block)
         return Narrow()
 
     def __post_init__(self) -> None:
@@ -91,8 +90,8 @@ class Compress(Action):
             raise ArgumentError("form", f"one of {', '.join(known)}", self.form, did_you_mean(str(self.form), known))
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ArgumentError("block", "an int of at least 1: numbers that share a scale", self.block)
-        if self._form.most is None:
-            _check_block(self.form, self.block)
+        if self._form.most is None:  # plan files of before have a block for every form
+            object.__setattr__(self, "block", BLOCK)
         if self.key is not None:
             if not self._form.error:
                 raise ArgumentError("key", f"None for {self.form!r}, which rounds nothing", self.key)
@@ -185,7 +184,8 @@ class Compress(Action):
     def parameters(self) -> dict[str, Any]:
         """Returns the form, the block, and the words of the key if there is one."""
         key = {} if self.key is None else {"key": list(self.key)}
-        return {"form": self.form, "block": self.block, **key}
+        block = {} if self._form.most is None else {"block": self.block}
+        return {"form": self.form, **block, **key}
 
     def __repr__(self) -> str:
         scaled = self._form.most is not None and self.block != BLOCK
@@ -249,7 +249,10 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     >>> sum(each.bytes for each in kept.residuals if each.name == "hidden")  # of 32 x 256 float32 numbers
     8448
     """
-    return Compress(form, block, key)
+    made = Compress(form, block, key)
+    if form == "narrow" or FORMS[form].most is None:
+        _check_block(form, block)
+    return made
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -86,7 +86,8 @@ class Plan:
         loops are of the function that has all of them in tiles.
       tiled_fingerprint: that of the graph of the function with its tiles; "" without tiles.
       pools_apart: whether maxima over windows, which make a gradient out of zeros, are written such that the
-        compiler does not store these from the forward pass on: see `jaxckpt.core.pooling`. Changes no value.
+        compiler does not store these from the forward pass on: see `jaxckpt.core.pooling`. Those in loops and in the
+        function's own checkpoints stay as they are. Changes no value.
       report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
         equal, and have one hash, whatever their reports and notes say.
     """

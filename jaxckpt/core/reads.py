@@ -35,13 +35,18 @@ def redirect(closed: Any) -> Any:
     """Returns the jaxpr with the reads of a value that the emitter names, those behind the name, as reads of the name's
     result.
     """
-    return _Redirect().jaxpr(closed)
+    return _Redirect(bool(stored.lossy_actions(_compat.open_jaxpr(closed)))).jaxpr(closed)
 
 
 class _Redirect:
-    """Does each inner jaxpr once, so that what was shared stays shared."""
+    """Does each inner jaxpr once, so that what was shared stays shared.
 
-    def __init__(self) -> None:
+    Args:
+      rounds: whether some value of the program comes back rounded, and so what is computed of it again.
+    """
+
+    def __init__(self, rounds: bool) -> None:
+        self.rounds = rounds
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def jaxpr(self, original: Any) -> Any:
@@ -51,7 +56,7 @@ class _Redirect:
 
     def _redirected(self, original: Any) -> Any:
         opened = _compat.open_jaxpr(original)
-        names = _names(opened.eqns)
+        names = _names(opened.eqns, self.rounds)
         inside = {id(eqn): self._inside(eqn) for eqn in opened.eqns}
         if not names and all(new is eqn for eqn, new in zip(opened.eqns, inside.values())):
             return original
@@ -83,18 +88,17 @@ class _Redirect:
         return surgery.with_programs(_compat.batched_reverse_rule(eqn), self.jaxpr)
 
 
-def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
+def _names(eqns: Sequence[Any], rounds: bool) -> dict[Any, tuple[list[Any], Any]]:
     """Returns for each value that the emitter names (equations that do it, result): one, or those for both parts of a
-    complex value.
+    complex value. With `rounds` (see `_Redirect`), none for a value that is compared with what it is computed of.
     """
     found: dict[Any, tuple[list[Any], Any]] = {}
-    lossy = any(_compat.equation_name(eqn) is not None and _is_lossy(eqn) for eqn in eqns)
     makers: dict[Any, Any] = {}
     for eqn in eqns:
         makers.update(dict.fromkeys(eqn.outvars, eqn))
         name = _compat.equation_name(eqn)
         if name is not None and name.startswith(INTERNAL) and not isinstance(eqn.invars[0], _compat.Literal):
-            if not (lossy and _is_compared(eqn, makers)):
+            if not (rounds and _is_compared(eqn, makers)):
                 found[eqn.invars[0]] = [eqn], eqn.outvars[0]
         elif eqn.primitive.name == "complex":
             named = [makers.get(var) for var in eqn.invars if not isinstance(var, _compat.Literal)]
@@ -107,12 +111,6 @@ def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
             naming = [each for part, maker in zip(parts, taken) for each in (maker, *found.pop(part)[0])]
             found[taken[0].invars[0]] = [*naming, eqn], eqn.outvars[0]
     return found
-
-
-def _is_lossy(eqn: Any) -> bool:
-    """Whether an equation names a value that comes back rounded."""
-    mark = stored.marked(eqn)
-    return mark is not None and stored.is_lossy(mark[1], eqn.invars[0].aval.dtype)
 
 
 def _is_compared(naming: Any, makers: Mapping[Any, Any]) -> bool:

@@ -408,3 +408,35 @@ def test_the_gradient_of_an_extreme_finds_it_among_the_operands(name):
     for fun, exact in zip(kept, (loss, scanned)):
         got, expected = (np.asarray(jax.grad(f)(w, x)) for f in (fun, exact))
         assert 0 < np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected)  # rounded, and no more
+
+
+WITHIN = {
+    "here": lambda op, h: op(h),
+    "jit": lambda op, h: jax.jit(op)(h),
+    "branch": lambda op, h: jax.lax.cond(h[0, 0] > -9, op, lambda h: 2 * op(h), h),
+    "checkpoint": lambda op, h: jax.checkpoint(op)(h),
+    "scan": lambda op, h: jax.lax.map(lambda i: jnp.sin(op(i * h)), jnp.arange(1.0, 3.0)),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("name", ["maximum", "clip", "max", "scatter-max"])
+def test_an_exact_extreme_of_a_rounded_operand_is_looked_for_among_exact_ones(name, within):
+    """An operand that comes back rounded is equal to no maximum that was kept exactly: gradients were zero or NaN."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(WITHIN[within](EXTREMES[name], tag(jnp.sin(x @ w), "h"))))
+
+    w, x = 0.05 * jax.random.normal(jax.random.key(0), (16, 16)), jax.random.normal(jax.random.key(1), (8, 16))
+    rest_saved = Policy({"h": compress("int8")}, default="save")
+    exact = jax.grad(loss)(w, x)
+    again = jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"h": compress("int8")})))(w, x)
+    allowed = np.linalg.norm(again - exact) + 0.02 * np.linalg.norm(exact)
+    for fun in (jaxckpt.checkpoint(loss, policy=rest_saved), rest_saved.plan(jaxckpt.trace(loss, w, x)).apply(loss)):
+        assert np.linalg.norm(jax.grad(fun)(w, x) - exact) <= allowed
+
+
+def test_a_file_with_a_block_for_a_form_without_scales_is_read():
+    stored = {"kind": "compress", "form": "bfloat16", "block": 64}
+    assert jaxckpt.actions.action_from(stored) == compress("bfloat16")
+    assert "block" not in compress("bfloat16").to_json() and "block" in compress("int8").to_json()

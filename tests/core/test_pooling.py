@@ -62,6 +62,22 @@ def test_values_and_all_derivatives_are_equal_bit_for_bit(reduction, least, dtyp
             np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+def test_types_without_infinity_have_a_maximum_too():
+    x = jnp.arange(12.0).reshape(2, 6).astype(jnp.float8_e4m3fn)
+    fun = lambda x: lax.reduce_window(x, jnp.finfo(x.dtype).min, lax.max, (1, 3), (1, 3), "VALID")
+    assert [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(x).eqns] == ["reduce_window_max"]
+    np.testing.assert_array_equal(_of_stem(fun, (x,), True).apply(fun)(x).astype(np.float32), [[2, 5], [8, 11]])
+
+
+def test_source_lines_and_scopes_stay():
+    def stem(x):
+        with jax.named_scope("stem"):
+            return _pool(x)
+
+    (eqn,) = jax.make_jaxpr(stem)(jnp.ones((1, 4, 4, 1))).eqns
+    assert all(each.source_info is eqn.source_info for each in pooling.with_axis(eqn))
+
+
 def test_maxima_of_integers_and_other_operations_stay_as_they_are():
     program = jax.make_jaxpr(lambda x: _pool(x, least=-(2**31)) + 1)(jnp.ones((1, 4, 4, 1), jnp.int32))
     assert all(pooling.with_axis(eqn) == [eqn] for eqn in program.eqns)
