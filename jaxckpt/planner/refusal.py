@@ -62,10 +62,12 @@ def no_plan_with_tiles(
       tiles: of the plan that needs so much; none where it has none.
       refused: what stood in the way of more tiles.
     """
-    reasons = list(dict.fromkeys(str(each) for each in reversed(refused)))[:REASONS]
+    coupling = dict.fromkeys((each.operation, pathlib.PurePath(each.line).name, each.reason) for each in refused)
+    reasons = [f"{name}{f' at {line}' if line else ''} {reason}" for name, line, reason in coupling][:REASONS]
     found = ", ".join(f"operations {tile.start}–{tile.stop} in {tile.tiles}" for tile in tiles)
     said = f" That is with tiles: {found}." if tiles else ""
-    said += f" No axis goes through more of it: {' '.join(reasons)}" if reasons else ""
+    if reasons:
+        said += f" No axis goes through more of it. Operations couple the rows along an axis: {'; '.join(reasons)}."
     return InfeasibleBudgetError(
         f"{error}{said}", least_bytes=error.least_bytes, budget_bytes=error.budget_bytes, stretch=error.stretch
     )

@@ -61,7 +61,7 @@ class Tiler:
     def __init__(self, graph: Graph, model: Model, platform: str, round: int = 0) -> None:
         self.graph, self.model, self.platform, self.round = graph, model, platform, round
         self.stretches = Stretches(graph)
-        self.refused: list[TilingError] = []
+        self.refused: list[TilingError] = []  # the last stretch's first; of each, those of activations first
         self._ways: dict[tuple[str, Moves, int], _Way | None] = {}
 
     def tiles(
@@ -100,12 +100,13 @@ class Tiler:
                     break
         return sorted(found, key=lambda tile: -tile.start)
 
-    def dearest(self, solution: Solution) -> list[TiledStretch]:
+    def dearest(self, solution: Solution, more: float = 1.0) -> list[TiledStretch]:
         """Returns the stretch that needs most itself, in so many tiles, a power of two, that it needs about as much as
         the next one that it does not overlap; nothing where it does not stand out, or no axis goes through.
 
         Args:
           solution: the leanest one.
+          more: how many times as many tiles.
         """
         needs = {stages: (size, work) for stages, (size, work) in self._too_big(solution, 0).items() if work}
         if not needs:
@@ -116,7 +117,7 @@ class Tiler:
             rest = max((each for (a, b), (_, each) in needs.items() if b <= s or t <= a), default=work)
             if work >= STANDS_OUT * rest and not self._is_tiled(s, t):
                 count = 1 << (work // rest).bit_length() - 1
-                tile = self._tile(self.model.places[s], self.model.places[t], count, 1.0)
+                tile = self._tile(self.model.places[s], self.model.places[t], count, more)
                 if tile is not None:
                     return [tile]
         return []
@@ -266,6 +267,7 @@ class Tiler:
             range(len(ins)), key=lambda i: (kinds[i] != "intermediate", not fixed[i], -aval_bytes(ins[i].aval))
         )
         yielded = 0
+        refused: list[TilingError] = []
         for place in order:
             for axis, size in enumerate(ins[place].aval.shape):
                 if size < 2 or yielded >= TILED_AXES:
@@ -275,10 +277,11 @@ class Tiler:
                     tiling, _, _ = self.stretches.tiling(tile)
                     needed, flops = self._needs(tiling.run, ins, moves)
                 except TilingError as error:
-                    self.refused.append(error)
+                    refused.append(error)
                     continue
                 yielded += 1
                 yield _Way(place, axis, needed, flops)
+        self.refused = refused + self.refused
 
     def _needs(self, run: Callable[..., Any], ins: Sequence[Any], moves: Moves) -> tuple[int, int]:
         """Returns the bytes that a function of variables like `ins` and its derivative need besides its operands, and
