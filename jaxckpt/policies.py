@@ -274,8 +274,13 @@ class Policy:
         return actions
 
     def regions(self, graph: Graph) -> tuple[Region, ...]:
-        """Returns the decisions of `decide` as one region around the whole function."""
-        return (Region(0, len(graph.ops), self.decide(graph)),)
+        """Returns the decisions of `decide` as one region around the whole function.
+
+        With values on the host it is tied: else compilers leave the gradients of many layers for later, and have in
+        memory at once what these are computed from, fetched.
+        """
+        actions = self.decide(graph)
+        return (Region(0, len(graph.ops), actions, tied=any(action.on_host for action in actions.values())),)
 
     def plan(self, graph: Graph, *, prevent_cse: bool = True) -> Plan:
         """Returns the decisions of `decide` as a plan."""

@@ -43,26 +43,14 @@ def name_equation(operand: Any, result: Any, name: str, maker: Any) -> Any:
     return template.replace(invars=[operand], outvars=[result], params=params, source_info=maker.source_info)
 
 
-def keep_names(saved: Sequence[str], offloaded: Sequence[str] = ()) -> Any:
-    """Returns JAX's policy that keeps values of some names on the device and of others on the host; None if there are
-    no names.
+def keep_names(saved: Sequence[str]) -> Any:
+    """Returns JAX's policy that keeps the values of some names; None if there are no names.
 
     Raises:
       UnsupportedJaxError: checkpoints of this JAX lose these names.
     """
     _check_kept_names()
-    return _names_policy(saved, offloaded)
-
-
-def _names_policy(saved: Sequence[str], offloaded: Sequence[str]) -> Any:
-    if not offloaded:
-        return jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(saved),
-        names_which_can_be_offloaded=list(offloaded),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    return jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
 
 
 def kept_equations(operand: Any, result: Any, name: str, maker: Any) -> list[Any]:
@@ -120,15 +108,13 @@ def _check_kept_names() -> None:
         named = build_jaxpr(
             [], plain.invars, plain.outvars, [sine.replace(outvars=[bare]), naming, *rest], plain.debug_info
         )
-        for title, policy in (
-            ("save_only_these_names", _names_policy(["jaxckpt:probe"], [])),
-            ("save_and_offload_only_these_names", _names_policy([], ["jaxckpt:probe"])),
-        ):
-            kept = jax.checkpoint(lambda x: eval_jaxpr(named, [], x)[0], policy=policy)
-            count = _count("sin", jax.make_jaxpr(jax.grad(kept))(aval))
-            if count != 1:
-                found = f"runs an operation whose result is named and kept {count} times instead of once"
-                raise unsupported(f"jax.checkpoint_policies.{title}", "keep values in checkpoints", found)
+        policy = jax.checkpoint_policies.save_only_these_names("jaxckpt:probe")
+        kept = jax.checkpoint(lambda x: eval_jaxpr(named, [], x)[0], policy=policy)
+        count = _count("sin", jax.make_jaxpr(jax.grad(kept))(aval))
+        if count != 1:
+            title = "jax.checkpoint_policies.save_only_these_names"
+            found = f"runs an operation whose result is named and kept {count} times instead of once"
+            raise unsupported(title, "keep values in checkpoints", found)
 
 
 def _count(primitive: str, closed: Any) -> int:

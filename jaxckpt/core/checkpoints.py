@@ -18,7 +18,7 @@ from jaxckpt.core.constants import MUCH
 from jaxckpt.core.graph import Body, Graph, aval_bytes
 from jaxckpt.core.reads import Flat
 from jaxckpt.core.regions import Address, Loop, Region, kept_actions
-from jaxckpt.core.tie import tied
+from jaxckpt.core.tie import tied, with_tied_cotangents
 
 
 class Naming(Protocol):
@@ -29,7 +29,6 @@ class Naming(Protocol):
       regions, loops: what lies in which body.
       addresses: id of a body -> its address, for bodies that regions or planned loops lie in, and those around them.
       read: values that are read by their names: by the derivatives of their own operations, or in another form.
-      moved: values that tied regions move to the host.
     """
 
     graph: Graph
@@ -37,7 +36,6 @@ class Naming(Protocol):
     loops: dict[Address, dict[int, Loop]]
     addresses: dict[int, Address]
     read: set[int]
-    moved: frozenset[int]
 
     def __call__(self, index: int) -> str:
         """Returns the name of a value."""
@@ -135,7 +133,7 @@ def whole_region(region: Region, program: NamedProgram) -> Flat:
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
-    made = lambda: checkpointed(inner, region, program.names, program.prevent_cse)
+    made = lambda: checkpointed(inner, region, program.names, program.prevent_cse, None)
     return program.part(made, region.start, region.stop, region, ())
 
 
@@ -144,23 +142,22 @@ def checkpointed(
     region: Region,
     names: Naming,
     prevent_cse: bool | tuple[bool, ...],
-    parts: Collection[int] = (),
+    parts: Collection[int] | None = (),
 ) -> Flat:
     """Returns a stretch as its region says; `parts`: the places of inputs that are views."""
     if region.checkpoint:
         if not names.read.isdisjoint(region.actions):
             fun = reads.reads_names(fun)
         fun = jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
-    return tied(fun, parts) if region.tied else fun
+    if region.tied:
+        return with_tied_cotangents(fun) if parts is None else tied(fun, parts)
+    return fun
 
 
 def policy_keeping(actions: Mapping[int, Action], names: Naming) -> Any:
     """Returns the policy of a `jax.checkpoint` that keeps what the actions say, by names."""
-    # What a tied region moves is on the host when it is named; see `stored`.
-    there = {i: action for i, action in actions.items() if action.keeps}
-    offloaded = [names(i) for i, action in there.items() if action.on_host and i not in names.moved]
-    saved = [name for name in map(names, there) if name not in offloaded]
-    return _compat.keep_names(saved, offloaded)
+    # What goes to the host is there when it is named; see `stored`.
+    return _compat.keep_names([names(i) for i, action in actions.items() if action.keeps])
 
 
 def in_checkpoints(regions: tuple[Region, ...], program: NamedProgram) -> Flat:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,6 +91,7 @@ class Named:
         own = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
         self.names = _Names(graph, whole=within is None)
         self.names.place(graph, (), loops, True)
+        self.names.beside = frozenset(_beside(within or {}))
         self.groups = _rewrite(body, self.names, own if within is None else within, cuts=range(len(body.ops)))
         self.views = body.views
 
@@ -141,8 +142,7 @@ class _Names:
         self.read: set[int] = (
             set()
         )  # values that the derivative of their own operation reads, and those kept as something else
-        self.moved: frozenset[int] = frozenset()  # values that tied regions move to the host
-        self.beside: frozenset[int] = frozenset()  # values of regions that keep some value in another form
+        self.beside: frozenset[int] = frozenset()  # values of regions that keep some in another form or on the host
         self.shared: dict[Any, tuple[Any, Any, list[int]]] = {}  # calls that have been given names, see `_call`
         self.same: dict[int, int] = {}  # value -> the one whose name it has, where two calls are one program
         taken = {name for body in _bodies(graph.body) for name in _internal_names(body)}
@@ -163,8 +163,9 @@ class _Names:
         self.regions = by_body(regions)
         self.loops = {address: {loop.op: loop for loop in each} for address, each in by_body(loops).items()}
         self.prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else True
-        self.moved = frozenset(index for region in regions for index in _moved(region))
-        self.beside = frozenset(index for region in regions for index in _beside(region))
+        kept: list[Mapping[int, Action]] = [kept_actions(region) for region in regions]
+        kept += [actions for loop in loops for actions in loop.schedule.all_actions()]
+        self.beside = frozenset(index for actions in kept for index in _beside(actions))
         for address in {*self.regions, *self.loops}:
             for depth in range(len(address) + 1):
                 self.addresses[id(graph.at(address[:depth]))] = address[:depth]
@@ -189,12 +190,10 @@ class _Names:
         """Returns the equations by which the variable `result` is `operand`, a value, with its name; at the source line
         of `maker`.
         """
-        if action.changes or index in self.moved or index in self.beside:
+        if index in self.beside:
             self.read.add(index)
-            action = self.given(index, action)
-            return [
-                _compat.name_equation(operand, result, stored.marker(self(index), action, index in self.moved), maker)
-            ]
+            marker = stored.marker(self(index), self.given(index, action))
+            return [_compat.name_equation(operand, result, marker, maker)]
         if self.whole:
             return [_compat.name_equation(operand, result, self(index), maker)]
         return _compat.kept_equations(operand, result, self(index), maker)
@@ -213,20 +212,13 @@ def _internal_names(body: Body) -> list[str]:
     return [stored.unmarked(name) for name in names if name is not None and name.startswith(INTERNAL)]
 
 
-def _moved(region: Region) -> Iterator[int]:
-    """Yields the values that tied regions move to the host."""
-    if region.tied:
-        yield from (index for index, action in region.actions.items() if action.on_host)
-    for inner in region.regions:
-        yield from _moved(inner)
-
-
-def _beside(region: Region) -> dict[int, Action]:
-    """Returns what a region keeps, if it keeps some value in another form: all of that is stored by the exact forward
-    pass. Named alone, a value that is computed from another one would be kept as it is when that one is restored.
+def _beside(actions: Mapping[int, Action]) -> Mapping[int, Action]:
+    """Returns what a region keeps, if it keeps some value in another form or on the host: all of that is stored by the
+    exact forward pass. Named alone, a value that is computed from another one would be kept as it is when that one is
+    restored.
     """
-    actions = kept_actions(region)
-    return actions if any(action.changes for action in actions.values()) else {}
+    kept = {index: action for index, action in actions.items() if action.keeps}
+    return kept if any(action.changes or action.on_host for action in kept.values()) else {}
 
 
 # ---------------------------------------------------------------------------------------------------- names into jaxprs

@@ -62,15 +62,9 @@ _THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPP
 """Programs in which markers are reached; while loops have no derivative."""
 
 
-def marker(name: str, action: Action, moved: bool = False) -> str:
-    """Returns the name that marks a value: an internal name, and the action by which it is kept.
-
-    Args:
-      name: the internal name.
-      action: the action.
-      moved: whether what is kept is moved to the host here. `jax.checkpoint` moves it, by its name, if not.
-    """
-    text = base64.urlsafe_b64encode(json.dumps([action.to_json(), moved]).encode()).decode()
+def marker(name: str, action: Action) -> str:
+    """Returns the name that marks a value: an internal name, and the action by which it is kept."""
+    text = base64.urlsafe_b64encode(json.dumps(action.to_json()).encode()).decode()
     return f"{_MARKER}{text}@{name}"
 
 
@@ -79,16 +73,13 @@ def unmarked(name: str) -> str:
     return name.removeprefix(_MARKER).partition("@")[2] if name.startswith(_MARKER) else name
 
 
-def marked(eqn: Any) -> tuple[str, Action, bool] | None:
-    """Returns the name under which what an equation marks is kept, the action, and whether what is kept is moved to the
-    host here; None where it is no marker.
-    """
+def marked(eqn: Any) -> tuple[str, Action] | None:
+    """Returns the name under which what an equation marks is kept, and the action; None where it is no marker."""
     name = _compat.equation_name(eqn)
     if name is None or not name.startswith(_MARKER):
         return None
     text, _, plain = name.removeprefix(_MARKER).partition("@")
-    action, moved = json.loads(base64.urlsafe_b64decode(text))
-    return plain, action_from(action), moved
+    return plain, action_from(json.loads(base64.urlsafe_b64decode(text)))
 
 
 def is_lossy(action: Action, dtype: Any) -> bool:
@@ -206,7 +197,7 @@ class _Storing:
                 results, found[place] = self._inside(eqn, inside, [_read(env, atom) for atom in eqn.invars])
                 env.update(zip(eqn.outvars, results))
                 continue
-            name, action, moves = mark
+            name, action = mark
             value = eqn.invars[0]
             if isinstance(value, _compat.Literal):
                 # A number that JAX computed when it traced the program again: it stands in both programs.
@@ -215,9 +206,9 @@ class _Storing:
                 # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
                 # it runs.
                 env[eqn.outvars[0]] = _read(env, value)
-            elif not (action.changes or moves) or _is_saved(action, value.aval.dtype):
+            elif not (action.changes or action.on_host) or _is_saved(action, value.aval.dtype):
                 env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
-            elif self.storing and moves:
+            elif self.storing and action.on_host:
                 env[eqn.outvars[0]] = x = _read(env, value)
                 found[name] = _in(jax.memory.Space.Host, action.encode(x))
                 moved.append(name)
@@ -228,7 +219,7 @@ class _Storing:
                 env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
             else:
                 assert kept is not None, "the forward pass kept what is marked"
-                there = _in(jax.memory.Space.Device, kept[name]) if moves else kept[name]
+                there = _in(jax.memory.Space.Device, kept[name]) if action.on_host else kept[name]
                 env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
             again.add(eqn.outvars[0])
         return _after(moved, [_read(env, atom) for atom in jaxpr.outvars], found), found
@@ -325,7 +316,12 @@ class _Storing:
 
 def _in(space: Any, arrays: Any) -> Any:
     """Returns arrays in a memory; random keys stay where they are."""
-    move = lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.device_put(x, space)
+
+    def move(x: Any) -> Any:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return x
+        return jax.device_put(x, space, src=jax.typeof(x).memory_space)  # without, it has no second derivative
+
     return jax.tree.map(move, arrays)
 
 
@@ -356,11 +352,25 @@ def _after(moved: Sequence[str], results: list[Any], found: StoredValues) -> lis
         # Within jax.shard_map a barrier makes its values vary over the axes of all.
         mine = [name for name in moved if all(axes(leaf) == kind for leaf in jax.tree.leaves(found[name]))]
         places = [place for place, x in enumerate(results) if isinstance(x, jax.Array) and axes(x) == kind]
-        held, here = lax.optimization_barrier(([results[i] for i in places], [found[name] for name in mine]))
+        held = _waiting([results[i] for i in places], [found[name] for name in mine])
         for place, x in zip(places, held):
             results[place] = x
-        found.update(zip(mine, here))
     return results
+
+
+@jax.custom_jvp
+def _waiting(results: list[Any], there: Any) -> list[Any]:
+    """Returns results, which wait for arrays. These do not go through the barrier themselves: XLA for GPUs finds no way
+    from it to the buffer of a loop that they are written into.
+    """
+    return list(lax.optimization_barrier((results, there))[0])
+
+
+def _waiting_tangents(primals: Any, tangents: Any) -> Any:
+    return _waiting(*primals), tangents[0]
+
+
+_waiting.defjvp(_waiting_tangents)
 
 
 def _stretches(jaxpr: Any) -> Iterator[tuple[bool, list[Any]]]:

@@ -83,6 +83,37 @@ def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[...,
     return call
 
 
+def with_tied_cotangents(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Returns the function; of its derivative, no cotangent of an input goes on before all are there. The inputs
+    themselves are read as they are: a scan that differentiates the function keeps no copies of its own operands.
+    """
+    zero = jax.custom_derivatives.SymbolicZero
+
+    @jax.custom_jvp
+    def call(*inputs: Any) -> list[Any]:
+        return fun(*inputs)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all.
+        alike: dict[Any, list[int]] = {}
+        for place, tangent in enumerate(tangents):
+            if not isinstance(tangent, zero):
+                alike.setdefault(_compat.varying_axes(jax.typeof(tangent)), []).append(place)
+        held: dict[int, Any] = {}
+        for places in alike.values():
+            held.update(zip(places, tie(*(tangents[place] for place in places))))
+        moving = sorted(held)
+
+        def some(*values: Any) -> list[Any]:
+            given = dict(zip(moving, values))
+            return fun(*(given.get(place, x) for place, x in enumerate(primals)))
+
+        return jax.jvp(some, tuple(primals[i] for i in moving), tuple(held[i] for i in moving))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call
+
+
 @jax.custom_jvp
 def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
     """Returns values behind one barrier, and those that are shown as they are. Their tangents are behind one."""

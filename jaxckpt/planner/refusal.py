@@ -43,6 +43,9 @@ def no_plan(
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
     stretch, said = _widest(measured, least)
+    results = _result_bytes(measured)
+    if results is not None and budget <= measured.argument_bytes + results:
+        advice = f"{_standing(measured, results)} alone. No plan goes below that. {advice}"
     return InfeasibleBudgetError(
         f"budget must be enough for the plan that keeps least; got {format_bytes(budget)} ({budget} bytes). {advice} "
         f"{said}",
@@ -91,6 +94,26 @@ def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBud
     )
 
 
+def _result_bytes(measured: Measured) -> int | None:
+    """Returns the bytes of the step's results that are no arguments' memory, on one device; None before anything was
+    compiled.
+    """
+    with measured.lock:
+        said = [measured.known_unplanned, *(each.report for each in measured.tries.values())]
+    return min((each.output_bytes - each.alias_bytes for each in said if each is not None), default=None)
+
+
+def _standing(measured: Measured, results: int) -> str:
+    """Returns the start of a sentence that says what every plan of a step needs."""
+    arguments = measured.argument_bytes
+    if not results:
+        return f"The step's arguments take {format_bytes(arguments)}"
+    return (
+        f"The step's arguments ({format_bytes(arguments)}) and results, such as gradients ({format_bytes(results)}), "
+        f"take {format_bytes(arguments + results)}"
+    )
+
+
 def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
     """Returns (which stretch needs most, what is said of it); None where the function has no operations.
 
@@ -111,10 +134,11 @@ def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
     text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
     rest = 0 if least is None else least - measured.argument_bytes - needed
     if rest > needed:  # a leaner stretch would change little
+        results = _result_bytes(measured)
+        given = _standing(measured, results or 0)
         text += (
-            f" Of the least budget {format_bytes(measured.argument_bytes)} are arguments, and {format_bytes(rest)} what "
-            "this stretch does not need: gradients, what the step around it computes (updates, gradients of each "
-            "example), values that pass between stretches, and what others have in memory at the same time (random "
-            "bits of dropout, for example)."
+            f" {given} of the least budget. The rest is what the step around this stretch computes (updates, gradients "
+            "of each example), values that pass between stretches, and what others have in memory at the same time "
+            "(random bits of dropout, for example)."
         )
     return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text

@@ -156,6 +156,14 @@ class Tiler:
                     found[self._stretch(start, stop, ins[way.place], way.axis, MOST_TILES)] = None
         return list(found)
 
+    def couplings(self) -> list[TilingError]:
+        """Returns what stands in the way of tiles of the stretch that needs most, along whichever axis."""
+        start, stop, _ = self.model.widest()
+        program, ins, outs = self.stretches.program(start, stop)
+        if ins and outs and not _compat.side_effects(program):
+            list(self._all(start, stop, ins, self._moves(ins, outs), MOST_TILES))
+        return self.refused
+
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Returns the stages start..stop, each alone, those that need most first."""
         chain = self.model.chain

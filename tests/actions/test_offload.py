@@ -1,0 +1,157 @@
+"""OFFLOAD in a policy: what it names is on the host between the passes, in scans and unrolled, beside other actions, and
+in derivatives of derivatives.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxckpt
+from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Plan, Policy, compress, tag
+from jaxckpt.core.regions import Loop
+from jaxckpt.schedules import checkpointed
+from tests.helpers import executions, gradient_executions
+
+LAYERS, ROWS, WIDTH = 8, 2048, 128
+UP = LAYERS * ROWS * 4 * WIDTH * 4  # bytes of all that is called "up"
+FORMS = ("unrolled", "scanned", "scanned, prevent_cse")
+
+
+def layers(form, action):
+    """A loss of MLP layers under a checkpoint each."""
+    policy = Policy({"up": action})
+    checkpoint = functools.partial(jaxckpt.checkpoint, policy=policy, prevent_cse=form != "scanned")
+    layer = checkpoint(lambda x, w: x + jnp.sin(tag(x @ w[0], "up")) @ w[1])
+
+    def loss(ws, x):
+        if form == "unrolled":
+            for w in zip(*ws):
+                x = layer(x, w)
+        else:
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, ws)
+        return jnp.sum(x**2)
+
+    return loss
+
+
+SHAPES = (LAYERS, WIDTH, 4 * WIDTH), (LAYERS, 4 * WIDTH, WIDTH)
+
+
+def report(form, action, target):
+    ws = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES)
+    if form == "unrolled":
+        ws = tuple([jax.ShapeDtypeStruct(w.shape[1:], w.dtype)] * LAYERS for w in ws)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    return jaxckpt.measure(jax.value_and_grad(layers(form, action)), ws, x, target=target, generate_code=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+def test_the_h100_holds_none_of_it_between_the_passes(form):
+    """With or without a loop: neither the values, nor weights, nor what the gradients of all layers are made of."""
+    none, saved, away = (report(form, action, "cuda:h100") for action in (RECOMPUTE, SAVE, OFFLOAD))
+    assert saved.peak_bytes - none.peak_bytes > 0.8 * UP
+    assert away.host_bytes == pytest.approx(UP, rel=0.01) and none.host_bytes == saved.host_bytes == 0
+    assert away.peak_bytes <= none.peak_bytes + 3 * UP / LAYERS
+
+
+@pytest.mark.cuda
+def test_compressed_values_go_to_the_host_unrolled():
+    none, away = (report("unrolled", action, "cuda:h100") for action in (RECOMPUTE, compress("int8") | OFFLOAD))
+    assert away.host_bytes == pytest.approx(UP * (1 / 4 + 1 / 128), rel=0.01)
+    assert away.peak_bytes <= none.peak_bytes + 3 * UP / LAYERS
+
+
+@pytest.mark.tpu
+def test_the_tpu_holds_none_of_it_in_a_scan():
+    none, away = (report("scanned", action, "tpu:v5e:2x2") for action in (RECOMPUTE, OFFLOAD))
+    assert away.host_bytes == pytest.approx(UP, rel=0.01)
+    assert away.peak_bytes <= none.peak_bytes + 3 * UP / LAYERS
+
+
+# ------------------------------------------------------------------------------------------------------- beside others
+
+W = 0.3 * jax.random.normal(jax.random.key(0), (8, 8))
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def two(w, x):
+    """Two values, one computed from the other."""
+    return jnp.tanh(tag(jnp.cos(tag(jnp.sin(x @ w), "first")), "second") @ w)
+
+
+def chain(policy, form="unrolled"):
+    step = jaxckpt.checkpoint(two, policy=policy)
+    if form == "unrolled":
+        return lambda w, x: jnp.sum(step(w, step(w, x)) ** 2)
+    return lambda w, x: jnp.sum(lax.scan(lambda x, _: (step(w, x), None), x, None, length=2)[0] ** 2)
+
+
+@pytest.mark.parametrize("first", [SAVE, OFFLOAD, compress("bfloat16")], ids=repr)
+@pytest.mark.parametrize("second", [SAVE, OFFLOAD, compress("bfloat16")], ids=repr)
+@pytest.mark.parametrize("form", ["checkpoint", "plan"])
+def test_what_is_kept_is_not_computed_again_whatever_the_rest_is_kept_as(first, second, form):
+    policy = Policy({"first": first, "second": second})
+    fun = jaxckpt.checkpoint(two, policy=policy)
+    if form == "plan":
+        fun = policy.plan(jaxckpt.trace(two, W, X)).apply(two)
+    counts = gradient_executions(lambda w: jnp.sum(fun(w, X)), W)
+    assert counts["sin"] == counts["cos"] == 2  # the value and the other one's derivative
+    assert counts["dot_general"] == 7 and counts["device_put"] == 2 * [first, second].count(OFFLOAD)
+
+
+def test_a_loop_of_a_plan_keeps_values_on_the_host_and_here():
+    def scanned(w, x):
+        return jnp.sum(lax.scan(lambda x, _: (two(w, x), None), x, None, length=4)[0])
+
+    graph = jaxckpt.trace(scanned, W, X)
+    named = {tag: value.index for value in graph.values for tag in value.tags}
+    (op,) = (place for place, op in enumerate(graph.ops) if op.primitive == "scan")
+    counts = []
+    for actions in ({}, {"first": OFFLOAD, "second": SAVE}):
+        kept = {named[name]: action for name, action in actions.items()}
+        plan = Plan((), graph.fingerprint, loops=(Loop(op, checkpointed(4, (), kept)),))
+        counts.append(gradient_executions(lambda w: plan.apply(scanned)(w, X), W))
+    assert counts[0]["sin"] - counts[1]["sin"] == counts[0]["cos"] - counts[1]["cos"] == 4
+
+
+# ---------------------------------------------------------------------------------------- derivatives, all kinds of them
+
+
+@pytest.mark.parametrize("form", ["unrolled", "scanned"])
+def test_derivatives_of_derivatives(form):
+    """JAX's own policies with offloaded names fail in reverse mode over reverse mode (jax 0.10.2 to 0.12.0.1)."""
+    exact, away = (chain(Policy({"first": each}), form) for each in (SAVE, OFFLOAD))
+    penalty = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2))
+    product = lambda f: lambda w: jax.jvp(jax.grad(lambda w: f(w, X)), (w,), (w,))[1]
+    examples = lambda f: lambda w: jax.vmap(lambda x: jax.grad(f)(w, x))(jnp.stack([X, 2 * X]))
+    again = [penalty, lambda f: jax.jit(penalty(f))]
+    if form == "scanned" and jax.__version_info__ < (0, 12):  # JAX takes cotangents of stacked values to the device
+        again = []
+    for derivative in (*again, product, examples):
+        np.testing.assert_allclose(derivative(away)(W), derivative(exact)(W), rtol=1e-4, atol=1e-5)
+
+
+def test_integers_keys_and_what_is_not_differentiated_pass():
+    def fun(w, frozen, key, rows, flag):
+        h = tag(jnp.sin(frozen @ w), "h") * jax.random.uniform(key, (4, 8))
+        return jnp.where(flag, h[rows], 0.0) @ w, (rows + 1, key, None)
+
+    def loss(fun, w, frozen):
+        out, (more, key, _) = fun(w, frozen, jax.random.key(2), jnp.arange(4), True)
+        return jnp.sum(out**2), (more, key)
+
+    away = jaxckpt.checkpoint(fun, policy=Policy({"h": OFFLOAD}))
+    for argnums in (1, 2, (1, 2)):
+        exact, _ = jax.grad(loss, argnums, has_aux=True)(fun, W, X)
+        got, (more, key) = jax.grad(loss, argnums, has_aux=True)(away, W, X)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, exact)
+        assert more.tolist() == [1, 2, 3, 4] and key == jax.random.key(2)
+    # No cotangent of the frozen input is computed: its matmul is missing.
+    one = lambda w, x: loss(away, w, x)[0]
+    both, some = (executions(jax.grad(one, argnums), W, X)["dot_general"] for argnums in ((0, 1), 0))
+    assert some == both - 1
