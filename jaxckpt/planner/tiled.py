@@ -347,9 +347,11 @@ class _Look:
         if self.within.verify and leanest:
             self._look(leanest)
         error, tiles = min(self.errors, key=lambda each: each[0].least_bytes or math.inf)
-        if not self.refused:
-            tiler = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform)
-            self.refused = tiler.couplings()
+        values = self.whole.graph.values
+        if not self.refused and all(
+            tile.tiles == values[tile.value].shape[tile.axis] for tile in tiles if not tile.round
+        ):
+            self.refused = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform).couplings()
         return refusal.no_plan_with_tiles(error, tiles, self.refused)
 
 

@@ -1,5 +1,5 @@
-"""OFFLOAD in a policy: what it names is on the host between the passes, in scans and unrolled, beside other actions, and
-in derivatives of derivatives.
+"""OFFLOAD in a policy: what it names is on the host between the passes, in scans and unrolled, beside other actions,
+and in derivatives of derivatives.
 """
 
 import functools
@@ -119,7 +119,7 @@ def test_a_loop_of_a_plan_keeps_values_on_the_host_and_here():
     assert counts[0]["sin"] - counts[1]["sin"] == counts[0]["cos"] - counts[1]["cos"] == 4
 
 
-# ---------------------------------------------------------------------------------------- derivatives, all kinds of them
+# --------------------------------------------------------------------------------------- derivatives, all kinds of them
 
 
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
