@@ -5,7 +5,7 @@ these names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,25 +133,21 @@ def whole_region(region: Region, program: NamedProgram) -> Flat:
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
-    made = lambda: checkpointed(inner, region, program.names, program.prevent_cse, None)
+
+    def made() -> Flat:
+        fun = checkpointed(inner, region, program.names, program.prevent_cse)
+        return with_tied_cotangents(fun) if region.tied else fun
+
     return program.part(made, region.start, region.stop, region, ())
 
 
-def checkpointed(
-    fun: Flat,
-    region: Region,
-    names: Naming,
-    prevent_cse: bool | tuple[bool, ...],
-    parts: Collection[int] | None = (),
-) -> Flat:
-    """Returns a stretch as its region says; `parts`: the places of inputs that are views."""
-    if region.checkpoint:
-        if not names.read.isdisjoint(region.actions):
-            fun = reads.reads_names(fun)
-        fun = jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
-    if region.tied:
-        return with_tied_cotangents(fun) if parts is None else tied(fun, parts)
-    return fun
+def checkpointed(fun: Flat, region: Region, names: Naming, prevent_cse: bool | tuple[bool, ...]) -> Flat:
+    """Returns a stretch, not yet tied, with the checkpoint that its region asks for."""
+    if not region.checkpoint:
+        return fun
+    if not names.read.isdisjoint(region.actions):
+        fun = reads.reads_names(fun)
+    return jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
 
 
 def policy_keeping(actions: Mapping[int, Action], names: Naming) -> Any:
@@ -222,8 +218,9 @@ def _part(
         fun = functools.partial(surgery.evaluate, jaxpr)
     if region is None:
         return fun
-    parts = [place for place, var in enumerate(inputs) if var in program.parts]
-    return checkpointed(fun, region, program.names, program.prevent_cse, parts)
+    fun = checkpointed(fun, region, program.names, program.prevent_cse)
+    views = [place for place, var in enumerate(inputs) if var in program.parts]
+    return tied(fun, views) if region.tied else fun
 
 
 def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int, int, Region | None]]:
