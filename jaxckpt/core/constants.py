@@ -259,10 +259,6 @@ STANDS_OUT = 2.0
 """The stretch that needs most is tiled alone where it needs at least so many times as much as the next one. The head of
 a GPT with 128,256 words needs ten times as much as an attention. Judged by that model alone."""
 
-DEAREST_MORE = 4.0
-"""If no plan fits with that stretch alone in tiles, so many times as many tiles of it are tried, before others are
-tiled too. Judged by a GPT with 262,144 words at 20% of its peak: nothing fits with its head in 8 tiles."""
-
 SHARED_PARTS = 2000
 """Regions that the planner's traces of a program share, at most. A plan has up to a few hundred. It bounds memory."""
 

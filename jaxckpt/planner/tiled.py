@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError, TilingError
 from jaxckpt.core.constants import (
-    DEAREST_MORE,
     FAR,
     MOST_TILES,
     NEAR,
@@ -201,8 +200,7 @@ class _Look:
                 return self.plans[0]
         fits = bool(self.plans)  # without tiles
         lean = [] if fits else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)]
-        alone = [_Extent(False, 1.0, times, dearest=True) for times in (1.0, DEAREST_MORE)]
-        self._by_extents([*alone, _Extent(True, 0.98), *lean])
+        self._by_extents([_Extent(False, 1.0, dearest=True), _Extent(True, 0.98), *lean])
         if self.within.verify and self.whole.shares(self.within.solver):
             self.plans += self.tiled.recall(self.within)
         if not self.plans:
@@ -326,7 +324,7 @@ class _Look:
             limit = round((self.within.budget - standing) * extent.share)
             look = functools.partial(tiler.tiles, limit=limit, more=extent.more, alone=extent.keep, count=extent.tiles)
             if extent.dearest:
-                found = tiler.dearest(solution, extent.more)
+                found = tiler.dearest(solution)
             else:
                 found = tiler.microbatches(extent.tiles or MOST_TILES) if extent.whole else look(solution)
             if not found:

@@ -100,13 +100,12 @@ class Tiler:
                     break
         return sorted(found, key=lambda tile: -tile.start)
 
-    def dearest(self, solution: Solution, more: float = 1.0) -> list[TiledStretch]:
+    def dearest(self, solution: Solution) -> list[TiledStretch]:
         """Returns the stretch that needs most itself, in so many tiles, a power of two, that it needs about as much as
         the next one that it does not overlap; nothing where it does not stand out, or no axis goes through.
 
         Args:
           solution: the leanest one.
-          more: how many times as many tiles.
         """
         needs = {stages: (size, work) for stages, (size, work) in self._too_big(solution, 0).items() if work}
         if not needs:
@@ -117,7 +116,7 @@ class Tiler:
             rest = max((each for (a, b), (_, each) in needs.items() if b <= s or t <= a), default=work)
             if work >= STANDS_OUT * rest and not self._is_tiled(s, t):
                 count = 1 << (work // rest).bit_length() - 1
-                tile = self._tile(self.model.places[s], self.model.places[t], count, more)
+                tile = self._tile(self.model.places[s], self.model.places[t], count, 1.0)
                 if tile is not None:
                     return [tile]
         return []
