@@ -18,7 +18,7 @@ from jaxckpt.core.constants import MUCH
 from jaxckpt.core.graph import Body, Graph, aval_bytes
 from jaxckpt.core.reads import Flat
 from jaxckpt.core.regions import Address, Loop, Region, kept_actions
-from jaxckpt.core.tie import tied, with_tied_cotangents
+from jaxckpt.core.tie import tied
 
 
 class Naming(Protocol):
@@ -133,20 +133,31 @@ def whole_region(region: Region, program: NamedProgram) -> Flat:
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
+    away = any(action.on_host for action in kept_actions(region).values())
+    # In a loop the order is given; a barrier would hold one more value.
+    ties = region.tied and away and program.prevent_cse is not False
 
     def made() -> Flat:
-        fun = checkpointed(inner, region, program.names, program.prevent_cse)
-        return with_tied_cotangents(fun) if region.tied else fun
+        fun = checkpointed(inner, region, program.names, program.prevent_cse, waits=ties, ties=ties)
+        return tied(fun, ()) if region.tied and not away else fun
 
     return program.part(made, region.start, region.stop, region, ())
 
 
-def checkpointed(fun: Flat, region: Region, names: Naming, prevent_cse: bool | tuple[bool, ...]) -> Flat:
-    """Returns a stretch, not yet tied, with the checkpoint that its region asks for."""
+def checkpointed(
+    fun: Flat,
+    region: Region,
+    names: Naming,
+    prevent_cse: bool | tuple[bool, ...],
+    *,
+    waits: bool = False,
+    ties: bool = False,
+) -> Flat:
+    """Returns a stretch with the checkpoint that its region asks for; `waits` and `ties` as of `reads_names`."""
     if not region.checkpoint:
         return fun
     if not names.read.isdisjoint(region.actions):
-        fun = reads.reads_names(fun)
+        fun = reads.reads_names(fun, waits=waits, ties=ties)
     return jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
 
 
@@ -218,7 +229,7 @@ def _part(
         fun = functools.partial(surgery.evaluate, jaxpr)
     if region is None:
         return fun
-    fun = checkpointed(fun, region, program.names, program.prevent_cse)
+    fun = checkpointed(fun, region, program.names, program.prevent_cse, waits=region.tied)
     views = [place for place, var in enumerate(inputs) if var in program.parts]
     return tied(fun, views) if region.tied else fun
 

@@ -11,6 +11,7 @@ values no derivative reads in that way do not need it: `needs_redirection` tells
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,11 +23,24 @@ from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
 from jaxckpt.core import primitives, stored, surgery
 from jaxckpt.core.primitives import Holds
+from jaxckpt.core.tie import tied_tangents
 
 INTERNAL = stored.INTERNAL
 
 CALL = "jaxckpt_reads_names"
-"""What the call is named in a jaxpr by which `reads_names` brings its derivative."""
+"""What the call is named in a jaxpr by which `reads_names` brings its derivative; then come the words of its flags."""
+
+_WAITS, _TIES = "_waits", "_ties"
+
+_in_loop = jax.make_user_context(default_value=False)
+
+
+def in_loop() -> contextlib.AbstractContextManager[Any]:
+    """Within this context, what is traced is the body of a loop: its iterations are in order, and a barrier in each
+    would hold one more value, or stand in the way of a loop around it that keeps its own values on the host.
+    """
+    return _in_loop(True)  # type: ignore[no-any-return]
+
 
 Flat = Callable[..., list[Any]]
 
@@ -136,36 +150,40 @@ def _read(named: dict[Any, Any], atom: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- the function
 
 
-def reads_names(fun: Flat) -> Flat:
+def reads_names(fun: Flat, *, waits: bool = False, ties: bool = False) -> Flat:
     """Returns the function with a derivative that reads values behind the names that the emitter gave to them.
 
     Args:
       fun: flat lists of arrays in and out; it closes over nothing that is being traced.
+      waits: whether the results wait until what goes to the host is there: see `stored`.
+      ties: whether of the cotangents of its inputs none goes on before all are there.
     """
 
     def call(*args: Any) -> list[Any]:
         closed = jax.make_jaxpr(fun)(*args)
         if not _compat.allowed_in_custom_rules(closed):
-            if stored.has_markers(_compat.open_jaxpr(closed)):
+            again = _compat.remat_disallowed_effects(_compat.open_jaxpr(closed))  # then it only runs forward
+            if not again and stored.has_markers(_compat.open_jaxpr(closed)):
                 raise EffectsError(
-                    "A function must have no side effects if a value in it is kept in another form (compressed); it "
+                    "A function must have no side effects if a value in it is kept in another form or on the host; it "
                     "has "
                     f"{', '.join(map(str, _compat.open_jaxpr(closed).effects))}. Save the value as it is, or move "
                     f"the effect out."
                 )
             return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
-        return call_reading_names(closed)(*args)
+        ordered = not _in_loop.value
+        return call_reading_names(closed, waits and ordered, ties and ordered)(*args)
 
     return call
 
 
-def call_reading_names(closed: Any) -> Flat:
+def call_reading_names(closed: Any, waits: bool = False, ties: bool = False) -> Flat:
     """Returns the function of a closed jaxpr, with the derivative that `reads_names` says."""
 
     def primal(*args: Any) -> list[Any]:
         return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
 
-    primal.__name__ = primal.__qualname__ = CALL
+    primal.__name__ = primal.__qualname__ = CALL + _WAITS * waits + _TIES * ties
     made = jax.custom_jvp(primal)
     marked = stored.has_markers(_compat.open_jaxpr(closed))
 
@@ -174,8 +192,9 @@ def call_reading_names(closed: Any) -> Flat:
         moving = tuple(not isinstance(tangent, zero) for tangent in tangents)
         both, out_moving = differentiated(moving)
         given = [tangent for tangent in tangents if not isinstance(tangent, zero)]
+        given = tied_tangents(given) if ties else given
         if marked:
-            results, kept = stored.run_storing(closed, primals)
+            results, kept = stored.run_storing(closed, primals, waits)
             flat = stored.run_with(both, kept, [*primals, *given])
         else:
             flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
@@ -205,14 +224,19 @@ def is_effect(eqn: Any) -> bool:
 
 def is_call(eqn: Any) -> bool:
     """Whether an equation is the call that `reads_names` makes."""
-    return eqn.primitive.name == "custom_jvp_call" and _compat.jaxpr_title(eqn.params["call_jaxpr"]) == CALL
+    return eqn.primitive.name == "custom_jvp_call" and _title(eqn).startswith(CALL)
+
+
+def _title(eqn: Any) -> str:
+    return _compat.jaxpr_title(eqn.params["call_jaxpr"])
 
 
 def with_program(eqn: Any, closed: Any) -> Any:
     """Returns a call that `reads_names` has made with another program, and that one's derivative."""
-    made = jax.make_jaxpr(call_reading_names(closed))(*(var.aval for var in eqn.invars))
-    call = _compat.open_jaxpr(made).eqns[-1]
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    call = call_reading_names(closed, _WAITS in _title(eqn), _TIES in _title(eqn))
+    made = jax.make_jaxpr(call)(*(var.aval for var in eqn.invars))
+    last = _compat.open_jaxpr(made).eqns[-1]
+    return last.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 # -------------------------------------------------------------------------------------------------------- which need it

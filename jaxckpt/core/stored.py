@@ -142,11 +142,14 @@ def _holds(eqn: Any) -> bool:
     return any(inside)
 
 
-def run_storing(closed: Any, args: Sequence[Any]) -> tuple[list[Any], StoredValues]:
-    """Evaluates a closed jaxpr: returns its results, and what is kept of it, encoded and named."""
-    run = _Storing(storing=True)
-    results, kept = run.program(closed, None, args)
-    return results, _named(kept)
+def run_storing(closed: Any, args: Sequence[Any], waits: bool = False) -> tuple[list[Any], StoredValues]:
+    """Evaluates a closed jaxpr: returns its results, and what is kept of it, encoded and named.
+
+    Args:
+      waits: whether the results wait until what goes to the host is there.
+    """
+    results, kept = _Storing(storing=True).program(closed, None, args)
+    return _after(kept, results) if waits else results, _named(kept)
 
 
 def run_with(closed: Any, kept: StoredValues, args: Sequence[Any]) -> list[Any]:
@@ -176,6 +179,8 @@ class _Storing:
 
     def __init__(self, storing: bool) -> None:
         self.storing = storing
+        self.branches = 0  # around what is evaluated
+        self.away: set[str] = set()  # names of what goes to the host
 
     def program(self, closed: Any, kept: StoredValues | None, args: Sequence[Any]) -> tuple[list[Any], StoredValues]:
         """Returns the results of a program, and what is kept of it."""
@@ -184,7 +189,6 @@ class _Storing:
         env.update(zip(jaxpr.invars, args))
         found: StoredValues = {}
         again: set[Any] = set()  # values that a marker returned
-        moved: list[str] = []  # names of what goes to the host
         for special, eqns in _stretches(jaxpr):
             if not special:
                 self._plain(jaxpr, eqns, env)
@@ -210,8 +214,10 @@ class _Storing:
                 env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
             elif self.storing and action.on_host:
                 env[eqn.outvars[0]] = x = _read(env, value)
-                found[name] = _in(jax.memory.Space.Host, action.encode(x))
-                moved.append(name)
+                found[name] = action.encode(x)
+                self.away.add(name)
+                if not self.branches:
+                    found[name] = _in(jax.memory.Space.Host, found[name])
             elif self.storing:
                 # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
                 # encodes it, right before that is decoded.
@@ -222,7 +228,7 @@ class _Storing:
                 there = _in(jax.memory.Space.Device, kept[name]) if action.on_host else kept[name]
                 env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
             again.add(eqn.outvars[0])
-        return _after(moved, [_read(env, atom) for atom in jaxpr.outvars], found), found
+        return [_read(env, atom) for atom in jaxpr.outvars], found
 
     def _plain(self, jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
         inputs = surgery.used(eqns)
@@ -296,7 +302,11 @@ class _Storing:
         return [*last, *ys], found
 
     def _cond(self, programs: list[Any], kept: Any, operands: list[Any]) -> tuple[list[Any], list[StoredValues]]:
+        # What is mapped over the index runs all branches and selects from what goes in and out, on the device. So what
+        # goes to the host does so behind the branches, and comes back before them.
         index, *inputs = operands
+        kept = _in(jax.memory.Space.Device, kept)
+        self.branches += 1
         keeps = [_typed(lambda *xs, i=i: self._branch(programs, kept, i, *xs)[1], inputs) for i in range(len(programs))]
 
         def branch(place: int) -> Any:
@@ -308,7 +318,17 @@ class _Storing:
             return run
 
         results, found = lax.switch(index, [branch(place) for place in range(len(programs))], *inputs)
-        return results, found
+        self.branches -= 1
+        return results, found if self.branches else self._moved(found)
+
+    def _moved(self, found: Any) -> Any:
+        """Returns what was found in branches, with what goes to the host there."""
+        if isinstance(found, MappedValues):
+            return replace(found, values=self._moved(found.values))
+        if isinstance(found, list):
+            return [self._moved(each) for each in found]
+        moved = {name: item if name.startswith(INTERNAL) else self._moved(item) for name, item in found.items()}
+        return moved | {name: _in(jax.memory.Space.Host, found[name]) for name in self.away.intersection(found)}
 
     def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], StoredValues]:
         return self.program(programs[place], None if kept is None else kept[place], inputs)
@@ -318,9 +338,10 @@ def _in(space: Any, arrays: Any) -> Any:
     """Returns arrays in a memory; random keys stay where they are."""
 
     def move(x: Any) -> Any:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        now = jax.typeof(x).memory_space
+        if now == space or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        return jax.device_put(x, space, src=jax.typeof(x).memory_space)  # without, it has no second derivative
+        return jax.device_put(x, space, src=now)  # without the source it has no second derivative
 
     return jax.tree.map(move, arrays)
 
@@ -339,7 +360,7 @@ def _zeros(aval: Any) -> Any:
     return _in(aval.memory_space, lax.pcast(zeros, axes, to="varying") if axes else zeros)
 
 
-def _after(moved: Sequence[str], results: list[Any], found: StoredValues) -> list[Any]:
+def _after(kept: StoredValues, results: list[Any]) -> list[Any]:
     """Returns a program's results, which wait until what goes to the host is there.
 
     Else a compiler may keep the value itself on the device, and move it to the host right before it is fetched from
@@ -348,11 +369,11 @@ def _after(moved: Sequence[str], results: list[Any], found: StoredValues) -> lis
     """
     results = list(results)
     axes = lambda x: _compat.varying_axes(jax.typeof(x))
-    for kind in dict.fromkeys(axes(leaf) for name in moved for leaf in jax.tree.leaves(found[name])):
+    there = [leaf for leaf in jax.tree.leaves(kept) if _compat.is_on_host(jax.typeof(leaf))]
+    for kind in dict.fromkeys(map(axes, there)):
         # Within jax.shard_map a barrier makes its values vary over the axes of all.
-        mine = [name for name in moved if all(axes(leaf) == kind for leaf in jax.tree.leaves(found[name]))]
         places = [place for place, x in enumerate(results) if isinstance(x, jax.Array) and axes(x) == kind]
-        held = _waiting([results[i] for i in places], [found[name] for name in mine])
+        held = _waiting([results[i] for i in places], [leaf for leaf in there if axes(leaf) == kind])
         for place, x in zip(places, held):
             results[place] = x
     return results

@@ -83,35 +83,17 @@ def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[...,
     return call
 
 
-def with_tied_cotangents(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Returns the function; of its derivative, no cotangent of an input goes on before all are there. The inputs
-    themselves are read as they are: a scan that differentiates the function keeps no copies of its own operands.
+def tied_tangents(tangents: Sequence[Any]) -> list[Any]:
+    """Returns tangents whose cotangents are passed on only when all of them are there. Within `jax.shard_map`, all of
+    those that vary over the same axes: a barrier makes its values vary over the axes of all.
     """
-    zero = jax.custom_derivatives.SymbolicZero
-
-    @jax.custom_jvp
-    def call(*inputs: Any) -> list[Any]:
-        return fun(*inputs)
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all.
-        alike: dict[Any, list[int]] = {}
-        for place, tangent in enumerate(tangents):
-            if not isinstance(tangent, zero):
-                alike.setdefault(_compat.varying_axes(jax.typeof(tangent)), []).append(place)
-        held: dict[int, Any] = {}
-        for places in alike.values():
-            held.update(zip(places, tie(*(tangents[place] for place in places))))
-        moving = sorted(held)
-
-        def some(*values: Any) -> list[Any]:
-            given = dict(zip(moving, values))
-            return fun(*(given.get(place, x) for place, x in enumerate(primals)))
-
-        return jax.jvp(some, tuple(primals[i] for i in moving), tuple(held[i] for i in moving))
-
-    call.defjvp(rule, symbolic_zeros=True)
-    return call
+    alike: dict[Any, list[int]] = {}
+    for place, tangent in enumerate(tangents):
+        alike.setdefault(_compat.varying_axes(jax.typeof(tangent)), []).append(place)
+    held: dict[int, Any] = {}
+    for places in alike.values():
+        held.update(zip(places, tie(*(tangents[place] for place in places))))
+    return [held[place] for place in range(len(tangents))]
 
 
 @jax.custom_jvp

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt.core import surgery
+from jaxckpt.core import reads, surgery
 from jaxckpt.core.inline import inline
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, Values
@@ -44,9 +44,9 @@ def take_apart(
       TypeError, ValueError: lax.scan's own, where its arguments do not fit together.
     """
     _compat.check_primitives()
-    traced, shape = jax.make_jaxpr(lambda init, xs: lax.scan(f, init, xs, length, reverse, unroll), return_shape=True)(
-        init, xs
-    )
+    run = lambda init, xs: lax.scan(f, init, xs, length, reverse, unroll)
+    with reads.in_loop():
+        traced, shape = jax.make_jaxpr(run, return_shape=True)(init, xs)
     outer = _compat.open_jaxpr(traced)
     where = [i for i, eqn in enumerate(outer.eqns) if eqn.primitive.name == "scan"]
     if not where or outer.eqns[where[-1]].params["length"] == 0 or _compat.jit_is_disabled():

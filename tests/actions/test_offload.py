@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Plan, Policy, compress, tag
@@ -155,3 +156,87 @@ def test_integers_keys_and_what_is_not_differentiated_pass():
     one = lambda w, x: loss(away, w, x)[0]
     both, some = (executions(jax.grad(one, argnums), W, X)["dot_general"] for argnums in ((0, 1), 0))
     assert some == both - 1
+
+
+# -------------------------------------------------------------------------------------------------------- within others
+
+
+def switched(index, x):
+    return lax.switch(index, [lambda x: tag(jnp.sin(x), "h") ** 2, jnp.cos, lambda x: jnp.exp(tag(x * x, "h"))], x)
+
+
+def test_branches_that_are_selected_from():
+    """Under vmap over the index, all branches run."""
+    away = jaxckpt.checkpoint(switched, policy=Policy({"h": OFFLOAD}))
+    grads = lambda f: jax.vmap(jax.grad(lambda x, i: jnp.sum(f(i, x))))(jnp.stack([X, 2 * X, -X]), jnp.arange(3))
+    np.testing.assert_allclose(grads(away), grads(switched), rtol=1e-6)
+
+
+@pytest.mark.cuda
+def test_the_h100_keeps_values_of_branches_in_a_scan_on_the_host():
+    def report(action):
+        layer = jaxckpt.checkpoint(
+            lambda x, w: x + lax.cond(x[0, 0] > 0, lambda x: jnp.sin(tag(x @ w[0], "up")) @ w[1], jnp.sin, x),
+            policy=Policy({"up": action}),
+            prevent_cse=False,
+        )
+        loss = lambda ws, x: jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
+        args = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES)
+        x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+        return jaxckpt.measure(jax.value_and_grad(loss), args, x, target="cuda:h100", generate_code=False)
+
+    saved, away = report(SAVE), report(OFFLOAD)
+    assert away.host_bytes == pytest.approx(UP, rel=0.01)
+    assert away.peak_bytes < saved.peak_bytes - 0.7 * UP
+
+
+@pytest.mark.cuda
+def test_the_h100_takes_carries_and_values_of_segments_on_the_host():
+    layer = jaxckpt.checkpoint(lambda x, w: x + jnp.sin(tag(x @ w[0], "up")) @ w[1], policy=Policy({"up": OFFLOAD}))
+
+    def loss(ws, x):
+        scanned = jaxckpt.scan(lambda x, w: (layer(x, w), None), x, ws, schedule="sqrt", carry=OFFLOAD)
+        return jnp.sum(scanned[0] ** 2)
+
+    args = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    found = jaxckpt.measure(jax.value_and_grad(loss), args, x, target="cuda:h100", generate_code=False)
+    assert found.host_bytes > 2 * UP / LAYERS  # of one segment, and carries
+    assert found.peak_bytes < report("scanned", SAVE, "cuda:h100").peak_bytes - 0.7 * UP
+
+
+@pytest.mark.parametrize("outer", ["nothing", Policy({"first": SAVE}), Policy({"first": OFFLOAD})], ids=repr)
+def test_an_outer_policy_reaches_what_an_inner_one_offloads(outer):
+    def loss(two):
+        return jaxckpt.checkpoint(lambda w, x: jnp.sum(two(w, jnp.tan(two(w, x)))), policy=outer)
+
+    saved, away = (loss(jaxckpt.checkpoint(two, policy=Policy({"first": action}))) for action in (SAVE, OFFLOAD))
+    np.testing.assert_allclose(jax.grad(away)(W, X), jax.grad(loss(two))(W, X), rtol=1e-5)
+    ran, expected = (gradient_executions(fun, W, X) for fun in (away, saved))
+    # Where both store one value in their own way, the exact forward pass of the inner one runs to its first value again.
+    again = int(outer == Policy({"first": OFFLOAD}))
+    assert [ran[name] - expected[name] for name in ("sin", "cos", "tan", "dot_general")] == [again, 0, 0, again]
+
+
+def test_a_function_with_offloaded_values_runs_in_tiles():
+    away = jaxckpt.checkpoint(two, policy=Policy({"first": OFFLOAD}))
+    loss = lambda f: lambda w, x: jnp.sum(f(w, x) ** 2)
+    tiled = jaxckpt.tile(loss(away), in_axes=(None, 0), tiles=2)
+    np.testing.assert_allclose(jax.grad(tiled)(W, X), jax.grad(loss(two))(W, X), rtol=1e-5)
+    assert gradient_executions(tiled, W, X)["device_put"] >= 2
+
+
+def test_a_function_with_side_effects_runs_forward_and_its_derivative_is_refused():
+    seen = []
+
+    def fun(w, x):
+        h = tag(jnp.sin(x @ w), "h")
+        io_callback(lambda x: seen.append(float(x)), None, h[0, 0])
+        return jnp.sum(h)
+
+    away = jaxckpt.checkpoint(fun, policy=Policy({"h": OFFLOAD}))
+    assert jax.jit(away)(W, X) == pytest.approx(float(jnp.sum(jnp.sin(X @ W))))
+    jax.effects_barrier()
+    assert len(seen) == 1
+    with pytest.raises(jaxckpt.EffectsError, match="side effects"):
+        jax.grad(away)(W, X)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxckpt import _compat
@@ -255,7 +256,7 @@ def _rev(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 
 
-@rule("optimization_barrier", "psum", "psum_invariant", "pvary", mixed=True)
+@rule("optimization_barrier", "jaxckpt_tie", "psum", "psum_invariant", "pvary", mixed=True)
 def _each_by_itself(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 
@@ -263,6 +264,13 @@ def _each_by_itself(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 def is_each_by_itself(eqn: Any) -> bool:
     """Whether an equation makes each of its results of one operand."""
     return RULES.get(_compat.primitive_name(eqn)) is _each_by_itself
+
+
+@rule("device_put", mixed=True)
+def _to_a_memory(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    if not all(isinstance(place, jax.memory.Space) for place in eqn.params["devices"]):
+        raise CoupledError("places the whole array on devices")
+    return Passage(shares, shares)
 
 
 @rule("pmax", "pmin", "ppermute", "pbroadcast")
