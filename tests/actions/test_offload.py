@@ -213,7 +213,7 @@ def test_an_outer_policy_reaches_what_an_inner_one_offloads(outer):
     saved, away = (loss(jaxckpt.checkpoint(two, policy=Policy({"first": action}))) for action in (SAVE, OFFLOAD))
     np.testing.assert_allclose(jax.grad(away)(W, X), jax.grad(loss(two))(W, X), rtol=1e-5)
     ran, expected = (gradient_executions(fun, W, X) for fun in (away, saved))
-    # Where both store one value in their own way, the exact forward pass of the inner one runs to its first value again.
+    # Where both store one value in their own way, the inner exact forward pass runs to its first value again.
     again = int(outer == Policy({"first": OFFLOAD}))
     assert [ran[name] - expected[name] for name in ("sin", "cos", "tan", "dot_general")] == [again, 0, 0, again]
 
