@@ -133,7 +133,7 @@ def whole_region(region: Region, program: NamedProgram) -> Flat:
     else:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
-    away = any(action.on_host for action in kept_actions(region).values())
+    away = any(action.on_host for action in region.actions.values())
     # In a loop the order is given; a barrier would hold one more value.
     ties = region.tied and away and program.prevent_cse is not False
 
