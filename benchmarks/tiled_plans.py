@@ -79,21 +79,38 @@ def planned(problem: Problem, loss: Any, budget: str) -> dict[str, Any]:
     }
 
 
+def stops(why: str) -> str:
+    """Returns what an error says that stands in the way: what every plan needs, or operations that couple the rows."""
+    given = re.search(r"gradients \([^)]*\), take ([\d.]+ \w+)", why)
+    _, _, coupling = why.partition("along an axis: ")
+    found = [f"arguments and gradients take {given[1]}"] if given else []
+    found += [" at ".join(each) for each in re.findall(r"(?:^|; )(\w+) at ([^ ]+)", coupling)]
+    return "; ".join(found)
+
+
 def report(results: dict[str, Any]) -> str:
     """Returns the table in Markdown."""
     lines = []
-    for name, row in results.items():
+    for name in (name for name in rows() if name in results):
+        row = results[name]
         for budget, made in row["plans"].items():
             line = [name, format_bytes(row["unplanned_bytes"]), budget]
             if "why" in made:
                 least = f"no; the least is {format_bytes(made['least_bytes'])}" if made["least_bytes"] else "no"
-                stops = re.findall(r"[A-Za-z_]+ at [^ ,;]+", made["why"])
-                lines.append([*line, least, "", "", ", ".join(stops[:2])])
+                lines.append([*line, least, "", "", stops(made["why"])])
                 continue
             share = made["peak_bytes"] / row["unplanned_bytes"]
             tiles = str(len(made["tiles"])) if made["tiles"] else "none"
             lines.append([*line, f"{share:.1%}", f"{made['flops']:+.1%}", f"{made['seconds']:+.1%}", tiles])
-    header = ["model", "peak without a plan", "budget", "plan's peak", "FLOPs", "time", "tiled stretches"]
+    header = [
+        "model",
+        "peak without a plan",
+        "budget",
+        "plan's peak",
+        "FLOPs",
+        "time",
+        "tiled stretches, or what stops",
+    ]
     return "\n".join(
         [
             "# Plans with tiles",
