@@ -30,6 +30,7 @@ from jaxckpt._compat.jaxprs import (
     Literal,
     Var,
     allowed_in_custom_rules,
+    at_line_of,
     build_jaxpr,
     close_jaxpr,
     equation_name,

@@ -6,6 +6,7 @@ both interfaces. `jax.extend.core` has no function that reads or makes an equati
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -279,6 +280,12 @@ def source_line(eqn: Any) -> str:
             first = frame
             break
     return "" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
+
+
+def at_line_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within this context, what is traced has the source line and the scopes of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -83,6 +83,8 @@ NEEDS: tuple[Need, ...] = (
     Need("jax._src.interpreters.ad.jvp_jaxpr", "differentiate pieces of programs", positional=3),
     Need("jax._src.source_info_util.user_frames", "name source lines", positional=1),
     Need("jax._src.source_info_util.Frame", "name source lines", has=("file_name", "start_line", "function_name")),
+    Need("jax._src.source_info_util.user_context", "hand on source lines", positional=1, keywords=("name_stack",)),
+    Need("jax._src.source_info_util.current_name_stack", "hand on scopes", positional=0),
     Need(
         "jax._src.source_info_util.SourceInfo",
         "hand on source lines and scopes",

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,8 +148,9 @@ def run_storing(closed: Any, args: Sequence[Any], waits: bool = False) -> tuple[
     Args:
       waits: whether the results wait until what goes to the host is there.
     """
-    results, kept = _Storing(storing=True).program(closed, None, args)
-    return _after(kept, results) if waits else results, _named(kept)
+    run = _Storing(storing=True)
+    results, kept = run.program(closed, None, args)
+    return _after(kept, results) if waits else results, _named(kept, run.makers)
 
 
 def run_with(closed: Any, kept: StoredValues, args: Sequence[Any]) -> list[Any]:
@@ -157,21 +158,24 @@ def run_with(closed: Any, kept: StoredValues, args: Sequence[Any]) -> list[Any]:
     return _Storing(storing=False).program(closed, kept, args)[0]
 
 
-def _named(kept: StoredValues) -> StoredValues:
-    """Gives what is kept its names: for `jax.checkpoint` these are the values that it keeps."""
+def _named(kept: StoredValues, makers: Mapping[str, Any]) -> StoredValues:
+    """Gives what is kept its names, at the lines of the markers: for `jax.checkpoint` these are the values that it
+    keeps.
+    """
     done: StoredValues = {}
     for key, item in kept.items():
         if key.startswith(INTERNAL):
-            done[key] = jax.tree.map(functools.partial(jax.ad_checkpoint.checkpoint_name, name=key), item)
+            with _compat.at_line_of(makers[key]):
+                done[key] = jax.tree.map(functools.partial(jax.ad_checkpoint.checkpoint_name, name=key), item)
         else:
-            done[key] = _named_inside(item)
+            done[key] = _named_inside(item, makers)
     return done
 
 
-def _named_inside(item: Any) -> Any:
+def _named_inside(item: Any, makers: Mapping[str, Any]) -> Any:
     if isinstance(item, MappedValues):
-        return replace(item, values=_named(item.values))
-    return [_named(each) for each in item] if isinstance(item, list) else _named(item)
+        return replace(item, values=_named(item.values, makers))
+    return [_named(each, makers) for each in item] if isinstance(item, list) else _named(item, makers)
 
 
 class _Storing:
@@ -181,6 +185,7 @@ class _Storing:
         self.storing = storing
         self.branches = 0  # around what is evaluated
         self.away: set[str] = set()  # names of what goes to the host
+        self.makers: dict[str, Any] = {}  # name -> the marker
 
     def program(self, closed: Any, kept: StoredValues | None, args: Sequence[Any]) -> tuple[list[Any], StoredValues]:
         """Returns the results of a program, and what is kept of it."""
@@ -202,31 +207,33 @@ class _Storing:
                 env.update(zip(eqn.outvars, results))
                 continue
             name, action = mark
+            self.makers[name] = eqn
             value = eqn.invars[0]
-            if isinstance(value, _compat.Literal):
-                # A number that JAX computed when it traced the program again: it stands in both programs.
-                env[eqn.outvars[0]] = value.val
-            elif value in again:
-                # A checkpoint around this one keeps the value already; what this one would keep of it is there whenever
-                # it runs.
-                env[eqn.outvars[0]] = _read(env, value)
-            elif not (action.changes or action.on_host) or _is_saved(action, value.aval.dtype):
-                env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
-            elif self.storing and action.on_host:
-                env[eqn.outvars[0]] = x = _read(env, value)
-                found[name] = action.encode(x)
-                self.away.add(name)
-                if not self.branches:
-                    found[name] = _in(jax.memory.Space.Host, found[name])
-            elif self.storing:
-                # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
-                # encodes it, right before that is decoded.
-                x = _read(env, value)
-                env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
-            else:
-                assert kept is not None, "the forward pass kept what is marked"
-                there = _in(jax.memory.Space.Device, kept[name]) if action.on_host else kept[name]
-                env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
+            with _compat.at_line_of(eqn):
+                if isinstance(value, _compat.Literal):
+                    # A number that JAX computed when it traced the program again: it stands in both programs.
+                    env[eqn.outvars[0]] = value.val
+                elif value in again:
+                    # A checkpoint around this one keeps the value already; what this one would keep of it is there
+                    # whenever it runs.
+                    env[eqn.outvars[0]] = _read(env, value)
+                elif not (action.changes or action.on_host) or _is_saved(action, value.aval.dtype):
+                    env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
+                elif self.storing and action.on_host:
+                    env[eqn.outvars[0]] = x = _read(env, value)
+                    found[name] = action.encode(x)
+                    self.away.add(name)
+                    if not self.branches:
+                        found[name] = _in(jax.memory.Space.Host, found[name])
+                elif self.storing:
+                    # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
+                    # encodes it, right before that is decoded.
+                    x = _read(env, value)
+                    env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
+                else:
+                    assert kept is not None, "the forward pass kept what is marked"
+                    there = _in(jax.memory.Space.Device, kept[name]) if action.on_host else kept[name]
+                    env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
             again.add(eqn.outvars[0])
         return [_read(env, atom) for atom in jaxpr.outvars], found
 

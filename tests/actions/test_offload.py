@@ -165,6 +165,14 @@ def switched(index, x):
     return lax.switch(index, [lambda x: tag(jnp.sin(x), "h") ** 2, jnp.cos, lambda x: jnp.exp(tag(x * x, "h"))], x)
 
 
+@pytest.mark.parametrize("action", [OFFLOAD, compress("int8"), compress("bfloat16") | OFFLOAD], ids=repr)
+@pytest.mark.parametrize("form", ["unrolled", "scanned"])
+def test_the_source_line_of_what_is_kept_is_the_users(form, action):
+    found = jaxckpt.residuals(chain(Policy({"first": action}), form), W, X).residuals
+    sources = [each.source for each in found if each.name == "first"]
+    assert sources and all("test_offload.py" in source and source.endswith("(two)") for source in sources)
+
+
 def test_branches_that_are_selected_from():
     """Under vmap over the index, all branches run."""
     away = jaxckpt.checkpoint(switched, policy=Policy({"h": OFFLOAD}))
