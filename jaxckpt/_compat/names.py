@@ -89,7 +89,7 @@ def _name_template(aval: Any) -> Any:
 
 @functools.cache
 def _check_kept_names() -> None:
-    """Checks that jax.checkpoint keeps or offloads a value that `name_equation` names, and does not compute it again.
+    """Checks that jax.checkpoint keeps a value that `name_equation` names, and does not compute it again.
 
     Raises:
       UnsupportedJaxError: the name is lost.

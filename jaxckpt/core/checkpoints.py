@@ -28,7 +28,8 @@ class Naming(Protocol):
       graph: the function.
       regions, loops: what lies in which body.
       addresses: id of a body -> its address, for bodies that regions or planned loops lie in, and those around them.
-      read: values that are read by their names: by the derivatives of their own operations, or in another form.
+      read: values that are read by their names: by the derivatives of their own operations, or as they were stored.
+      beside: values of regions that keep some of theirs in another form or on the host: all are stored.
     """
 
     graph: Graph
@@ -36,6 +37,7 @@ class Naming(Protocol):
     loops: dict[Address, dict[int, Loop]]
     addresses: dict[int, Address]
     read: set[int]
+    beside: frozenset[int]
 
     def __call__(self, index: int) -> str:
         """Returns the name of a value."""
@@ -74,7 +76,7 @@ class NamedProgram:
             others = tuple(each for address, regions in names.regions.items() if address != own for each in regions)
             loops = tuple(loop for each in names.loops.values() for loop in each.values())
             kept = sorted(i for each in (region, *others) if each is not None for i in kept_actions(each))
-            named = tuple((i, names(i), i in names.read) for i in kept)
+            named = tuple((i, names(i), i in names.read, i in names.beside) for i in kept)
             return region, others, loops, self.prevent_cse, named, variables
 
         return looks.part(make, start, stop, names.graph, own, key, region is not None and bool(region.regions))
@@ -135,7 +137,7 @@ def whole_region(region: Region, program: NamedProgram) -> Flat:
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
     away = any(action.on_host for action in region.actions.values())
     # In a loop the order is given; a barrier would hold one more value.
-    ties = region.tied and away and program.prevent_cse is not False
+    ties = region.tied and away and any(jax.tree.leaves(program.prevent_cse))
 
     def made() -> Flat:
         fun = checkpointed(inner, region, program.names, program.prevent_cse, waits=ties, ties=ties)

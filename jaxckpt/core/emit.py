@@ -91,7 +91,7 @@ class Named:
         own = {index: SAVE for op in body.ops for index in op.outputs if graph.values[index].addressable}
         self.names = _Names(graph, whole=within is None)
         self.names.place(graph, (), loops, True)
-        self.names.beside = frozenset(_beside(within or {}))
+        self.names.beside |= frozenset(_beside(within or {}))
         self.groups = _rewrite(body, self.names, own if within is None else within, cuts=range(len(body.ops)))
         self.views = body.views
 
@@ -141,7 +141,7 @@ class _Names:
         self.whole = whole
         self.read: set[int] = (
             set()
-        )  # values that the derivative of their own operation reads, and those kept as something else
+        )  # values that the derivative of their own operation reads, and those that are stored
         self.beside: frozenset[int] = frozenset()  # values of regions that keep some in another form or on the host
         self.shared: dict[Any, tuple[Any, Any, list[int]]] = {}  # calls that have been given names, see `_call`
         self.same: dict[int, int] = {}  # value -> the one whose name it has, where two calls are one program
@@ -402,7 +402,11 @@ def _rewrite_body(original: Any, body: Body, names: _Names, actions: Mapping[int
     has_names = any(index in actions and names.graph.values[index].kind != "intermediate" for index in body.inputs)
     key = (
         id(original),
-        tuple((i, names.given(index, actions[index])) for i, index in enumerate(own) if index in actions),
+        tuple(
+            (i, names.given(index, actions[index]), index in names.beside)
+            for i, index in enumerate(own)
+            if index in actions
+        ),
     )
     has_names = has_names or id(body) in names.addresses
     if not has_names and key in names.shared:

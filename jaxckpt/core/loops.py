@@ -19,6 +19,7 @@ from jaxckpt.core.inline import inline
 from jaxckpt.core.reads import Flat
 from jaxckpt.core.regions import Loop
 from jaxckpt.core.scans import Iteration, ScanBody, ScanRun, Values
+from jaxckpt.core.stored import unmarked
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class _Planned(ScanRun):
         extra = _compat.jaxpr_consts(closed)
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         opened = _compat.build_jaxpr([], inputs, jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
-        named_here = (eqn.invars[0] for eqn in jaxpr.eqns if _compat.equation_name(eqn) in named.names)
+        names = ((eqn, _compat.equation_name(eqn)) for eqn in jaxpr.eqns)
+        named_here = (eqn.invars[0] for eqn, name in names if name and unmarked(name) in named.names)
         kept = [atom for atom in named_here if isinstance(atom, _compat.Var)]  # JAX makes some of them literals
         traced = replace(body, jaxpr=opened, consts=body.consts + len(extra))
         return replace(self, body=traced, consts=[*extra, *self.consts]), None if actions is None else kept

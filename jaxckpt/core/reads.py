@@ -28,18 +28,21 @@ from jaxckpt.core.tie import tied_tangents
 INTERNAL = stored.INTERNAL
 
 CALL = "jaxckpt_reads_names"
-"""What the call is named in a jaxpr by which `reads_names` brings its derivative; then come the words of its flags."""
+"""What the call is named in a jaxpr by which `reads_names` brings its derivative; then come the words of its flags, and
+the number of loops around it."""
 
-_WAITS, _TIES = "_waits", "_ties"
+_WAITS, _TIES, _LOOPS = "_waits", "_ties", "_in_"
 
-_in_loop = jax.make_user_context(default_value=False)
+_loops = jax.make_user_context(default_value=0)
+"""Loops of jaxckpt around what is traced."""
 
 
 def in_loop() -> contextlib.AbstractContextManager[Any]:
-    """Within this context, what is traced is the body of a loop: its iterations are in order, and a barrier in each
-    would hold one more value, or stand in the way of a loop around it that keeps its own values on the host.
+    """Within this context, what is traced is the body of a loop. If the loop is differentiated, its iterations are in
+    order: a barrier in each would hold one more value, or stand in the way of a loop around it that keeps its own
+    values on the host. What is differentiated within an iteration is ordered as everywhere.
     """
-    return _in_loop(True)  # type: ignore[no-any-return]
+    return _loops(_loops.value + 1)  # type: ignore[no-any-return]
 
 
 Flat = Callable[..., list[Any]]
@@ -171,19 +174,18 @@ def reads_names(fun: Flat, *, waits: bool = False, ties: bool = False) -> Flat:
                     f"the effect out."
                 )
             return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
-        ordered = not _in_loop.value
-        return call_reading_names(closed, waits and ordered, ties and ordered)(*args)
+        return call_reading_names(closed, waits, ties, _loops.value)(*args)
 
     return call
 
 
-def call_reading_names(closed: Any, waits: bool = False, ties: bool = False) -> Flat:
-    """Returns the function of a closed jaxpr, with the derivative that `reads_names` says."""
+def call_reading_names(closed: Any, waits: bool, ties: bool, loops: int) -> Flat:
+    """Returns the function of a closed jaxpr, with the derivative that `reads_names` says; `loops`: around it."""
 
     def primal(*args: Any) -> list[Any]:
         return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
 
-    primal.__name__ = primal.__qualname__ = CALL + _WAITS * waits + _TIES * ties
+    primal.__name__ = primal.__qualname__ = f"{CALL}{_WAITS * waits}{_TIES * ties}{_LOOPS}{loops}"
     made = jax.custom_jvp(primal)
     marked = stored.has_markers(_compat.open_jaxpr(closed))
 
@@ -192,9 +194,10 @@ def call_reading_names(closed: Any, waits: bool = False, ties: bool = False) -> 
         moving = tuple(not isinstance(tangent, zero) for tangent in tangents)
         both, out_moving = differentiated(moving)
         given = [tangent for tangent in tangents if not isinstance(tangent, zero)]
-        given = tied_tangents(given) if ties else given
+        within = _loops.value >= loops  # it is differentiated in the loop in which it is called
+        given = tied_tangents(given) if ties and within else given
         if marked:
-            results, kept = stored.run_storing(closed, primals, waits)
+            results, kept = stored.run_storing(closed, primals, waits and within)
             flat = stored.run_with(both, kept, [*primals, *given])
         else:
             flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
@@ -233,7 +236,8 @@ def _title(eqn: Any) -> str:
 
 def with_program(eqn: Any, closed: Any) -> Any:
     """Returns a call that `reads_names` has made with another program, and that one's derivative."""
-    call = call_reading_names(closed, _WAITS in _title(eqn), _TIES in _title(eqn))
+    title = _title(eqn)
+    call = call_reading_names(closed, _WAITS in title, _TIES in title, int(title.rpartition(_LOOPS)[2]))
     made = jax.make_jaxpr(call)(*(var.aval for var in eqn.invars))
     last = _compat.open_jaxpr(made).eqns[-1]
     return last.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)

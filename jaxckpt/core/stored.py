@@ -1,4 +1,5 @@
-"""Values that are kept as something else than they are: encoded after the forward pass, decoded for the backward pass.
+"""Values that are kept in another form or on the host, and what is saved beside them: stored by the forward pass, and
+brought back for the backward pass.
 
 The emitter names such a value as it names all that is kept, and puts the action's JSON into the name: a marker. When
 the function around it is differentiated (`reads.call_reading_names`), it becomes two programs. The first is the forward
@@ -136,7 +137,7 @@ def _holds(eqn: Any) -> bool:
         raise ArgumentError(
             "policy",
             f"one that keeps values inside of {primitive} as they are",
-            "an action that changes what is kept",
+            "an action that keeps a value in another form or on the host",
             "Give SAVE or RECOMPUTE to them, or checkpoint the function inside of it.",
         )
     return any(inside)
@@ -326,7 +327,7 @@ class _Storing:
 
         results, found = lax.switch(index, [branch(place) for place in range(len(programs))], *inputs)
         self.branches -= 1
-        return results, found if self.branches else self._moved(found)
+        return results, self._moved(found) if self.storing and not self.branches else found
 
     def _moved(self, found: Any) -> Any:
         """Returns what was found in branches, with what goes to the host there."""
@@ -395,10 +396,11 @@ def _waiting(results: list[Any], there: Any) -> list[Any]:
 
 
 def _waiting_tangents(primals: Any, tangents: Any) -> Any:
+    # Zeros stay symbolic: made, they would be multiplied by what may be infinite.
     return _waiting(*primals), tangents[0]
 
 
-_waiting.defjvp(_waiting_tangents)
+_waiting.defjvp(_waiting_tangents, symbolic_zeros=True)
 
 
 def _stretches(jaxpr: Any) -> Iterator[tuple[bool, list[Any]]]:

@@ -135,10 +135,10 @@ def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
     rest = 0 if least is None else least - measured.argument_bytes - needed
     if rest > needed:  # a leaner stretch would change little
         results = _result_bytes(measured)
-        given = _standing(measured, results or 0)
+        others = "" if results else "gradients, "
         text += (
-            f" {given} of the least budget. The rest is what the step around this stretch computes (updates, gradients "
-            "of each example), values that pass between stretches, and what others have in memory at the same time "
-            "(random bits of dropout, for example)."
+            f" {_standing(measured, results or 0)} of the least budget. The rest is {others}what the step around this "
+            "stretch computes (updates, gradients of each example), values that pass between stretches, and what "
+            "others have in memory at the same time (random bits of dropout, for example)."
         )
     return where, f"{text} {_OPAQUE[largest.primitive]}" if largest.primitive in _OPAQUE else text

@@ -155,13 +155,19 @@ class Tiler:
                     found[self._stretch(start, stop, ins[way.place], way.axis, MOST_TILES)] = None
         return list(found)
 
-    def couplings(self) -> list[TilingError]:
-        """Returns what stands in the way of tiles of the stretch that needs most, along whichever axis."""
+    def couplings(self, rows: int) -> list[TilingError]:
+        """Returns what stands in the way of tiles of the stretch that needs most, along all axes but one of so many
+        rows; nothing if another axis goes through.
+        """
         start, stop, _ = self.model.widest()
         program, ins, outs = self.stretches.program(start, stop)
-        if ins and outs and not _compat.side_effects(program):
-            list(self._all(start, stop, ins, self._moves(ins, outs), MOST_TILES))
-        return self.refused
+        if not ins or not outs or _compat.side_effects(program):
+            return []
+        moves = self._moves(ins, outs)
+        if self._whole(start, stop, program, ins, moves) is None:
+            return []
+        ways = list(self._all(start, stop, ins, moves, MOST_TILES))
+        return self.refused if all(ins[way.place].aval.shape[way.axis] == rows for way in ways) else []
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Returns the stages start..stop, each alone, those that need most first."""

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Plan, Policy, compress, tag
-from jaxckpt.core.regions import Loop
-from jaxckpt.schedules import checkpointed
+from jaxckpt.core.regions import Loop, Region
+from jaxckpt.schedules import Mixed, Slots, checkpointed
 from tests.helpers import executions, gradient_executions
 
 LAYERS, ROWS, WIDTH = 8, 2048, 128
@@ -86,7 +87,7 @@ def two(w, x):
 
 
 def chain(policy, form="unrolled"):
-    step = jaxckpt.checkpoint(two, policy=policy)
+    step = two if policy is None else jaxckpt.checkpoint(two, policy=policy)
     if form == "unrolled":
         return lambda w, x: jnp.sum(step(w, step(w, x)) ** 2)
     return lambda w, x: jnp.sum(lax.scan(lambda x, _: (step(w, x), None), x, None, length=2)[0] ** 2)
@@ -126,13 +127,15 @@ def test_a_loop_of_a_plan_keeps_values_on_the_host_and_here():
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
 def test_derivatives_of_derivatives(form):
     """JAX's own policies with offloaded names fail in reverse mode over reverse mode (jax 0.10.2 to 0.12.0.1)."""
-    exact, away = (chain(Policy({"first": each}), form) for each in (SAVE, OFFLOAD))
+    exact, away = (chain(policy, form) for policy in (None, Policy({"first": OFFLOAD})))
     penalty = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2))
     product = lambda f: lambda w: jax.jvp(jax.grad(lambda w: f(w, X)), (w,), (w,))[1]
     examples = lambda f: lambda w: jax.vmap(lambda x: jax.grad(f)(w, x))(jnp.stack([X, 2 * X]))
-    again = [penalty, lambda f: jax.jit(penalty(f))]
+    again = (penalty, lambda f: jax.jit(penalty(f)))
     if form == "scanned" and jax.__version_info__ < (0, 12):  # JAX takes cotangents of stacked values to the device
-        again = []
+        with pytest.raises(ValueError, match="Expected cotangent type"):
+            penalty(away)(W)
+        again = ()
     for derivative in (*again, product, examples):
         np.testing.assert_allclose(derivative(away)(W), derivative(exact)(W), rtol=1e-4, atol=1e-5)
 
@@ -248,3 +251,96 @@ def test_a_function_with_side_effects_runs_forward_and_its_derivative_is_refused
     assert len(seen) == 1
     with pytest.raises(jaxckpt.EffectsError, match="side effects"):
         jax.grad(away)(W, X)
+
+
+@pytest.mark.parametrize("action", [OFFLOAD, compress("bfloat16")], ids=repr)
+@pytest.mark.parametrize("within", ["checkpoint", "shard_map", "branch", "scan"])
+def test_what_branches_hold(within, action):
+    kept = lambda x: tag(jnp.sin(x), "h") ** 2
+    mesh = jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,))
+    inner = {
+        "checkpoint": jax.checkpoint(kept),
+        "shard_map": jax.shard_map(kept, mesh=mesh, in_specs=P("d"), out_specs=P("d")),
+        "branch": lambda x: lax.cond(x[0, 0] > 0, kept, jnp.cos, x),
+        "scan": lambda x: lax.scan(lambda x, _: (kept(x), None), x, None, length=2)[0],
+    }[within]
+    fun = lambda w, x: jnp.sum(lax.cond(x[1, 1] < 9, lambda x: inner(x @ w), lambda x: x, x))
+    away = jax.jit(jax.grad(jaxckpt.checkpoint(fun, policy=Policy({"h": action}))))
+    got, exact = away(W, X), jax.grad(fun)(W, X)
+    assert np.linalg.norm(got - exact) <= (1e-6 if action == OFFLOAD else 0.03) * np.linalg.norm(exact)
+
+
+def test_what_nobody_differentiates_gets_no_zeros_that_meet_infinity():
+    layer = jaxckpt.checkpoint(lambda w, z: (tag(jnp.sin(w), "h") ** 2, z), policy=Policy({"h": OFFLOAD}))
+
+    def loss(w):
+        y, z = layer(w, jnp.zeros(()))
+        return jnp.sum(y * jnp.sqrt(z))
+
+    _, tangent = jax.jvp(jax.grad(loss), (W,), (W,))
+    assert not np.any(np.isnan(tangent))
+
+
+@pytest.mark.cuda
+def test_gradients_within_a_loop_are_ordered_too():
+    """Gradients of several batches are added up in a loop: in an iteration there is all that there is outside."""
+    loss = layers("unrolled", OFFLOAD)
+
+    def accumulated(scan, ws, xs):
+        add = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(ws, x)), None)
+        return scan(add, jax.tree.map(jnp.zeros_like, ws), xs)[0]
+
+    ws = tuple([jax.ShapeDtypeStruct(shape[1:], jnp.float32)] * LAYERS for shape in SHAPES)
+    xs = jax.ShapeDtypeStruct((2, ROWS, WIDTH), jnp.float32)
+    for scan in (lax.scan, jaxckpt.scan):
+        found = jaxckpt.measure(functools.partial(accumulated, scan), ws, xs, target="cuda:h100", generate_code=False)
+        assert found.host_bytes == pytest.approx(UP, rel=0.01)
+        assert found.peak_bytes < report("unrolled", SAVE, "cuda:h100").peak_bytes
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_regions_that_share_a_program_keep_it_each_in_its_own_way(first):
+    """One saves beside what it offloads, the other one only saves."""
+    step = jax.jit(lambda w, x: lax.scan(lambda x, _: (two(w, x), None), x, None, length=3)[0])
+
+    def fun(w, x):
+        for place in range(2):
+            x = step(w, tag(jnp.exp(x), f"exp{place}"))
+        return jnp.sum(x)
+
+    graph = jaxckpt.trace(fun, W, X)
+    tagged = {name: [value.index for value in graph.values if name in value.tags] for name in ("first", "exp0", "exp1")}
+    half = next(place for place, op in enumerate(graph.ops) if tagged["exp1"][0] in op.outputs)
+    counts = []
+    for saved in (True, False):
+        actions = [{index: SAVE} if saved else {} for index in tagged["first"]]
+        actions[first] |= {tagged[f"exp{first}"][0]: OFFLOAD}
+        regions = Region(0, half, actions[0], tied=True), Region(half, len(graph.ops), actions[1], tied=True)
+        counts.append(gradient_executions(Plan(regions, graph.fingerprint).apply(fun), W, X))
+    assert counts[1]["sin"] - counts[0]["sin"] == 6
+
+
+@pytest.mark.parametrize("prevent_cse", [False, (False, False)])
+def test_in_a_scan_that_prevents_nothing_no_barrier_is_put(prevent_cse):
+    layer = jaxckpt.checkpoint(two, policy=Policy({"first": OFFLOAD}), prevent_cse=prevent_cse)
+    loss = lambda w, x: jnp.sum(lax.scan(lambda x, _: (layer(w, x), None), x, None, length=2)[0])
+    assert gradient_executions(loss, W, X)["optimization_barrier"] == 0
+
+
+def test_a_loop_that_stores_some_iterations_keeps_what_slots_save():
+    def scanned(w, x):
+        return jnp.sum(lax.scan(lambda x, _: (two(w, x), None), x, None, length=8)[0])
+
+    graph = jaxckpt.trace(scanned, W, X)
+    named = {tag: value.index for value in graph.values for tag in value.tags}
+    (op,) = (place for place, op in enumerate(graph.ops) if op.primitive == "scan")
+
+    def counts(first, saved):
+        slots = Slots(2, run_length=2, actions={named["second"]: SAVE} if saved else {})
+        stored = checkpointed(4, (), {named["first"]: first, named["second"]: SAVE})
+        plan = Plan((), graph.fingerprint, loops=(Loop(op, Mixed(((4, stored), (4, slots)))),))
+        return gradient_executions(lambda w: plan.apply(scanned)(w, X), W)
+
+    assert [counts(OFFLOAD, saved)["dot_general"] for saved in (True, False)] == [
+        counts(SAVE, saved)["dot_general"] for saved in (True, False)
+    ]

@@ -89,13 +89,6 @@ def test_names_that_a_checkpoint_does_not_keep_are_an_error(monkeypatch):
     assert gradient_executions(jaxckpt.checkpoint(tagged, policy=Policy({"inner": SAVE})), X)["sin"] == 2
 
 
-def test_carries_that_a_scan_does_not_offload_are_an_error(monkeypatch):
-    loses = lambda *names, **more: jax.checkpoint_policies.nothing_saveable
-    monkeypatch.setattr(jax.checkpoint_policies, "save_only_these_names", loses)
-    with pytest.raises(UnsupportedJaxError, match="keep values in checkpoints"):
-        jaxckpt.scan(lambda c, x: (jnp.sin(c), x), X, None, length=4, schedule="every", carry=jaxckpt.OFFLOAD)
-
-
 def test_names_that_a_checkpoint_keeps_are_none():
     names._check_kept_names()
     assert names._check_kept_names.cache_info().currsize == 1
