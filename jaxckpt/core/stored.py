@@ -91,12 +91,20 @@ def is_lossy(action: Action, dtype: Any) -> bool:
 def lossy_actions(jaxpr: Any) -> list[Action]:
     """Returns the actions that change gradients by which a program keeps values, in the order in which it does."""
     found: dict[Action, None] = {}
-    for eqn in jaxpr.eqns:
-        mark = marked(eqn)
-        if mark is not None and is_lossy(mark[1], eqn.invars[0].aval.dtype):
-            found[mark[1]] = None
-        for inner in _compat.inner_jaxprs(eqn):
-            found.update(dict.fromkeys(lossy_actions(_compat.open_jaxpr(inner))))
+    seen: set[int] = set()
+
+    def look(jaxpr: Any) -> None:
+        if id(jaxpr) in seen:  # calls share programs
+            return
+        seen.add(id(jaxpr))
+        for eqn in jaxpr.eqns:
+            mark = marked(eqn)
+            if mark is not None and is_lossy(mark[1], eqn.invars[0].aval.dtype):
+                found[mark[1]] = None
+            for inner in _compat.inner_jaxprs(eqn):
+                look(_compat.open_jaxpr(inner))
+
+    look(jaxpr)
     return list(found)
 
 
