@@ -174,7 +174,7 @@ def _named(kept: StoredValues, makers: Mapping[str, Any]) -> StoredValues:
     done: StoredValues = {}
     for key, item in kept.items():
         if key.startswith(INTERNAL):
-            with _compat.at_line_of(makers[key]):
+            with _compat.working_checkpoints(), _compat.at_line_of(makers[key]):
                 done[key] = jax.tree.map(functools.partial(jax.ad_checkpoint.checkpoint_name, name=key), item)
         else:
             done[key] = _named_inside(item, makers)

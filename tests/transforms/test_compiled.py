@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from jaxckpt import OFFLOAD, SAVE, Policy, tag
+from jaxckpt import OFFLOAD, SAVE, Policy, compress, tag
 
 LAYERS, BATCH, WIDTH, EXAMPLES = 8, 64, 128, 4
 UP = LAYERS * EXAMPLES * BATCH * 4 * WIDTH * 4  # bytes of all that is called "up"
@@ -71,6 +71,17 @@ def test_what_is_offloaded_goes_to_the_host(new):
     assert nothing.host_bytes == kept.host_bytes == 0
     assert away.host_bytes == pytest.approx(UP, rel=0.01)
     assert away.peak_bytes < nothing.peak_bytes + 0.35 * (kept.peak_bytes - nothing.peak_bytes)
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["remat2", "remat3"])
+def test_what_is_compressed_is_kept_so(new):
+    shapes = [jnp.ones(arg.shape) for arg in ARGS]
+    with remat3(new):
+        nothing, small = (
+            jaxckpt.residuals(loss(policy, False), *shapes).kept_bytes
+            for policy in ("nothing", Policy({"up": compress("int8")}))
+        )
+    assert small - nothing == pytest.approx(UP * (1 / 4 + 1 / 128), rel=0.01)
 
 
 @pytest.mark.tpu
