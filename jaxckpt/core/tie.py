@@ -8,7 +8,7 @@ cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,15 +66,9 @@ def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[...,
     """
 
     def call(*inputs: Any) -> list[Any]:
-        # Within jax.shard_map those that vary over the same axes: a barrier makes its values vary over the axes of all,
-        # and their tangents not.
-        alike: dict[Any, list[int]] = {}
-        for place, x in enumerate(inputs):
-            aval = jax.typeof(x)
-            if jax.dtypes.issubdtype(aval.dtype, np.inexact):
-                alike.setdefault(_compat.varying_axes(aval), []).append(place)
         held: dict[int, Any] = {}
-        for places in alike.values():
+        moving = {place: x for place, x in enumerate(inputs) if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)}
+        for places in _alike(moving):
             shown = [place for place in places if place in parts]
             whole = [place for place in places if place not in parts]
             held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
@@ -84,16 +78,21 @@ def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[...,
 
 
 def tied_tangents(tangents: Sequence[Any]) -> list[Any]:
-    """Returns tangents whose cotangents are passed on only when all of them are there. Within `jax.shard_map`, all of
-    those that vary over the same axes: a barrier makes its values vary over the axes of all.
-    """
-    alike: dict[Any, list[int]] = {}
-    for place, tangent in enumerate(tangents):
-        alike.setdefault(_compat.varying_axes(jax.typeof(tangent)), []).append(place)
+    """Returns tangents whose cotangents are passed on only when all of them are there."""
     held: dict[int, Any] = {}
-    for places in alike.values():
+    for places in _alike(dict(enumerate(tangents))):
         held.update(zip(places, tie(*(tangents[place] for place in places))))
     return [held[place] for place in range(len(tangents))]
+
+
+def _alike(arrays: Mapping[int, Any]) -> Collection[list[int]]:
+    """Returns the places of arrays that can share a barrier: within `jax.shard_map` those that vary over the same axes,
+    since a barrier makes its values vary over the axes of all, and their tangents not.
+    """
+    found: dict[Any, list[int]] = {}
+    for place, x in arrays.items():
+        found.setdefault(_compat.varying_axes(jax.typeof(x)), []).append(place)
+    return found.values()
 
 
 @jax.custom_jvp

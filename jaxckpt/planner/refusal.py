@@ -42,10 +42,11 @@ def no_plan(
         )
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
-    stretch, said = _widest(measured, least)
     results = _result_bytes(measured)
-    if results is not None and budget <= measured.argument_bytes + results:
+    below = budget <= measured.argument_bytes + (results or 0)
+    if below:
         advice = f"{_standing(measured, results)} alone. No plan goes below that. {advice}"
+    stretch, said = _widest(measured, least, results, standing=not below)
     return InfeasibleBudgetError(
         f"budget must be enough for the plan that keeps least; got {format_bytes(budget)} ({budget} bytes). {advice} "
         f"{said}",
@@ -103,7 +104,7 @@ def _result_bytes(measured: Measured) -> int | None:
     return min((each.output_bytes - each.alias_bytes for each in said if each is not None), default=None)
 
 
-def _standing(measured: Measured, results: int) -> str:
+def _standing(measured: Measured, results: int | None) -> str:
     """Returns the start of a sentence that says what every plan of a step needs."""
     arguments = measured.argument_bytes
     if not results:
@@ -114,11 +115,13 @@ def _standing(measured: Measured, results: int) -> str:
     )
 
 
-def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
+def _widest(measured: Measured, least: int | None, results: int | None, *, standing: bool) -> tuple[str | None, str]:
     """Returns (which stretch needs most, what is said of it); None where the function has no operations.
 
     Args:
       least: as of `no_plan`.
+      results: bytes, as of `_result_bytes`.
+      standing: whether to say what arguments and results need.
     """
     graph, model = measured.graph, measured.model
     if not model.graph.ops:
@@ -134,10 +137,10 @@ def _widest(measured: Measured, least: int | None) -> tuple[str | None, str]:
     text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
     rest = 0 if least is None else least - measured.argument_bytes - needed
     if rest > needed:  # a leaner stretch would change little
-        results = _result_bytes(measured)
+        text += f" {_standing(measured, results)} of the least budget." if standing else ""
         others = "" if results else "gradients, "
         text += (
-            f" {_standing(measured, results or 0)} of the least budget. The rest is {others}what the step around this "
+            f" The rest of that budget is {others}what the step around this "
             "stretch computes (updates, gradients of each example), values that pass between stretches, and what "
             "others have in memory at the same time (random bits of dropout, for example)."
         )

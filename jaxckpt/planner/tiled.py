@@ -346,9 +346,10 @@ class _Look:
             self._look(leanest)
         error, tiles = min(self.errors, key=lambda each: each[0].least_bytes or math.inf)
         values = self.whole.graph.values
-        if not self.refused and tiles and all(tile.tiles == values[tile.value].shape[tile.axis] for tile in tiles):
+        first = [tile for tile in tiles if tile.round == 0]  # later ones are of a function with tiles
+        if first and not self.refused and all(tile.tiles == values[tile.value].shape[tile.axis] for tile in first):
             tiler = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform)
-            self.refused = tiler.couplings(tiles[0].tiles)
+            self.refused = tiler.couplings(first[0].tiles)
         return refusal.no_plan_with_tiles(error, tiles, self.refused)
 
 
