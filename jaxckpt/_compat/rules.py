@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax._src import core as _core
 from jax._src import linear_util
 from jax._src.interpreters import ad as _ad
@@ -34,7 +35,6 @@ lower_fun = mlir.lower_fun
 
 Zero = ad.Zero
 instantiate_zeros = ad.instantiate_zeros
-zeros_like_aval = ad.zeros_like_aval
 broadcast = batching.broadcast
 
 
@@ -200,3 +200,15 @@ def tangent_program(eqn: Any, zeros: Sequence[bool]) -> tuple[Any, int, list[boo
     """
     jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
     return close_jaxpr(open_jaxpr(jaxpr), consts), eqn.params["num_consts"], list(out_zeros)
+
+
+def zeros_like_aval(aval: Any) -> Any:
+    """Returns zeros of an abstract value, with its manual and explicit axes.
+
+    Over a mesh of automatic axes alone a type says nothing of how a value is sharded, but JAX would write its sharding
+    into the program. That would be another one than the program of arguments without shardings.
+    """
+    kinds = getattr(getattr(getattr(aval, "sharding", None), "mesh", None), "axis_types", ())
+    if set(kinds) == {jax.sharding.AxisType.Auto}:
+        aval = aval.update(sharding=None)
+    return ad.zeros_like_aval(aval)

@@ -299,6 +299,13 @@ MUCH_LESS = 0.9
 TILE_ROUNDS = 4
 """Times that tiles are looked for in a function that has some. No measurement is on record."""
 
+MOST_PARTS = 2048
+"""Parts of a tiled axis, at most: over so many devices an axis may be sharded without being gathered."""
+
+RUN = {1: 128, 2: 8}
+"""Dimensions from the tiled one on -> consecutive rows of a part that a tile has at least. A TPU keeps the last two
+dimensions of an array in blocks of 8 by 128."""
+
 TIGHTER = 1 / 8
 """A plan whose step ran out of memory is followed by one whose peak is less by this fraction at least. The device
 cannot always say how much was missing: free bytes that are scattered serve nobody. No measurement is on record."""

@@ -45,10 +45,11 @@ from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import counted, format_bytes
 
-FORMAT = 9
+FORMAT = 10
 """Version of the JSON form."""
-READ_FORMATS = (7, 8, FORMAT)
-"""Versions that are read. Reports of format 7 say nothing of the host, plans before format 9 nothing of windows."""
+READ_FORMATS = (7, 8, 9, FORMAT)
+"""Versions that are read. Reports of format 7 say nothing of the host, plans before format 9 nothing of windows, before
+format 10 nothing of parts."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("random_bits", replace(_SIMPLE, flops=rules.threefry)),
     ("random_split", replace(_FUSED, flops=rules.threefry)),
     ("polygamma zeta", _SERIES),
-    # XLA makes loops of igamma, igammac, igamma_grad_a and regularized_incomplete_beta: this table leaves them out.
+    # XLA makes loops of these.
+    ("igamma igammac igamma_grad_a regularized_incomplete_beta", Primitive(elementwise=True)),
     # Reductions.
     ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False)),
     ("reduce_max reduce_min", replace(_REDUCED, compares=True)),

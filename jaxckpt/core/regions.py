@@ -92,6 +92,8 @@ class TiledStretch:
       axis: the axis of that value that is divided; the stretch's other values have it where the operations put it.
       tiles: into how many tiles. If it does not divide the axis, each has ceil(rows / tiles) rows, and the last one
         what is left.
+      parts: into how many parts of consecutive rows the axis is cut; each tile has rows of every part, so that devices
+        that hold the axis in parts compute a part of every tile each.
       round: 0 for a stretch of the function itself, 1 for one of the function that has those of round 0 in tiles, and
         so on.
     """
@@ -102,13 +104,14 @@ class TiledStretch:
     axis: int
     tiles: int
     round: int = 0
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("start", "stop", "value", "axis", "tiles", "round"):
+        for name in ("start", "stop", "value", "axis", "tiles", "round", "parts"):
             set_fields(self, **{name: whole(getattr(self, name), f"a tiled stretch's {name}")})
-        if self.start >= self.stop or self.tiles < 1:
+        if self.start >= self.stop or self.tiles < 1 or self.parts < 1:
             raise PlanMismatchError(
-                f"a tiled stretch must have operations, and tiles must be at least 1; got {self}. Plan anew."
+                f"a tiled stretch must have operations, and tiles and parts must be at least 1; got {self}. Plan anew."
             )
 
 

@@ -47,7 +47,7 @@ def telling(progress: Progress | bool | None, title: str) -> Iterator[Progress |
 
     Args:
       progress: such a function; True for a bar; False for nothing; None for a bar in a terminal, from the third second
-        on. What jaxckpt calls within itself shows no bar of its own.
+        on, and a line each half minute elsewhere. What jaxckpt calls within itself shows no bar of its own.
       title: what is shown before the first piece of work.
 
     Raises:

@@ -177,7 +177,8 @@ def compare(
         step that donates its arguments gets copies of them, which are not timed.
       cache: where compilers' results are stored: see `jaxckpt.measure`.
       progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
-        two seconds. A function is called as `progress(done, total, what)` before each piece of work.
+        two seconds, and elsewhere a line each half minute. A function is called as `progress(done, total, what)` before
+        each piece of work.
 
     Raises:
       ArgumentError: `variants` is not a mapping of functions, or is empty.

@@ -46,9 +46,11 @@ def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     if not callable(training):
         hint = f"It returned no function but {type(training).__name__}: {training!r:.60}."
         raise ArgumentError("step", rule, step, hint)
-    if step not in PLAIN and not lift.accepts(training, args):
-        rule = f"the arguments of the training step that `step` makes, {lift.signature_of(training)}"
-        raise ArgumentError("args", rule, counted(len(args), "argument"), "Give those of the step, not of the loss.")
+    if not lift.accepts(training, args):
+        whose = "function" if step in PLAIN else "training step that `step` makes"
+        rule = f"the arguments of the {whose}, {lift.signature_of(training)}"
+        hint = "" if step in PLAIN else "Give those of the step, not of the loss."
+        raise ArgumentError("args", rule, counted(len(args), "argument"), hint)
     return training
 
 
@@ -102,16 +104,27 @@ def _needs_value(step: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> NotDifferentiableError | None:
-    """Returns the error for a function that does not return one floating-point scalar; else None.
+    """Returns the error for a function that does not return one floating-point scalar; None for one that raises, too.
 
     Args:
       name: name of the function in the message.
       fun, args: the function, which is traced, and its arguments.
     """
+    returned = False
+
+    @functools.wraps(fun)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal returned
+        returned = False
+        out = fun(*args, **kwargs)
+        returned = True
+        return out
+
     try:
-        result = lift.result_of(fun, args)
-    except TypeError as error:  # not of JAX's types
-        return NotDifferentiableError(f"{name} has nothing to differentiate: {error}")
+        result = lift.result_of(watched, args)
+    except TypeError as error:
+        # What JAX has no type for, or the function's own error, which is not ours to name.
+        return NotDifferentiableError(f"{name} has nothing to differentiate: {error}") if returned else None
     out = jax.tree.leaves(result)
     shown = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__ for leaf in out]
     is_scalar = len(out) == 1 and getattr(out[0], "shape", None) == () and is_inexact(out[0])

@@ -22,7 +22,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError, check_flags
 from jaxckpt.core import lift, shown
 from jaxckpt.core.shown import Progress, tells
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.memory import assign
 from jaxckpt.memory import cache as results
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Space, Timeline
@@ -242,7 +242,8 @@ def measure(
         for that of the environment variable `JAXCKPT_CACHE_DIR` ("off" for none), by default the platform's folder for
         caches; False or "off" for none.
       progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
-        two seconds. A function is called as `progress(done, total, what)` before each piece of work.
+        two seconds, and elsewhere a line each half minute. A function is called as `progress(done, total, what)` before
+        each piece of work.
 
     Raises:
       UnknownTargetError, MissingTargetError: see `Target`.
@@ -404,6 +405,12 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
         if mesh.empty:
             return None
         if isinstance(mesh, AbstractMesh) or not set(mesh.devices.flat) <= set(target.devices):
+            if mesh.size != len(target.devices):
+                rule = f"sharded over the {counted(len(target.devices), 'device')} of the target {target.name}"
+                hint = (
+                    "Name a target of so many devices, or make the mesh with jaxckpt.Target(name).mesh(shape, names)."
+                )
+                raise ArgumentError("args", rule, f"a mesh of {counted(mesh.size, 'device')}", hint)
             moved = target.mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
             return NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
         return sharding

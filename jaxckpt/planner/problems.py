@@ -112,7 +112,8 @@ def plan(
         arguments, nor inside of loops and `jax.shard_map`.
       cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
       progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
-        two seconds. A function is called as `progress(done, total, what)` before each piece of work.
+        two seconds, and elsewhere a line each half minute. A function is called as `progress(done, total, what)` before
+        each piece of work.
 
     Returns:
       The plan, with `predicted`, `measured` and `overhead`. It is empty if the step fits without a plan.
@@ -201,11 +202,11 @@ def problem_of(
         )
     if not args:
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
-    made_step(step, fun, args)
     plain = step in PLAIN
     if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
         rule = "the arguments of the function, one by one"
         raise ArgumentError("args", rule, f"one {type(args[0]).__name__}", "Write plan(fun, *args, budget=...).")
+    made_step(step, fun, args)
     step = suited(step, fun, args)
     try:
         seen = observe(fun, step, args)
@@ -279,8 +280,12 @@ def problem_of(
     found = problem(inner)
     found.other = None if other is None else functools.cache(lambda: problem(other))
     found.saving = None if keeping == (SAVE,) else functools.cache(lambda: problem(inner, (SAVE,)))
-    if tile and (is_sharded(args) or inner.mapped):
-        logger.warning("%s has sharded arguments or is mapped: tile=True changes nothing", lift.title(fun))
+    if tile and inner.mapped:
+        logger.warning(
+            "most of %s is in a jax.shard_map, in which the planner tiles nothing: tile=True changes nothing. Use "
+            "jaxckpt.tile in what it maps",
+            lift.title(fun),
+        )
     elif tile:
         source = (lambda plain: plain) if respect_checkpoints else bare
 

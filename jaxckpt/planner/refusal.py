@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxckpt._errors import InfeasibleBudgetError, TilingError
+from jaxckpt.core.graph import Op
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.units import format_bytes
 from jaxckpt.planner.measured import Measured
@@ -57,7 +58,7 @@ def no_plan(
 
 
 def no_plan_with_tiles(
-    error: InfeasibleBudgetError, tiles: Sequence[TiledStretch], refused: Sequence[TilingError]
+    error: InfeasibleBudgetError, tiles: Sequence[TiledStretch], refused: Sequence[TilingError], operations: int
 ) -> InfeasibleBudgetError:
     """Returns the error for a budget that no plan fits with tiles either.
 
@@ -65,11 +66,17 @@ def no_plan_with_tiles(
       error: the one that names the least budget.
       tiles: of the plan that needs so much; none where it has none.
       refused: what stood in the way of more tiles.
+      operations: how many of the function microbatches hold.
     """
     coupling = dict.fromkeys((each.operation, pathlib.PurePath(each.line).name, each.reason) for each in refused)
     reasons = [f"{name}{f' at {line}' if line else ''} {reason}" for name, line, reason in coupling][:REASONS]
-    found = ", ".join(f"operations {tile.start}–{tile.stop} in {tile.tiles}" for tile in tiles)
-    said = f" That is with tiles: {found}." if tiles else ""
+    found = ", ".join(
+        f"the whole function in {tile.tiles} microbatches"
+        if tile.round == 0 and tile.stop - tile.start == operations
+        else f"operations {tile.start}–{tile.stop} in {tile.tiles} tiles"
+        for tile in tiles
+    )
+    said = f" That is with {found}." if tiles else ""
     if reasons:
         said += f" No axis goes through more of it. Operations couple the rows along an axis: {'; '.join(reasons)}."
     return InfeasibleBudgetError(
@@ -93,6 +100,15 @@ def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBud
         least_bytes=needed,
         budget_bytes=budget,
     )
+
+
+def _source(op: Op) -> str:
+    """Returns the user's line that made an operation; of one that jaxckpt made around others, as of tiles, that of the
+    largest of these.
+    """
+    while not op.source and (inside := [each for body in op.bodies for each in body.ops]):
+        op = max(inside, key=lambda each: each.bytes)
+    return op.source
 
 
 def _result_bytes(measured: Measured) -> int | None:
@@ -128,7 +144,7 @@ def _widest(measured: Measured, least: int | None, results: int | None, *, stand
         return None, "The function itself has no operations."
     start, stop, needed = model.widest()
     largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
-    place = pathlib.PurePath(largest.source).name or largest.scope
+    place = pathlib.PurePath(_source(largest)).name or largest.scope
     stretch = f"operations {start}–{stop}"
     if model.address:  # numbers count in the body that is planned
         around = next(op for op in graph.at(model.address[:-1]).ops if op.index == model.address[-1][0])

@@ -525,7 +525,8 @@ class Search:
         with problem.lock:
             known = problem.tries.get((solution, by_hand))
         if known is None:
-            self.report(self.compiles, self.most, f"compiling plan {self.compiles + 1} for {self.problem.target.name}")
+            most = max(self.most, self.compiles + 1)  # the leanest plans come after these
+            self.report(self.compiles, most, f"compiling plan {self.compiles + 1} for {self.problem.target.name}")
             self.compiles += 1
             model, modelled = problem.model, cost(self.chain, solution).peak
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)

@@ -257,7 +257,7 @@ class _Look:
         chain = self.whole.model.chain
         most = len(self.seen) + (TILE_TRIES if self.plans else QUICK_TILE_TRIES)
         solutions = [single(chain, on_device(fastest)), self.whole.host(self.within.solver).least()]
-        tiler = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform)
+        tiler = _tiler(self.whole)
         self.within.report(0, 1, "looking for what can be tiled")
         ways = tiler.ways([solution for solution in solutions if solution is not None])
         for way in sorted(ways, key=lambda way: self._overhead((way,))):
@@ -318,7 +318,7 @@ class _Look:
                 break
             standing = self._standing(problem, solution)
             self.within.report(0, 1, "looking for what can be tiled")
-            tiler = Tiler(problem.graph, problem.model, problem.target.platform, place)
+            tiler = _tiler(problem, place)
             if extent.tiles is not None:
                 standing += _left_out(problem, cost(chain, solution).peak + standing)
             limit = round((self.within.budget - standing) * extent.share)
@@ -348,9 +348,14 @@ class _Look:
         values = self.whole.graph.values
         first = [tile for tile in tiles if tile.round == 0]  # later ones are of a function with tiles
         if first and not self.refused and all(tile.tiles == values[tile.value].shape[tile.axis] for tile in first):
-            tiler = Tiler(self.whole.graph, self.whole.model, self.whole.target.platform)
+            tiler = _tiler(self.whole)
             self.refused = tiler.couplings(first[0].tiles)
-        return refusal.no_plan_with_tiles(error, tiles, self.refused)
+        return refusal.no_plan_with_tiles(error, tiles, self.refused, self.whole.model.places[-1])
+
+
+def _tiler(problem: Measured, round: int = 0) -> Tiler:
+    devices = len(problem.target.devices) if problem.divided else 1
+    return Tiler(problem.graph, problem.model, problem.target.platform, round, devices)
 
 
 def _compiled(problem: Measured) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +54,14 @@ class Tiler:
     """Finds tiles for a function that was made into a chain.
 
     Args:
-      graph, model: the function, planned as a whole: not a body of it, and on one device.
+      graph, model: the function, planned as a whole: not a body of it.
       platform: of the target.
       round: of the tiles: see `TiledStretch`.
+      devices: over which the arguments may be sharded.
     """
 
-    def __init__(self, graph: Graph, model: Model, platform: str, round: int = 0) -> None:
-        self.graph, self.model, self.platform, self.round = graph, model, platform, round
+    def __init__(self, graph: Graph, model: Model, platform: str, round: int = 0, devices: int = 1) -> None:
+        self.graph, self.model, self.platform, self.round, self.devices = graph, model, platform, round, devices
         self.stretches = Stretches(graph)
         self.refused: list[TilingError] = []  # the last stretch's first; of each, those of activations first
         self._ways: dict[tuple[str, Moves, int], _Way | None] = {}
@@ -248,7 +250,10 @@ class Tiler:
         """Returns operations start..stop in so many tiles of an axis, or as many as it has rows; none is empty."""
         value = self.graph.body.values[var]
         size = self.graph.values[value].shape[axis]
-        return TiledStretch(start, stop, value, axis, -(-size // -(-size // min(count, size))), self.round)
+        parts = math.gcd(size, self.devices)
+        parts = parts if size >= 2 * parts else 1  # the axis is not sharded, or it cannot be tiled within a shard
+        rows = size // parts
+        return TiledStretch(start, stop, value, axis, -(-rows // -(-rows // min(count, rows))), self.round, parts)
 
     def _moves(self, ins: Sequence[Any], outs: Sequence[Any]) -> Moves:
         of, active = self.graph.body.values, self.model.active

@@ -20,7 +20,9 @@ from jaxckpt.core.shown import Progress
 DELAY = 2.0
 """Seconds after which a bar appears that nobody asked for."""
 QUIET = 30.0
-"""Seconds after which a plain line says that the same work still goes on."""
+"""Seconds after which a plain line says what still goes on: the same work where lines were asked for, any work where
+nobody asked.
+"""
 
 
 @contextlib.contextmanager
@@ -30,15 +32,17 @@ def progress_bar(title: str, wanted: bool) -> Iterator[Progress | None]:
     Args:
       title: what is shown before the first piece of work.
       wanted: whether it was asked for: True shows a bar at once, or plain lines where there is neither a terminal nor a
-        notebook. False shows a bar after two seconds, in a terminal alone, and nothing under pytest.
+        notebook. False shows a bar after two seconds in a terminal, elsewhere a line after half a minute, so that a
+        batch job does not look as if it hung; and nothing under pytest.
     """
-    in_terminal = _is_terminal()
-    if not wanted and (not in_terminal or "PYTEST_CURRENT_TEST" in os.environ):
+    if not wanted and "PYTEST_CURRENT_TEST" in os.environ:
         yield None
         return
-    shown = _bar(title) if (in_terminal or _is_notebook_with_widgets()) and _has_rich() else None
+    in_terminal = _is_terminal()
+    drawn = (in_terminal or (wanted and _is_notebook_with_widgets())) and _has_rich()
+    shown = _bar(title) if drawn else None
     if shown is None:
-        with _lines(title) as report:
+        with _lines(title, wanted) as report:
             yield report
         return
     bar, report = shown
@@ -96,26 +100,33 @@ def _started(start: Callable[[], None], stop: Callable[[], None], delay: float) 
 
 
 @contextlib.contextmanager
-def _lines(title: str) -> Iterator[Progress]:
-    """Yields a function that prints a line for each piece of work; a thread prints one where that takes long."""
+def _lines(title: str, wanted: bool) -> Iterator[Progress]:
+    """Yields a function that prints a line for each piece of work, if that is wanted; a thread prints one where a piece
+    takes long, or where nothing was said for long.
+    """
     ended, lock = threading.Event(), threading.Lock()
-    now: dict[str, Any] = {"what": "", "began": time.monotonic(), "said": time.monotonic()}
+    begun = time.monotonic()
+    now: dict[str, Any] = {"what": "", "began": begun, "said": begun}
 
     def say(text: str) -> None:
         now["said"] = time.monotonic()
-        print(f"jaxckpt: {text}", file=sys.stderr, flush=True)
+        if sys.stderr is not None:  # of a process without a console there is none
+            with contextlib.suppress(OSError, ValueError):  # or it is closed
+                print(f"jaxckpt: {text}", file=sys.stderr, flush=True)
 
     def report(done: int, total: int, what: str) -> None:
         with lock:
             if what and what != now["what"]:
                 now.update(what=what, began=time.monotonic())
-                say(what)
+                if wanted:
+                    say(what)
 
     def remind() -> None:
         while not ended.wait(QUIET / 4):
             with lock:
                 if time.monotonic() - now["said"] >= QUIET and not ended.is_set():
-                    say(f"{now['what']}, {time.monotonic() - now['began']:.0f} s")
+                    since = now["began"] if wanted else begun
+                    say(f"{now['what']}, {time.monotonic() - since:.0f} s")
 
     report(0, 0, title)
     threading.Thread(target=remind, daemon=True).start()

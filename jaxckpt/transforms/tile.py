@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +21,14 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
 from jaxckpt.core import lift, purity
+from jaxckpt.core.constants import MOST_PARTS, RUN
 from jaxckpt.core.leaves import array, is_array, is_given, is_operand
 from jaxckpt.core.tiling.divide import Tiling, divided
-from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows
+from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows, rows_of_tile
 
 
 def tile(
-    fun: Callable[..., Any] | None = None, /, *, in_axes: Any, tiles: int, out_axes: Any = 0
+    fun: Callable[..., Any] | None = None, /, *, in_axes: Any, tiles: int, out_axes: Any = 0, parts: int | None = None
 ) -> Callable[..., Any]:
     """Returns `fun`, run tile by tile along an axis of some arguments, so that it needs the memory of one tile.
 
@@ -47,9 +49,15 @@ def tile(
         one has what is left.
       out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. It is checked.
         None says that a result does not have the axis. Sums and whole values fit any int.
+      parts: where the axis is sharded, into how many equal parts of consecutive rows it is cut. Each tile has rows of
+        every part, so that each device computes a part of every tile. It must be a multiple of the number of shards;
+        more does no harm. 1: a tile has consecutive rows, and the compiler gathers those of sharded arguments. None:
+        the greatest power of two up to 2,048 that leaves each tile several rows of a part, where these are rows of a
+        matrix.
 
     Raises:
-      ArgumentError: an axis is not there, sizes differ, `tiles` is not between 1 and the size, or `out_axes` is wrong.
+      ArgumentError: an axis is not there, sizes differ, `tiles` is not between 1 and the size, `parts` does not divide
+        the size or leaves fewer rows than tiles, or `out_axes` is wrong.
       TilingError: at the call: an operation couples the rows. The error names the operation and its source line.
       EffectsError: at the call: `fun` has side effects, which each tile would repeat.
 
@@ -62,11 +70,13 @@ def tile(
     (True, (4, 1000))
     """
     if fun is None:
-        return functools.partial(tile, in_axes=in_axes, tiles=tiles, out_axes=out_axes)
+        return functools.partial(tile, in_axes=in_axes, tiles=tiles, out_axes=out_axes, parts=parts)
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @tile(in_axes=..., tiles=...).")
     if isinstance(tiles, bool) or not hasattr(tiles, "__index__") or tiles < 1:
         raise ArgumentError("tiles", "a whole number of at least 1", tiles)
+    if parts is not None and (isinstance(parts, bool) or not hasattr(parts, "__index__") or parts < 1):
+        raise ArgumentError("parts", "None or a whole number of at least 1", parts)
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     _check(in_axes, "in_axes")
     _check(out_axes, "out_axes")
@@ -82,9 +92,14 @@ def tile(
         size = _size(axes)
         if tiles > size:
             raise ArgumentError("tiles", f"at most the size of the axis, {size}", tiles)
+        if parts is not None and (size % parts or size // parts < tiles):
+            raise ArgumentError("parts", f"a divisor of the {size} rows, with {tiles} rows or more in each part", parts)
+        found = _parts(axes, size, tiles) if parts is None else int(parts)
 
         def use(call: lift.Taken) -> Any:
-            return call.finish(_run(call, _shares(axes, call), size, -(-size // tiles), out_axes))
+            return call.finish(
+                _run(call, _shares(axes, call), (size, rows_of_tile(size, tiles, found), found), out_axes)
+            )
 
         return lift.attempt(fun, args, kwargs, use)
 
@@ -176,6 +191,20 @@ def _size(axes: _Axes) -> int:
     return size
 
 
+def _parts(axes: _Axes, size: int, tiles: int) -> int:
+    """Returns into how many parts the axis is cut. Nothing says while tracing how an array is sharded, and the program
+    must not depend on the devices that are there. So there are as many parts as do no harm: a matrix is read in runs
+    of some rows.
+    """
+    shapes = [(leaf.shape, axis) for leaf, axis, _ in axes if axis is not None]
+    largest, dim = max(shapes, key=lambda each: math.prod(each[0]))
+    run = RUN.get(len(largest) - dim, 1)
+    parts = math.gcd(size, MOST_PARTS)
+    while parts > 1 and size < parts * tiles * run:
+        parts //= 2
+    return parts
+
+
 def _shares(axes: _Axes, call: lift.Taken) -> tuple[Share, ...]:
     """Returns what a tile has of the arrays of a call.
 
@@ -193,17 +222,21 @@ def _shares(axes: _Axes, call: lift.Taken) -> tuple[Share, ...]:
     return tuple(by_array.get(id(leaf), WHOLE) for leaf in leaves)
 
 
-def _run(call: lift.Taken, shares: tuple[Share, ...], size: int, of_tile: int, out_axes: Any) -> Any:
+_Cut = tuple[int, int, int]
+"""Rows of the axis, rows of a tile, parts of the axis."""
+
+
+def _run(call: lift.Taken, shares: tuple[Share, ...], cut: _Cut, out_axes: Any) -> Any:
     """Returns the result of a call of arrays, tile by tile."""
     leaves, in_tree = jax.tree.flatten((call.args, call.kwargs))
-    if size == 1:
+    if cut[0] == 1:
         return call.fun(*call.args, **call.kwargs)
     holder = _divisions(call.fun)
     axes_leaves, axes_tree = jax.tree.flatten(out_axes, is_leaf=lambda axis: axis is None)
-    key = (in_tree, tuple(map(jax.typeof, leaves)), shares, size, of_tile, tuple(axes_leaves), axes_tree)
+    key = (in_tree, tuple(map(jax.typeof, leaves)), shares, cut, tuple(axes_leaves), axes_tree)
     found = holder.get(key)
     if found is None:
-        found = _divide(call, leaves, in_tree, shares, size, of_tile, out_axes)
+        found = _divide(call, leaves, in_tree, shares, cut, out_axes)
         if not any(map(_compat.is_tracer, found[0].consts)):
             holder[key] = found
     tiling, run, out_tree = found
@@ -223,8 +256,7 @@ def _divide(
     leaves: list[Any],
     in_tree: Any,
     shares: tuple[Share, ...],
-    size: int,
-    of_tile: int,
+    cut: _Cut,
     out_axes: Any,
 ) -> tuple[Tiling, Callable[..., list[Any]], Any]:
     pure = purity.refusing(call.fun)
@@ -245,7 +277,7 @@ def _divide(
             f"fun ({lift.title(call.fun)}) must have no side effects to be tiled, because each tile would repeat them; "
             f"it has {', '.join(map(str, effects))}. Move io_callback, jax.debug.print and other effects out of it."
         )
-    tiling = divided(closed, shares, size, of_tile)
+    tiling = divided(closed, shares, *cut)
     if call.lifted is None:
         shapes = [atom.aval.shape for atom in tiling.program.outvars]
         _check_out_axes(out_axes, trees[-1], tiling.outs, shapes)

@@ -135,6 +135,7 @@ def test_it_is_saved_shown_and_held_against_the_function(half, tmp_path):
         ({"value": 0}, "do not read"),
         ({"axis": 9}, "axis 9"),
         ({"tiles": 10_000}, "10000 tiles"),
+        ({"parts": 7}, "tiles in 7 parts"),
         ({"start": 0}, "cannot be tiled|do not read"),
     ],
 )
@@ -144,7 +145,16 @@ def test_tiles_that_are_not_of_the_function_are_refused(half, change, what):
         jax.eval_shape(wrong.apply(language), *arguments())
 
 
-@pytest.mark.parametrize("tiles", [[{"start": 3, "stop": 3}], [{"start": 0, "stop": 2, "tiles": 0}], [7], None])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        [{"start": 3, "stop": 3}],
+        [{"start": 0, "stop": 2, "tiles": 0}],
+        [{"start": 0, "stop": 2, "parts": 0}],
+        [7],
+        None,
+    ],
+)
 def test_tiles_in_a_file_that_are_none_are_refused(half, tiles):
     raw = json.loads(half.to_json())
     whole = {"value": 1, "axis": 0, "tiles": 2}
@@ -318,3 +328,57 @@ def test_no_more_tiles_than_the_budget_asks_for():
         )
         assert fewer.peak_bytes > plan.budget, "half as many would do"
     assert tiles[40] < tiles[20] < tiles[10]
+
+
+def _sharded(p, x, y):
+    h = x + jax.nn.gelu(x @ p["in"]) @ p["out"]
+    logits = (h @ p["head"]).astype(jnp.float32)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], -1))
+
+
+def _shapes(layout):
+    shape = lambda size, dtype=jnp.float32: jax.ShapeDtypeStruct(size, dtype, sharding=layout)
+    weights = {"in": shape((64, 256)), "out": shape((256, 64)), "head": shape((64, 4096))}
+    return weights, shape((8192, 64)), shape((8192,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("cuda:h100x4", marks=pytest.mark.cuda),
+        pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu),
+    ],
+)
+def test_what_is_sharded_is_tiled_within_the_shards(target):
+    """Weights and tokens over four devices, as of fully sharded data parallel."""
+    mesh = jaxckpt.Target(target).mesh((4,), ("d",))
+    args = _shapes(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
+    plain = problem_of(_sharded, *args, target=target)
+    with pytest.raises(InfeasibleBudgetError):
+        plain.plan("40%")
+    plan = jaxckpt.plan(_sharded, *args, budget="40%", target=target, tile=True)
+    assert plan.tiles and all(tile.parts == 4 for tile in plan.tiles)
+    assert plan.measured_bytes <= plan.budget == int(0.4 * plain.unplanned.peak_bytes)
+    # Weights are gathered, and tokens, which are larger, are not.
+    gathers = [each.sent_bytes for each in plan.measured.collectives if each.kind != "all-reduce"]
+    assert max(gathers) <= 4 * args[0]["head"].size < 4 * args[1].size * 3 / 4
+    real = jax.tree.map(
+        lambda leaf: (
+            jax.random.normal(jax.random.key(leaf.size), leaf.shape) / 8
+            if leaf.dtype == jnp.float32
+            else jnp.arange(leaf.size) % 4096
+        ),
+        args,
+    )
+    same(_sharded, Plan.from_json(plan.to_json()).apply(_sharded), real)  # the program does not depend on the mesh
+
+
+def test_a_function_that_tiles_itself_is_one_program_over_any_mesh():
+    """What a planner for many devices traces is what its user traces on one."""
+    tiled_by_hand = jaxckpt.tile(_sharded, in_axes=(None, 0, 0), tiles=8)
+    rows = jaxckpt.tile(lambda w, x: jnp.tanh(x @ w) @ w.T, in_axes=(None, 0), tiles=8)
+    both = lambda p, x, y: tiled_by_hand(p, x, y) + jnp.sum(rows(p["head"], x) ** 2)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = _shapes(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
+    traced, plain = jax.jit(both).trace(*sharded), jax.jit(both).trace(*_shapes(None))
+    assert "scan" in str(plain.jaxpr) and str(traced.jaxpr) == str(plain.jaxpr)

@@ -1,4 +1,4 @@
-"""Progress: a bar in a terminal after two seconds, lines elsewhere if asked for, otherwise nothing at all."""
+"""Progress: a bar in a terminal after two seconds; elsewhere lines, of long work alone if nobody asked for them."""
 
 import itertools
 import os
@@ -91,6 +91,32 @@ def test_a_line_is_repeated_while_the_same_work_goes_on(monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["jaxckpt: analysing", "jaxckpt: compiling for tpu:v5e:2x2"]
     assert len(lines) >= 3 and set(lines[2:]) <= {f"jaxckpt: compiling for tpu:v5e:2x2, {s} s" for s in (0, 1)}
+
+
+def test_a_long_call_says_that_it_goes_on_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with progress.progress_bar("analysing", False) as report:
+        report(0, 2, "compiling plan 1 for cuda:h100")
+    assert capsys.readouterr() == ("", "")  # of what is short nothing
+    monkeypatch.setattr(progress, "QUIET", 0.05)
+    with progress.progress_bar("analysing", False) as report:
+        report(0, 2, "compiling plan 1 for cuda:h100")
+        time.sleep(0.5)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and lines
+    assert set(lines) <= {f"jaxckpt: compiling plan 1 for cuda:h100, {s} s" for s in (0, 1)}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_process_without_standard_error_is_not_stopped(monkeypatch, capsys, wanted):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr(progress, "QUIET", 0.02)
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress.progress_bar("analysing", wanted) as report:
+        report(0, 1, "compiling")
+        time.sleep(0.2)
+    assert capsys.readouterr().out == ""
 
 
 def test_what_ends_before_the_delay_is_never_shown():

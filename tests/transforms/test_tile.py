@@ -367,6 +367,18 @@ def test_the_number_of_tiles_is_a_positive_whole_number(tiles):
         tile(mlp, in_axes=(None, 0), tiles=tiles)
 
 
+@pytest.mark.parametrize("parts", [0, -1, 1.5, True, "2"])
+def test_the_number_of_parts_is_a_positive_whole_number(parts):
+    with pytest.raises(ArgumentError, match="parts must be None or a whole number of at least 1"):
+        tile(head, in_axes=(None, 0, 0), tiles=2, parts=parts)
+
+
+@pytest.mark.parametrize(("tiles", "parts"), [(2, 5), (13, 2), (2, 24), (2, 48)])
+def test_parts_divide_the_rows_and_have_one_for_each_tile(tiles, parts):
+    with pytest.raises(ArgumentError, match=f"parts must be a divisor of the 24 rows, with {tiles} rows or more"):
+        tile(head, in_axes=(None, 0, 0), tiles=tiles, parts=parts)(W, X, T)
+
+
 @pytest.mark.parametrize("in_axes", [None, (None, None), (0, "1"), (0, 1.0), (True, 0)])
 def test_axes_are_ints_or_none(in_axes):
     with pytest.raises(ArgumentError, match="in_axes must be an int"):
@@ -512,6 +524,29 @@ def test_an_array_without_elements():
     fun = lambda x: (x.reshape(4, 3, 0), jnp.sum(x))
     with pytest.raises(TilingError, match="without elements"):
         tile(fun, in_axes=0, tiles=2)(jnp.zeros((4, 0, 3)))
+
+
+@pytest.mark.parametrize(("tiles", "parts"), [(3, 2), (3, 4), (2, 12), (5, 3), (1, 24)])
+def test_tiles_of_rows_of_every_part(tiles, parts):
+    """Masks, counters, uneven tiles, forward mode and second derivatives, where a tile's rows are not consecutive."""
+    cut = functools.partial(tile, tiles=tiles, parts=parts)
+
+    def masked(w, x):
+        position = lax.broadcasted_iota(jnp.int32, (TOKENS, WORDS), 0)
+        return jnp.where(position % 5 < 3, jnp.sin(x @ w) * position, 0.0)
+
+    rows, whole = cut(masked, in_axes=(None, 0)), cut(head, in_axes=(None, 0, 0))
+    grads = lambda fun, *args: jax.value_and_grad(fun, (0, 1))(*args)
+    assert_trees_close(rows(W, X), masked(W, X))
+    assert_trees_close(grads(summed(rows), W, X), grads(summed(masked), W, X), rtol=1e-4, atol=1e-4)
+    assert_trees_close(grads(whole, W, X, T), grads(head, W, X, T))
+    turned = lambda fun: jax.jvp(jax.grad(lambda x: jnp.sum(fun(W, x) ** 2)), (X,), (jnp.cos(X),))
+    assert_trees_close(turned(rows), turned(masked), rtol=1e-4, atol=1e-2)
+    merged = lambda x: jnp.tanh(x.reshape(-1, TOKENS * 4)) @ jnp.eye(TOKENS * 4)[:, :3]
+    blocks = lambda x: jnp.tanh(x.reshape(2, TOKENS * 4)) * 2
+    x = jax.random.normal(KEYS[3], (2, TOKENS, 4))
+    assert_trees_close(cut(merged, in_axes=1)(x), merged(x))
+    assert_trees_close(cut(blocks, in_axes=1, out_axes=1)(x), blocks(x))
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -201,10 +201,11 @@ def arrays(rank: int, axis: int) -> tuple[Any, Any]:
 
 def made(drawn: Any, through: bool) -> tuple[Callable, tuple[Any, Any], Any, Callable[[int], Callable]]:
     """Returns a drawn function, its arguments, the shapes of its results, and what tiles it by axes of the results."""
-    rank, axis, ways, end, tiles = drawn
+    rank, axis, ways, end, tiles, parts = drawn
     fun, args = program(rank, axis, ways, end, through=through), arrays(rank, axis % rank)
     in_axes = (None, axis % rank)
-    tiled = lambda out_axes: jaxckpt.tile(fun, in_axes=in_axes, tiles=tiles, out_axes=out_axes)
+    tiles = min(tiles, ROWS // parts)
+    tiled = lambda out_axes: jaxckpt.tile(fun, in_axes=in_axes, tiles=tiles, out_axes=out_axes, parts=parts)
     return fun, args, jax.eval_shape(fun, *args), tiled
 
 
@@ -238,6 +239,7 @@ FUNCTIONS = st.tuples(
     st.lists(st.tuples(st.sampled_from(sorted(PASSING)), st.integers(1, 2)), min_size=1, max_size=4),
     st.sampled_from(sorted(ENDS)),
     st.integers(1, ROWS),
+    st.sampled_from([1, 2, 3]),
 )
 
 

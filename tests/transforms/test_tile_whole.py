@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from jaxckpt import tile
+from jaxckpt import TilingError, tile
 from tests.helpers import executions
 
 W = 0.3 * jnp.ones((4, 4)) + jnp.eye(4)
@@ -118,3 +118,87 @@ def test_a_compiler_keeps_no_weights_in_another_order_for_all_tiles(monkeypatch)
     tied = peak()
     monkeypatch.setattr("jaxckpt.core.tiling.loop.lax.optimization_barrier", lambda values: values)
     assert peak() - tied >= 2 * 9 * 256 * 256 * 4
+
+
+@jax.custom_vjp
+def _clipped(w):
+    return w
+
+
+_clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def _layer(w, x):
+    return jnp.tanh(x @ _clipped(w))
+
+
+HOLDS = {
+    "checkpoint": lambda w, x: jax.checkpoint(_layer)(w, x),
+    "our checkpoint": lambda w, x: jaxckpt.checkpoint(_layer, policy="dots")(w, x),
+    "checkpoint of a call": lambda w, x: jax.checkpoint(lambda w, x: x @ jax.jit(jax.jit(_clipped))(w))(w, x),
+    "scan of layers": lambda w, x: lax.scan(lambda h, w: (_layer(w, h), None), x, jnp.stack([w, w]))[0],
+    "scan of one": lambda w, x: lax.scan(lambda h, _: (_layer(w, h), None), x, None, length=3)[0],
+    "our scan": lambda w, x: jaxckpt.scan(lambda h, w: (_layer(w, h), None), x, jnp.stack([w] * 4), schedule="sqrt")[0],
+    "loop": lambda w, x: lax.fori_loop(0, 3, lambda _, h: _layer(w, h), x),
+    "branch": lambda w, x: lax.cond(w[0, 0] > 0, _layer, lambda w, x: x, w, x),
+    "switch": lambda w, x: lax.switch(1, [lambda w, x: x, _layer], w, x),
+    "rows": lambda w, x: lax.map(lambda row: _layer(w, row), x),
+    "vmap": lambda w, x: jax.vmap(lambda row: _layer(w, row))(x),
+    "scan of vmap": lambda w, x: lax.scan(
+        lambda h, _: (jax.vmap(lambda row: _layer(w, row))(h), None), x, None, length=2
+    )[0],
+    "loop of rows": lambda w, x: lax.map(
+        lambda row: lax.scan(lambda h, _: (_layer(w, h), None), row, None, length=2)[0], x
+    ),
+    "values of rows": lambda w, x: lax.scan(lambda h, _: (_clipped(jnp.tanh(h @ w)), None), x, None, length=2)[0],
+}
+LOOPS = {"scan of layers", "scan of one", "our scan", "loop", "branch", "switch", "scan of vmap"}
+
+
+@pytest.mark.parametrize("end", [jnp.sum, lambda out: out], ids=["loss", "rows"])
+@pytest.mark.parametrize("holds", HOLDS)
+def test_a_backward_rule_gets_the_whole_gradient_or_is_refused(holds, end):
+    """A rule that clips what it is given makes another of the parts that tiles have."""
+    fun = lambda w, x: end(HOLDS[holds](w, x))
+    grads = lambda fun: jax.grad(lambda w, x: jnp.sum(fun(w, x)), (0, 1))(W, X)
+    tiled = tile(fun, in_axes=(None, 0), tiles=4)
+    if holds in LOOPS:
+        with pytest.raises(
+            TilingError, match="would get a part of its gradient in each tile.*before the loop"
+        ) as error:
+            grads(tiled)
+        assert error.value.operation == "custom_vjp_call" and "test_tile_whole.py" in error.value.line
+        return
+    expected = grads(fun)
+    for a, b in zip(grads(tiled), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rule_of_weights_in_layers_is_not_tiled_by_the_planner():
+    def loss(ws, x):
+        layer = lambda h, w: (h + jnp.tanh(jax.nn.gelu(h @ _clipped(w[0])) @ _clipped(w[1])), None)
+        return (lax.scan(layer, x, ws)[0] ** 2).mean()
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    ws = 3 * jax.random.normal(keys[0], (4, 16, 64)), 3 * jax.random.normal(keys[1], (4, 64, 16))
+    x = 30 * jax.random.normal(keys[2], (256, 16))
+    try:
+        plan = jaxckpt.plan(loss, ws, x, budget="20%", target="cpu", tile=True)
+    except jaxckpt.InfeasibleBudgetError as error:
+        plan = jaxckpt.plan(loss, ws, x, budget=error.least_bytes, target="cpu", tile=True)
+    expected = jax.grad(loss)(ws, x)
+    assert float(jnp.max(jnp.abs(expected[0]))) == pytest.approx(0.1)  # the rule clips
+    for a, b in zip(jax.tree.leaves(jax.grad(plan.apply(loss))(ws, x)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)  # a part for each tile would be off by as much as the rule leaves
+
+
+@pytest.mark.parametrize("which", ["vjp", "jvp"])
+def test_what_couples_in_a_rule_is_named_with_the_line_of_its_use(which):
+    backward, forward = jax.custom_vjp(jnp.tanh), jax.custom_jvp(jnp.tanh)
+    backward.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d / jnp.maximum(1.0, jnp.sqrt((d**2).sum())),))
+    forward.defjvp(lambda p, t: (jnp.tanh(*p), t[0] / (1.0 + jnp.sum(p[0]))))
+    rule = backward if which == "vjp" else forward
+    fun = tile(lambda x: rule(x).sum(), in_axes=0, tiles=3)
+    with pytest.raises(TilingError, match=rf"custom_{which}_call at .*test_tile_whole.py.*has a derivative") as error:
+        jax.grad(fun)(X)
+    assert "test_tile_whole.py" in error.value.line

@@ -416,7 +416,7 @@ def narrowed(eqn: Any, share: Share, axis: Axis) -> Passage | None:
 
         def count(at: At, operands: list[Any]) -> list[Any]:
             # A narrow dtype would round the start and what is added to it.
-            counted = (jnp.arange(at.size, dtype=jnp.int32) + at.start).astype(eqn.params["dtype"])
+            counted = at.numbers().astype(eqn.params["dtype"])
             wide = [at.size if dim == share.dim else 1 for dim in range(len(shape))]
             return [jnp.broadcast_to(counted.reshape(wide), at.sized(shape, share))]
 

@@ -68,7 +68,7 @@ class Tiling:
         env.update(zip(wanted, needed(*(env[var] for var in given)), strict=True))
 
 
-def divided(closed: Any, shares: Sequence[Share], size: int, rows: int) -> Tiling:
+def divided(closed: Any, shares: Sequence[Share], size: int, rows: int, parts: int) -> Tiling:
     """Returns a program divided.
 
     Args:
@@ -76,23 +76,24 @@ def divided(closed: Any, shares: Sequence[Share], size: int, rows: int) -> Tilin
       shares: what a tile has of its arguments.
       size: rows of the axis.
       rows: rows of a tile; the last one may have fewer.
+      parts: into how many parts of consecutive rows the axis is cut; it divides both.
 
     Raises:
       TilingError: an operation couples rows.
     """
     program = inline(closed)
     try:
-        found = _divided(program, shares, size, rows)
+        found = _divided(program, shares, size, rows, parts)
     except TilingError:
         bare = inline(without_checkpoints(program))
         if bare is program:
             raise
         # A checkpoint may hold a sum over the axis, and what needs it complete.
-        found = _divided(bare, shares, size, rows)
+        found = _divided(bare, shares, size, rows, parts)
     return found
 
 
-def _divided(program: Any, shares: Sequence[Share], size: int, rows: int) -> Tiling:
+def _divided(program: Any, shares: Sequence[Share], size: int, rows: int, parts: int) -> Tiling:
     plain = _Division(program, shares, size, folded=False)
     sums = plain.losses()
     if len(sums) > 1 and all(share == SUM and not shape_of(var) for var, share in sums):
@@ -100,8 +101,8 @@ def _divided(program: Any, shares: Sequence[Share], size: int, rows: int) -> Til
         with contextlib.suppress(TilingError):  # where what follows the sums has no rule, it runs after the tiles
             single = _Division(program, shares, size, folded=True)
             if len(single.losses()) == 1:
-                return single.tiling(rows)
-    return plain.tiling(rows)
+                return single.tiling(rows, parts)
+    return plain.tiling(rows, parts)
 
 
 def _unscaled(name: str) -> bool:
@@ -248,10 +249,10 @@ class _Division:
         depends = differentiable(self.lines.lines, list(self.operands))
         return [key for key in self.results if depends[key]]
 
-    def tiling(self, rows: int) -> Tiling:
-        """Returns the program divided, for tiles of so many rows."""
+    def tiling(self, rows: int, parts: int) -> Tiling:
+        """Returns the program divided, for tiles of so many rows of so many parts of the axis."""
         tiles = None
         if self.results:
             lines, scales = self.lines.lines, not _holds(self.jaxpr.eqns, _unscaled)
-            tiles = Tiles(list(self.operands), list(self.results), lines, self.size, rows, scales=scales)
+            tiles = Tiles(list(self.operands), list(self.results), lines, self.size, rows, parts, scales=scales)
         return Tiling(self.jaxpr, tuple(self.consts), tiles, tuple(self.before), tuple(self.after), self.outs)

@@ -209,7 +209,21 @@ class Followed:
         return [key.val if isinstance(key, _compat.Literal) else env[key] for key in self.results]
 
 
-def follow(closed: Any, shares: Sequence[Share], size: int, wants: Sequence[Share | None] | None = None) -> Followed:
+def _has_a_rule(eqn: Any) -> bool:
+    """Whether an operation is, or holds, one with a backward rule of the user's for values that have derivatives."""
+    if _compat.primitive_name(eqn).startswith("custom_vjp"):
+        return all(any(is_differentiable(each.aval.dtype) for each in them) for them in (eqn.invars, eqn.outvars))
+    return any(_has_a_rule(each) for inner in _compat.inner_jaxprs(eqn) for each in _compat.open_jaxpr(inner).eqns)
+
+
+def follow(
+    closed: Any,
+    shares: Sequence[Share],
+    size: int,
+    wants: Sequence[Share | None] | None = None,
+    *,
+    by_row: bool = False,
+) -> Followed:
     """Follows an axis through a program of an operation.
 
     Args:
@@ -217,6 +231,7 @@ def follow(closed: Any, shares: Sequence[Share], size: int, wants: Sequence[Shar
       shares: of its inputs.
       size: of the axis.
       wants: what to have of each result; None for what is found.
+      by_row: whether the program is run for each row, with and without tiles.
 
     Raises:
       TilingError: an operation in it couples.
@@ -231,6 +246,11 @@ def follow(closed: Any, shares: Sequence[Share], size: int, wants: Sequence[Shar
         own = [found.share(atom) for atom in eqn.invars]
         try:
             if all(share == WHOLE for share in own):
+                if not by_row and _has_a_rule(eqn):
+                    why = CoupledError(
+                        "has a backward rule of its own, which would get a part of its gradient in each tile"
+                    )
+                    raise error(eqn, why, "Use it before the loop, branch or checkpoint that it is in.")
                 found.note_whole(eqn)
                 found.add(eqn, Passage(own, [WHOLE] * len(eqn.outvars)))
             else:
@@ -250,8 +270,10 @@ def follow(closed: Any, shares: Sequence[Share], size: int, wants: Sequence[Shar
 def axis_of(size: int) -> Axis:
     """Returns an axis of this size, to be followed."""
 
-    def inside(closed: Any, shares: Sequence[Share], wants: Sequence[Share | None] | None = None) -> Followed:
-        return follow(closed, shares, size, wants)
+    def inside(
+        closed: Any, shares: Sequence[Share], wants: Sequence[Share | None] | None = None, *, by_row: bool = False
+    ) -> Followed:
+        return follow(closed, shares, size, wants, by_row=by_row)
 
     return Axis(size, inside)
 

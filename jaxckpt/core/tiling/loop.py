@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ class Tiles:
       lines: what a tile computes.
       total: rows of the axis.
       size: rows of a tile; the last one may have fewer.
+      parts: into how many parts of consecutive rows the axis is cut; each tile has rows of every part.
       scales: whether the gradients of a scaled loss are its gradients, scaled.
     """
 
@@ -53,10 +55,12 @@ class Tiles:
         lines: Sequence[Line],
         total: int,
         size: int,
+        parts: int,
         *,
         scales: bool,
     ) -> None:
-        self.operands, self.results, self.lines, self.total, self.size = operands, results, lines, total, size
+        self.operands, self.results, self.lines = operands, results, lines
+        self.total, self.size, self.parts = total, size, parts
         self.scales = scales
         found = differentiable(lines, operands)
         self._depends = [found[key] for key in results]
@@ -74,6 +78,10 @@ class Tiles:
         evaluate(self.lines, env, at)
         return [env[key] for key in self.results]
 
+    def _at(self, start: Any, size: int | None = None) -> At:
+        """Returns where a tile is, whose first row is the `start`-th in the order of the tiles."""
+        return At(start, self.size if size is None else size, self.total, self.parts)
+
     def _taken(self, at: At, operands: Sequence[Any]) -> tuple[At, _Values]:
         """Returns where the tile is, and what it has of the operands.
 
@@ -88,7 +96,7 @@ class Tiles:
         for varying, places in groups.items():
             mark, tied = lax.optimization_barrier((start, [operands[place] for place in places]))
             if varying == _compat.varying_axes(jax.typeof(start)):
-                at = At(mark, at.size, at.total)
+                at = replace(at, start=mark)
             for place, value in zip(places, tied, strict=True):
                 taken[place] = value
         return at, [at.take(value, share) for value, (_, share) in zip(taken, self.operands)]
@@ -125,21 +133,46 @@ class Tiles:
           The state after the last tile; what else the tiles returned, stacked; and what the smaller last tile returned.
         """
         count, rest = divmod(self.total, self.size)
-        stacked = [_stacked(value, share, self.total, self.size) for value, share in rows]
+        stacked = [self._stacked(value, share) for value, share in rows]
         if count == 1:
-            state, more = body(At(0, self.size, self.total), state, [whole[0] for whole, _ in stacked])
+            state, more = body(self._at(0), state, [whole[0] for whole, _ in stacked])
             more = [each[None] for each in more]
         else:
 
             def step(state: _Values, xs: tuple[Any, _Values]) -> tuple[_Values, _Values]:
-                return body(At(xs[0], self.size, self.total), state, xs[1])
+                return body(self._at(xs[0]), state, xs[1])
 
             starts = jnp.arange(count, dtype=jnp.int32) * self.size
             state, more = lax.scan(step, state, (starts, [whole for whole, _ in stacked]))
         if not rest:
             return state, more, None
-        state, last = body(At(count * self.size, rest, self.total), state, [left for _, left in stacked])
+        state, last = body(self._at(count * self.size, rest), state, [left for _, left in stacked])
         return state, more, last
+
+    def _stacked(self, value: Any, share: Share) -> tuple[Any, Any]:
+        """Returns the tiles of a whole value, stacked, and the smaller last one; None where all are alike."""
+        count, rest = divmod(self.total, self.size)
+        folded = value.reshape(unfolded(value.shape, share, self.total, self.parts))
+        dim, of_part = share.dim + 2, self.size // self.parts
+        shape = folded.shape
+        main = lax.slice_in_dim(folded, 0, count * of_part, axis=dim)
+        main = jnp.moveaxis(main.reshape(*shape[:dim], count, of_part, *shape[dim + 1 :]), dim, 0)
+        tile = lambda rows: self._at(0, rows).sized(value.shape, share)
+        left = lax.slice_in_dim(folded, count * of_part, shape[dim], axis=dim).reshape(tile(rest)) if rest else None
+        return main.reshape(count, *tile(self.size)), left
+
+    def _unstacked(self, stacked: Any, left: Any, share: Share) -> Any:
+        """Returns the whole value of the tiles, stacked, and the smaller last one."""
+        count, rest = divmod(self.total, self.size)
+        tile = stacked.shape[1:]
+        shape = unfolded(tile, share, self.size, self.parts)
+        dim = share.dim + 2
+        folded = jnp.moveaxis(stacked.reshape(count, *shape), 0, dim)
+        folded = folded.reshape(*shape[:dim], count * shape[dim], *shape[dim + 1 :])
+        if left is not None:
+            last = left.reshape(unfolded(left.shape, share, rest, self.parts))
+            folded = lax.concatenate([folded, last], dim)
+        return folded.reshape([n // self.size * self.total if d == share.dim else n for d, n in enumerate(tile)])
 
     def run(self, operands: Sequence[Any]) -> _Values:
         """Returns the results, of whole operands, without a derivative of its own."""
@@ -169,7 +202,7 @@ class Tiles:
         def compute(
             state: _Values, fixed: Sequence[Any], whole: dict[int, Any], given: _Values, start: Any, *, size: int
         ) -> tuple[_Values, _Values]:
-            at, taken = self._taken(At(start, size, self.total), fixed)
+            at, taken = self._taken(self._at(start, size), fixed)
             tangents = dict(zip(of_rows, given)) | {p: t.astype(taken[p].dtype) for p, t in whole.items()}
 
             def some(*values: Any) -> _Values:
@@ -193,7 +226,7 @@ class Tiles:
         found = dict(zip(sums, state))
         for i, place in enumerate(others):
             share = self.results[place][1]
-            found[place] = _unstacked(more[i], None if last is None else last[i], share, self.total, self.size)
+            found[place] = self._unstacked(more[i], None if last is None else last[i], share)
         return [found[place].astype(self.results[place][0].aval.dtype) for place in outs]
 
     def gradients(self, operands: Sequence[Any], moving: Sequence[int], loss: int) -> tuple[_Values, _Values]:
@@ -209,7 +242,7 @@ class Tiles:
         def compute(
             state: _Values, sums: _Values, fixed: Sequence[Any], start: Any, *, size: int
         ) -> tuple[_Values, _Values]:
-            at, taken = self._taken(At(start, size, self.total), fixed)
+            at, taken = self._taken(self._at(start, size), fixed)
 
             def of(*some: Any) -> tuple[Any, _Values]:
                 given = list(taken)
@@ -280,32 +313,3 @@ def _product(slope: Any, tangent: Any) -> Any:
     """Returns the part of a loss's tangent that an operand's tangent makes."""
     product = jnp.sum(slope * tangent.astype(slope.dtype), dtype=wide(slope.dtype))
     return jnp.real(product)
-
-
-def _stacked(value: Any, share: Share, total: int, size: int) -> tuple[Any, Any]:
-    """Returns the tiles of a whole value, stacked, and the smaller last one; None where all are alike."""
-    count, rest = divmod(total, size)
-    folded = value.reshape(unfolded(value.shape, share, total))
-    dim = share.dim + 1
-    shape = folded.shape
-    main = lax.slice_in_dim(folded, 0, count * size, axis=dim)
-    main = jnp.moveaxis(main.reshape(*shape[:dim], count, size, *shape[dim + 1 :]), dim, 0)
-    tile = lambda rows: At(0, rows, total).sized(value.shape, share)
-    left = lax.slice_in_dim(folded, count * size, total, axis=dim).reshape(tile(rest)) if rest else None
-    return main.reshape(count, *tile(size)), left
-
-
-def _unstacked(stacked: Any, left: Any, share: Share, total: int, size: int) -> Any:
-    """Returns the whole value of the tiles, stacked, and the smaller last one."""
-    count = total // size
-    tile = stacked.shape[1:]
-    before = tile[share.dim] // (size * share.block)
-    shape = (*tile[: share.dim], before, size, share.block, *tile[share.dim + 1 :])
-    dim = share.dim + 1
-    folded = jnp.moveaxis(stacked.reshape(count, *shape), 0, dim)
-    folded = folded.reshape(*shape[:dim], count * size, *shape[dim + 1 :])
-    if left is not None:
-        rest = total - count * size
-        folded = lax.concatenate([folded, left.reshape(*shape[:dim], rest, *shape[dim + 1 :])], dim)
-    whole = (*tile[: share.dim], before * total * share.block, *tile[share.dim + 1 :])
-    return folded.reshape(whole)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
+from jaxckpt._errors import TilingError
 from jaxckpt.core.inline import inline
 from jaxckpt.core.tiling.axes import rule
 from jaxckpt.core.tiling.follow import Followed, error, joined
@@ -43,7 +45,7 @@ def _checkpoint(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     barriers = params["prevent_cse"] if isinstance(params["prevent_cse"], bool) else any(params["prevent_cse"])
 
     def run(at: At, operands: list[Any]) -> list[Any]:
-        inside = lambda start, *values: body(At(start, at.size, at.total), values)
+        inside = lambda start, *values: body(replace(at, start=start), values)
         return jax.checkpoint(inside, policy=params["policy"], prevent_cse=barriers)(jnp.asarray(at.start), *operands)
 
     return Passage(shares, body.outs, run=run)
@@ -129,7 +131,7 @@ def _map(eqn: Any, shares: list[Share], carries: int, consts: int, axis: Axis, s
     xs = shares[consts:]
     if any(share not in (WHOLE, rows(0)) for share in xs) or axis.size != eqn.params["length"]:
         raise CoupledError("goes along the axis, and takes it in other places, too")
-    body: Followed = axis.follow(eqn.params["jaxpr"], [WHOLE] * len(shares))
+    body: Followed = axis.follow(eqn.params["jaxpr"], [WHOLE] * len(shares), by_row=True)
 
     def run(at: At, values: list[Any]) -> list[Any]:
         def step(state: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -161,17 +163,13 @@ def _while(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 # --------------------------------------------------------------------------------------------------------- custom rules
 
 
-def _at(at: At, start: Any) -> At:
-    return At(start, at.size, at.total)
-
-
 @rule("custom_jvp_call", mixed=True)
 def _custom_jvp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     body: Followed = axis.follow(eqn.params["call_jaxpr"], shares)
     zero = jax.custom_derivatives.SymbolicZero
 
     def run(at: At, operands: list[Any]) -> list[Any]:
-        tiled = jax.custom_jvp(lambda start, *values: body(_at(at, start), values))
+        tiled = jax.custom_jvp(lambda start, *values: body(replace(at, start=start), values))
 
         def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             start, *values = primals
@@ -183,7 +181,7 @@ def _custom_jvp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
             given = [*own, *(share for share, flag in zip(own, zeros) if not flag)]
             wants = [*body.outs, *(out for out, flag in zip(body.outs, still) if not flag)]
             both = _asked(eqn, lambda: axis.follow(program, given, wants))
-            results = both(_at(at, start), [*values[consts:], *moving])
+            results = both(replace(at, start=start), [*values[consts:], *moving])
             out, found = results[: len(still)], iter(results[len(still) :])
             avals = [_compat.tangent_aval(result) for result in out]
             nothing = zero if eqn.params["symbolic_zeros"] else _zero_tangent
@@ -202,6 +200,11 @@ def _asked(eqn: Any, find: Callable[[], Followed]) -> Followed:
         return find()
     except CoupledError as why:
         raise error(eqn, CoupledError(f"has a derivative that {why}")) from None
+    except TilingError as inside:
+        if inside.line:
+            raise
+        named = CoupledError(f"has a derivative in which {inside.operation} {inside.reason}")
+        raise error(eqn, named, inside.hint) from None
 
 
 @rule("custom_vjp_call")
@@ -224,11 +227,11 @@ def _custom_vjp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
         return forwards, forward, _backward(eqn, shares[consts:], body.outs, kept, axis)
 
     def run(at: At, operands: list[Any]) -> list[Any]:
-        tiled = jax.custom_vjp(lambda start, *values: body(_at(at, start), values))
+        tiled = jax.custom_vjp(lambda start, *values: body(replace(at, start=start), values))
 
         def forth(start: Any, *values: Any) -> tuple[list[Any], list[Any]]:
             forwards, forward, _ = rules()
-            results = forward(_at(at, start), values[consts:])
+            results = forward(replace(at, start=start), values[consts:])
             new = iter(results)
             residuals = [next(new) if place is None else values[place] for place in forwards]
             return results[len(results) - len(body.outs) :], [start, *residuals]
@@ -236,7 +239,7 @@ def _custom_vjp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
         def back(kept: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
             start, *residuals = kept
             moving = [each for each, var in zip(cotangents, eqn.outvars) if is_differentiable(var.aval.dtype)]
-            found = iter(rules()[2](_at(at, start), [*residuals, *moving]))
+            found = iter(rules()[2](replace(at, start=start), [*residuals, *moving]))
             return (None, *[None] * consts, *(next(found) if flag else None for flag in flags))
 
         tiled.defvjp(forth, back)

@@ -3,6 +3,11 @@
 An axis of size n is followed through a program. Its place in a value may be a whole dimension, or a factor of one: a
 reshape of (k, n, m) to (k * n * m) makes a dimension in which each of the n rows has `block = m` consecutive entries,
 k times. So a dimension of size s with a block b holds the axis s / (n * b) times.
+
+Several devices may hold the axis, each some consecutive rows. A tile of consecutive rows would then be on one of them:
+the compiler gathers the rows, and every device computes every tile. So the axis is taken as `parts` of equally many
+consecutive rows, and each tile has some rows of every part. That is right for any number of devices that divides the
+parts.
 """
 
 from __future__ import annotations
@@ -59,14 +64,25 @@ class At:
     """Where a tile is.
 
     Attributes:
-      start: its first row; an int, or an array of one.
+      start: how many rows the tiles before it have; an int, or an array of one.
       size: its rows.
       total: the rows of all tiles.
+      parts: into how many parts of consecutive rows the axis is cut; a tile has size / parts rows of each, those from
+        start / parts on.
     """
 
     start: Any
     size: int
     total: int
+    parts: int = 1
+
+    def numbers(self) -> Any:
+        """Returns the number of each of its rows along the axis, int32 (size,)."""
+        counted = jnp.arange(self.size // self.parts, dtype=jnp.int32) + self.start // self.parts
+        if self.parts == 1:
+            return counted
+        firsts = jnp.arange(self.parts, dtype=jnp.int32) * (self.total // self.parts)
+        return (firsts[:, None] + counted).reshape(self.size)
 
     def sized(self, shape: Sequence[int], share: Share) -> tuple[int, ...]:
         """Returns the shape of what a tile has of a value of this shape."""
@@ -82,10 +98,10 @@ class At:
         if share.kind is Kind.WHOLE or self.size == self.total:
             return value
         outer = value.shape[share.dim] // (self.total * share.block)
-        if outer == 1:
+        if outer * self.parts == 1:
             return lax.dynamic_slice_in_dim(value, self.start * share.block, self.size * share.block, share.dim)
-        wide = value.reshape(unfolded(value.shape, share, self.total))
-        wide = lax.dynamic_slice_in_dim(wide, self.start, self.size, share.dim + 1)
+        wide = value.reshape(unfolded(value.shape, share, self.total, self.parts))
+        wide = lax.dynamic_slice_in_dim(wide, self.start // self.parts, self.size // self.parts, share.dim + 2)
         return wide.reshape(self.sized(value.shape, share))
 
     def put(self, into: Any, value: Any, share: Share) -> Any:
@@ -93,17 +109,23 @@ class At:
         if self.size == self.total:
             return value
         outer = into.shape[share.dim] // (self.total * share.block)
-        if outer == 1:
+        if outer * self.parts == 1:
             return lax.dynamic_update_slice_in_dim(into, value, self.start * share.block, share.dim)
-        wide = into.reshape(unfolded(into.shape, share, self.total))
-        value = value.reshape(unfolded(value.shape, share, self.size))
-        return lax.dynamic_update_slice_in_dim(wide, value, self.start, share.dim + 1).reshape(into.shape)
+        wide = into.reshape(unfolded(into.shape, share, self.total, self.parts))
+        value = value.reshape(unfolded(value.shape, share, self.size, self.parts))
+        start = self.start // self.parts
+        return lax.dynamic_update_slice_in_dim(wide, value, start, share.dim + 2).reshape(into.shape)
 
 
-def unfolded(shape: Sequence[int], share: Share, total: int) -> tuple[int, ...]:
-    """Returns a shape with the dimension that holds the axis as three: (before, the axis, block)."""
+def unfolded(shape: Sequence[int], share: Share, total: int, parts: int) -> tuple[int, ...]:
+    """Returns a shape with the dimension that holds the axis as four: (before, parts, rows of a part, block)."""
     before = shape[share.dim] // (total * share.block)
-    return (*shape[: share.dim], before, total, share.block, *shape[share.dim + 1 :])
+    return (*shape[: share.dim], before, parts, total // parts, share.block, *shape[share.dim + 1 :])
+
+
+def rows_of_tile(total: int, tiles: int, parts: int) -> int:
+    """Returns how many rows a tile has, of so many tiles of an axis in parts; the last tile may have fewer."""
+    return parts * -(-total // (parts * tiles))
 
 
 class CoupledError(Exception):

@@ -17,7 +17,7 @@ from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.tiling.divide import Tiling, divided
-from jaxckpt.core.tiling.shares import WHOLE, rows
+from jaxckpt.core.tiling.shares import WHOLE, rows, rows_of_tile
 
 SCOPE = "jaxckpt.tile"
 """The scope of what runs tile by tile."""
@@ -102,14 +102,18 @@ class Stretches:
                 "read. Plan anew."
             )
         shape = self.graph.values[tile.value].shape
-        if tile.axis >= len(shape) or tile.tiles > shape[tile.axis]:
-            raise PlanMismatchError(f"The plan has {tile.tiles} tiles of axis {tile.axis} of {list(shape)}. Plan anew.")
+        if tile.axis >= len(shape) or tile.tiles * tile.parts > shape[tile.axis] or shape[tile.axis] % tile.parts:
+            inside = f" in {tile.parts} parts" if tile.parts > 1 else ""
+            raise PlanMismatchError(
+                f"The plan has {tile.tiles} tiles{inside} of axis {tile.axis} of {list(shape)}. Plan anew."
+            )
         if effects := _compat.side_effects(program):
             what = ", ".join(map(str, effects))
             raise PlanMismatchError(f"The plan tiles what has side effects, which each tile would repeat: {what}.")
         size = shape[tile.axis]
         shares = [rows(tile.axis) if index[var] == tile.value else WHOLE for var in ins]
-        return divided(_compat.close_jaxpr(program, ()), shares, size, -(-size // tile.tiles)), ins, outs
+        of_tile = rows_of_tile(size, tile.tiles, tile.parts)
+        return divided(_compat.close_jaxpr(program, ()), shares, size, of_tile, tile.parts), ins, outs
 
 
 def _run(stretches: Stretches, tiles: Sequence[TiledStretch], *args: Any) -> list[Any]:
