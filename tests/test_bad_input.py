@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -85,6 +87,11 @@ def test_an_error_in_the_maker_of_a_step_is_its_own():
             "step must be a function that takes the loss and returns the training step.*no function but int: 3",
         ),
         (lambda: jaxckpt.plan(loss, **PLAN), "args must be the arguments of the step"),
+        (lambda: jaxckpt.plan(loss, X, **PLAN), r"args must be the arguments of the function, \(ws, x\); got '1 arg"),
+        (
+            lambda: jaxckpt.plan(loss, WS, X, X, **PLAN),
+            "args must be the arguments of the function.* got '3 arguments'",
+        ),
         (lambda: jaxckpt.plan(loss, WS, X, **PLAN, actions="save"), "actions must be a sequence of actions"),
         (lambda: jaxckpt.plan(loss, WS, X, **PLAN).apply(3), "fun must be a function, the one that the plan"),
         (lambda: jaxckpt.frontier(loss, WS, X, budgets=(), target="cpu"), "budgets must be at least one budget"),
@@ -165,12 +172,33 @@ def test_a_loss_that_is_no_scalar_is_told_of_has_aux(entry, fun, kinds):
         ENTRIES[entry](fun)
 
 
-def test_a_function_that_fails_by_itself_fails_with_its_own_error():
-    def broken(ws, x):
-        raise TypeError("of the user's")
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "broken",
+    [lambda ws, x: x @ WS[0] @ x, lambda ws, x: loss(ws), lambda ws, x: len(loss)],
+    ids=["shapes", "arguments", "types"],
+)
+def test_a_function_that_fails_by_itself_fails_with_its_own_error(entry, broken):
+    with pytest.raises(TypeError) as error:
+        ENTRIES[entry](broken)
+    assert error.type is TypeError, error.value
 
-    with pytest.raises(TypeError, match="of the user's"):
-        ENTRIES["plan"](broken)
+
+def test_a_loss_of_what_jax_has_no_type_for_is_told():
+    with pytest.raises(NotDifferentiableError, match="nothing to differentiate"):
+        ENTRIES["plan"](lambda ws, x: "a string")
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_arguments_over_more_devices_than_the_target_has(target):
+    mesh = jax.sharding.AbstractMesh((4,), ("d",))
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=layout)
+    for call in (jaxckpt.measure, functools.partial(jaxckpt.plan, budget="60%")):
+        with pytest.raises(
+            ArgumentError, match=f"args must be sharded over the 1 device of the target {target}.*4 dev"
+        ):
+            call(loss, WS, x, target=target)
 
 
 @pytest.mark.parametrize("budget", ["60", 60])

@@ -106,9 +106,10 @@ def _source(op: Op) -> str:
     """Returns the user's line that made an operation; of one that jaxckpt made around others, as of tiles, that of the
     largest of these.
     """
-    while not op.source and (inside := [each for body in op.bodies for each in body.ops]):
-        op = max(inside, key=lambda each: each.bytes)
-    return op.source
+    if op.source:
+        return op.source
+    inside = (each for body in op.bodies for each in body.ops)
+    return max(((each.bytes, line) for each in inside if (line := _source(each))), default=(0, ""))[1]
 
 
 def _result_bytes(measured: Measured) -> int | None:

@@ -16,6 +16,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import _digest
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.tiling.stretches import tiled
+from jaxckpt.planner import refusal
 from jaxckpt.planner.problems import problem_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("shared_answers")]
@@ -382,3 +383,14 @@ def test_a_function_that_tiles_itself_is_one_program_over_any_mesh():
     sharded = _shapes(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
     traced, plain = jax.jit(both).trace(*sharded), jax.jit(both).trace(*_shapes(None))
     assert "scan" in str(plain.jaxpr) and str(traced.jaxpr) == str(plain.jaxpr)
+
+
+def test_an_infeasible_budget_names_microbatches_and_the_line_of_what_is_in_tiles():
+    error = InfeasibleBudgetError("No.", least_bytes=7, budget_bytes=3, stretch="all")
+    said = lambda *tiles: str(refusal.no_plan_with_tiles(error, tiles, [], 9))
+    assert said(TiledStretch(0, 9, 0, 0, 4)) == "No. That is with the whole function in 4 microbatches."
+    assert said(TiledStretch(2, 9, 0, 0, 4)) == "No. That is with operations 2–9 in 4 tiles."
+    graph = trace(language, *arguments())
+    tile = TiledStretch(0, len(graph.ops), graph.body.inputs[-1], 0, 4)
+    without = [op for op in trace(tiled(language, (tile,)), *arguments()).ops if op.bodies and not op.source]
+    assert without and all("test_tiles.py" in refusal._source(op) for op in without)
