@@ -347,7 +347,7 @@ class _Look:
         error, tiles = min(self.errors, key=lambda each: each[0].least_bytes or math.inf)
         values = self.whole.graph.values
         first = [tile for tile in tiles if tile.round == 0]  # later ones are of a function with tiles
-        if first and not self.refused and all(tile.tiles == values[tile.value].shape[tile.axis] for tile in first):
+        if first and not self.refused and all(t.tiles * t.parts == values[t.value].shape[t.axis] for t in first):
             tiler = _tiler(self.whole)
             self.refused = tiler.couplings(first[0].tiles)
         return refusal.no_plan_with_tiles(error, tiles, self.refused, self.whole.model.places[-1])
