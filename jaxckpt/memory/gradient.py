@@ -46,11 +46,9 @@ def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     if not callable(training):
         hint = f"It returned no function but {type(training).__name__}: {training!r:.60}."
         raise ArgumentError("step", rule, step, hint)
-    if not lift.accepts(training, args):
-        whose = "function" if step in PLAIN else "training step that `step` makes"
-        rule = f"the arguments of the {whose}, {lift.signature_of(training)}"
-        hint = "" if step in PLAIN else "Give those of the step, not of the loss."
-        raise ArgumentError("args", rule, counted(len(args), "argument"), hint)
+    if step not in PLAIN and not lift.accepts(training, args):
+        rule = f"the arguments of the training step that `step` makes, {lift.signature_of(training)}"
+        raise ArgumentError("args", rule, counted(len(args), "argument"), "Give those of the step, not of the loss.")
     return training
 
 

@@ -31,6 +31,7 @@ from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.tiling.stretches import tiled
+from jaxckpt.core.units import counted
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
 from jaxckpt.memory.gradient import made as made_step
 from jaxckpt.memory.targets import Target, target_of
@@ -211,6 +212,9 @@ def problem_of(
     try:
         seen = observe(fun, step, args)
     except TypeError as error:
+        if plain and not lift.accepts(fun, args):  # asked when it fails: what is lifted takes more than it says
+            rule = f"the arguments of the function, {lift.signature_of(fun)}"
+            raise ArgumentError("args", rule, counted(len(args), "argument")) from error
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
         raise

@@ -69,7 +69,7 @@ def gathered(report):
 def test_each_device_computes_its_part_of_every_tile(kind, target):
     plain, tiled = KINDS[kind]
     whole, parts = measured(plain, target), measured(tiled(), target)
-    assert parts.peak_bytes < 0.5 * whole.peak_bytes
+    assert parts.peak_bytes < 0.6 * whole.peak_bytes
     assert gathered(parts) <= gathered(whole) + 2**16
     consecutive = measured(tiled(parts=1), target)
     # Without parts the tokens are gathered, which is what the parts are for.
