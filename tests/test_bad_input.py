@@ -191,7 +191,7 @@ def test_a_loss_of_what_jax_has_no_type_for_is_told():
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
 def test_arguments_over_more_devices_than_the_target_has(target):
-    mesh = jax.sharding.AbstractMesh((4,), ("d",))
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=layout)
     for call in (jaxckpt.measure, functools.partial(jaxckpt.plan, budget="60%")):
