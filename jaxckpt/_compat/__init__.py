@@ -98,6 +98,7 @@ from jaxckpt._compat.targets import (
     tpu_topology,
 )
 from jaxckpt._compat.traces import (
+    MERGES_SHARDED,
     Tracer,
     alone,
     blank_keys,

@@ -14,7 +14,7 @@ from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils
 from jax.extend import core as _extend_core
 
-from jaxckpt._compat.needs import unsupported
+from jaxckpt._compat.needs import VERSION, unsupported
 
 Tracer = jax.core.Tracer
 
@@ -79,6 +79,11 @@ def manual_axes(aval: Any) -> dict[str, Any]:
     """
     kind = varying_axes(aval)
     return {} if kind is None or kind.empty else {"manual_axis_type": kind, "sharding": aval.sharding}
+
+
+MERGES_SHARDED = VERSION >= (0, 12)
+"""Whether a reshape may merge a dimension with the one before it that an explicit axis shards. Before jax 0.12 it
+raises."""
 
 
 def explicit_sharding(aval: Any) -> Any:

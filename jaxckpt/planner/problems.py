@@ -109,8 +109,8 @@ def plan(
         the peak are then shares of the peak without any checkpoint. True leaves them as they are.
       tile: whether stretches that need too much at once may run tile by tile, as of `jaxckpt.tile`, where no plan fits
         without, or where that takes less time: the logits of a large vocabulary, the scores of an attention, a block.
-        Values and gradients are those of `fun`, up to the order in which sums over tiles are added. Not for sharded
-        arguments, nor inside of loops and `jax.shard_map`.
+        Values and gradients are those of `fun`, up to the order in which sums over tiles are added. Not inside of
+        loops and `jax.shard_map`; sharded arguments are tiled within their shards.
       cache: where compilers' results are stored, so that nothing is compiled twice: see `jaxckpt.measure`.
       progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
         two seconds, and elsewhere a line each half minute. A function is called as `progress(done, total, what)` before

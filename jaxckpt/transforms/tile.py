@@ -196,6 +196,11 @@ def _parts(axes: _Axes, size: int, tiles: int) -> int:
     must not depend on the devices that are there. So there are as many parts as do no harm: a matrix is read in runs
     of some rows.
     """
+    if not _compat.MERGES_SHARDED and any(
+        axis is not None and is_array(leaf) and _compat.explicit_sharding(jax.typeof(leaf)) is not None
+        for leaf, axis, _ in axes
+    ):
+        return 1
     shapes = [(leaf.shape, axis) for leaf, axis, _ in axes if axis is not None]
     largest, dim = max(shapes, key=lambda each: math.prod(each[0]))
     run = RUN.get(len(largest) - dim, 1)

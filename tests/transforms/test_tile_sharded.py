@@ -100,6 +100,12 @@ for tiles in (4, 7):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-4 * float(np.max(np.abs(b))))
         assert found[1][1].sharding.is_equivalent_to(sharded[1].sharding, 2), found[1][1].sharding
+mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(mesh):
+    explicit = jax.jit(jax.value_and_grad(jaxckpt.tile(head, in_axes=(None, 0, 0), tiles=4), (0, 1)))
+    found = explicit(put(w), put(x, "d"), put(labels, "d"))
+for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.value_and_grad(head, (0, 1))(w, x, labels)), strict=True):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-4 * float(np.max(np.abs(b))))
 print("equal")
 """
 
