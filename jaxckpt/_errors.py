@@ -119,8 +119,8 @@ class TilingError(JaxckptError, ValueError):
         self.hint = hint or "Tile another axis, or leave this operation out of the tiled function."
         where = f"{operation} at {line}" if line else operation
         super().__init__(
-            f"fun must not couple the rows along the tiled axis, so that it can run tile by tile; {where} does: it "
-            f"{reason}. {self.hint}"
+            f"fun must be made of operations that run tile by tile, which do not couple the rows along the tiled axis; "
+            f"{where} is not one of them: it {reason}. {self.hint}"
         )
 
 

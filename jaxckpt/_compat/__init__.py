@@ -36,6 +36,7 @@ from jaxckpt._compat.jaxprs import (
     equation_name,
     equation_params,
     eval_jaxpr,
+    expansion,
     fresh_var,
     inner_jaxprs,
     is_jaxpr,
@@ -99,6 +100,7 @@ from jaxckpt._compat.targets import (
 )
 from jaxckpt._compat.traces import (
     MERGES_SHARDED,
+    SCANS_KEEP_RULES,
     Tracer,
     alone,
     blank_keys,

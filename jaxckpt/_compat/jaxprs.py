@@ -256,6 +256,18 @@ def replace_params(eqn: Any, **changes: Any) -> Any:
     return eqn.replace(params={**eqn.params, "_prim": type(prim)(**{**prim.params, **changes})})
 
 
+def expansion(eqn: Any) -> Any:
+    """Returns what a hi primitive computes, as a closed jaxpr of the equation's operands; None for other primitives.
+
+    From jax 0.12 on, `jnp.searchsorted` and `jnp.nonzero` are hi primitives.
+    """
+    prim = eqn.params.get("_prim")
+    if not (hasattr(prim, "expand") and hasattr(prim, "in_tree")):
+        return None
+    expand = lambda *flat: jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, flat)))
+    return jax.make_jaxpr(expand)(*(atom.aval for atom in eqn.invars))
+
+
 def is_unspecified(sharding: Any) -> bool:
     """Returns whether a sharding of a jit equation is unspecified (the class for that is private)."""
     return sharding is None or isinstance(sharding, UnspecifiedValue)

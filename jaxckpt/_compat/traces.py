@@ -86,6 +86,11 @@ MERGES_SHARDED = VERSION >= (0, 12)
 raises."""
 
 
+SCANS_KEEP_RULES = VERSION >= (0, 12)
+"""Whether a scan keeps the derivatives of the user's that are in it where it is run while a linear function is built.
+Before jax 0.12 `jax.hessian` of a plain scan is wrong for a `jax.custom_jvp` whose rule is not the function's own."""
+
+
 def explicit_sharding(aval: Any) -> Any:
     """Returns the sharding that is part of a value's type, over an abstract mesh; None if no axis of the mesh is
     explicit.

@@ -273,8 +273,15 @@ LITTLE = 0.1
 TILE_REACH = 8
 """Stages by which a stretch that is tiled may reach beyond those that need too much. No measurement is on record."""
 
+DIVISIONS = 64
+"""Divided programs that a tiled function keeps, one for each shape of its arguments: those of the last calls."""
+
 TILED_AXES = 4
-"""Axes along which the planner tries to divide a stretch, of those that go through: each takes a trace of it."""
+"""Axes along which the planner divides a stretch, of those with which it needs less: each takes a trace of it."""
+
+TRIED_AXES = 12
+"""Axes along which the planner tries to divide a stretch, at most. A head of 4 sequences, whose arguments are those of
+the loss, needs less along two of seven axes: those of labels and weights come first."""
 
 TILE_TRIES = 6
 """Sets of tiles that are planned for one budget, at most: after one that fits, those with fewer tiles."""

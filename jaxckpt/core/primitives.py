@@ -89,7 +89,7 @@ class Primitive:
       shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
       opaque: whether no action can be given to the values of these.
-      flat: whether its derivative is zero, whatever its operands are.
+      flat: whether its derivative is zero: see `is_flat`.
       elementwise: whether element i of each result is computed from elements i of its operands, which have the result's
         shape, a 1 in place of some of its sizes, or no axis: so any axis passes through it. `core/tiling/axes.py` has
         the rules of the others.
@@ -170,10 +170,11 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("broadcast_in_dim", replace(_MOVED, linear=True)),
     ("convert_element_type", replace(_MOVED, linear=True, elementwise=True)),
     ("slice", replace(_MOVED, linear=True, shows=True)),
-    ("split unstack", replace(_MOVED, shows=True)),
-    ("bitcast_convert_type empty empty2 from_edtype iota stack tie tile to_edtype", _MOVED),
-    ("rev", replace(_FREE, linear=True)),
-    ("concatenate pad dynamic_slice", _FREE),
+    ("split unstack", replace(_MOVED, linear=True, shows=True)),
+    ("stack tile", replace(_MOVED, linear=True)),
+    ("bitcast_convert_type empty empty2 from_edtype iota tie to_edtype", _MOVED),
+    ("rev concatenate pad", replace(_FREE, linear=True)),
+    ("dynamic_slice", _FREE),
     ("real imag reduce_precision sharding_constraint", replace(_FREE, elementwise=True)),
     ("pvary preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),
     ("random_seed random_wrap random_unwrap", _FREE),
@@ -256,6 +257,20 @@ TABLE: Mapping[str, Primitive] = {name: row for names, row in _ROWS for name in 
 def of(primitive: str) -> Primitive:
     """Returns what is known of a primitive, by its name."""
     return TABLE.get(primitive, UNKNOWN)
+
+
+def is_flat(primitive: str, dtype: Any) -> bool:
+    """Returns whether the derivative of an operation is zero for operands of a dtype. From jax 0.12 on the sign of a
+    complex number, which is its direction, has a derivative.
+    """
+    return of(primitive).flat and not (primitive == "sign" and jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def has_backward_rule(primitive: str) -> bool:
+    """Returns whether an operation's backward rule is the user's, and so need not be linear: that of a
+    `jax.custom_vjp`, which has another name under the flag jax_custom_vjp3.
+    """
+    return primitive in ("custom_vjp_call", "CustomVJPTraced")
 
 
 def holding(*kinds: Holds) -> frozenset[str]:

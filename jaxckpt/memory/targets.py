@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -272,6 +273,8 @@ def _nearest(name: str) -> str:
     """Returns a sentence with the targets that a name may mean."""
     if name in ("gpu", "nvidia"):  # JAX's name of the backend
         return "An NVIDIA GPU is 'cuda'; one that need not be here is named with its chip, such as 'cuda:h100'."
+    if (several := re.fullmatch(r"(cuda:\w+):(\d+)", name)) and several[1] in known():
+        return f"Several GPUs are '{several[1]}x{several[2]}'."
     return did_you_mean(name, known())
 
 

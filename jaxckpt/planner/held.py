@@ -68,10 +68,15 @@ def active_in(graph: Graph, around: Body, op: Op, body: Body, active: Collection
     return frozenset(inside)
 
 
+def is_flat(graph: Graph, op: Op) -> bool:
+    """Returns whether no derivative passes through an operation; see `primitives.is_flat`."""
+    return any(primitives.is_flat(op.primitive, graph.values[index].dtype) for index in op.inputs[:1])
+
+
 def spread(graph: Graph, body: Body, active: set[int]) -> None:
     """Adds to `active` what the operations of a body compute from it, and can be differentiated."""
     for op in body.ops:
-        if primitives.of(op.primitive).flat or not active.intersection(op.inputs):
+        if is_flat(graph, op) or not active.intersection(op.inputs):
             continue
         active.update(index for index in op.outputs if is_inexact(graph.values[index]))
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives, surgery
+from jaxckpt.core import surgery
 from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED, UNLIKE
 from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
-from jaxckpt.planner.held import spread
+from jaxckpt.planner.held import is_flat, spread
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def active_values(graph: Graph, differentiated: Collection[int], results: Collec
     """
     active = set(differentiated)
     spread(graph, graph.body, active)
-    read = lambda op: () if primitives.of(op.primitive).flat else active.intersection(op.inputs)
+    read = lambda op: () if is_flat(graph, op) else active.intersection(op.inputs)
     ending = surgery.live(graph.ops, results, lambda op: op.outputs, read)
     return frozenset(active.intersection(results).union(*map(read, ending)))
 

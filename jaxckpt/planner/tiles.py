@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core.constants import LITTLE, MOST_TILES, MUCH_LESS, STANDS_OUT, TILE_REACH, TILED_AXES
+from jaxckpt.core.constants import LITTLE, MOST_TILES, MUCH_LESS, STANDS_OUT, TILE_REACH, TILED_AXES, TRIED_AXES
 from jaxckpt.core.graph import Graph, aval_bytes, trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.regions import TiledStretch
@@ -152,7 +152,7 @@ class Tiler:
             whole = self._whole(start, stop, program, ins, moves)
             if whole is None:
                 continue
-            for way in self._all(start, stop, ins, moves, MOST_TILES):
+            for way in self._all(start, stop, ins, moves, MOST_TILES, whole):
                 if way.bytes < MUCH_LESS * whole:
                     found[self._stretch(start, stop, ins[way.place], way.axis, MOST_TILES)] = None
         return list(found)
@@ -166,9 +166,10 @@ class Tiler:
         if not ins or not outs or _compat.side_effects(program):
             return []
         moves = self._moves(ins, outs)
-        if self._whole(start, stop, program, ins, moves) is None:
+        whole = self._whole(start, stop, program, ins, moves)
+        if whole is None:
             return []
-        ways = list(self._all(start, stop, ins, moves, MOST_TILES))
+        ways = list(self._all(start, stop, ins, moves, MOST_TILES, whole))
         return self.refused if all(ins[way.place].aval.shape[way.axis] == rows for way in ways) else []
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -264,7 +265,7 @@ class Tiler:
         whole = self._whole(start, stop, program, ins, moves)
         if whole is None:
             return None
-        found = list(self._all(start, stop, ins, moves, count))
+        found = list(self._all(start, stop, ins, moves, count, whole))
         least = min((way.bytes for way in found), default=whole)
         near = [way for way in found if way.bytes <= 1.1 * least and way.bytes < MUCH_LESS * whole]
         return min(near, key=lambda way: way.flops, default=None)
@@ -277,18 +278,20 @@ class Tiler:
             logger.info("operations %d to %d are not tiled: %s", start, stop, error)
             return None
 
-    def _all(self, start: int, stop: int, ins: Sequence[Any], moves: Moves, count: int) -> Iterator[_Way]:
-        """Yields the ways in which a stretch can be divided, activations first."""
+    def _all(self, start: int, stop: int, ins: Sequence[Any], moves: Moves, count: int, whole: int) -> Iterator[_Way]:
+        """Yields the ways in which a stretch can be divided, activations first, until there are enough that need less
+        than the `whole`.
+        """
         kinds = [self.graph.values[self.graph.body.values[var]].kind for var in ins]
         fixed = [not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in ins]
         order = sorted(
             range(len(ins)), key=lambda i: (kinds[i] != "intermediate", not fixed[i], -aval_bytes(ins[i].aval))
         )
-        yielded = 0
+        tried = useful = 0
         refused: list[TilingError] = []
         for place in order:
             for axis, size in enumerate(ins[place].aval.shape):
-                if size < 2 or yielded >= TILED_AXES:
+                if size < 2 or useful >= TILED_AXES or tried >= TRIED_AXES:
                     continue
                 tile = TiledStretch(start, stop, self.graph.body.values[ins[place]], axis, min(count, size))
                 try:
@@ -297,7 +300,11 @@ class Tiler:
                 except TilingError as error:
                     refused.append(error)
                     continue
-                yielded += 1
+                except (ValueError, TypeError, NotImplementedError) as error:  # as in `_whole`
+                    logger.info("operations %d to %d are not tiled along %d: %s", start, stop, axis, error)
+                    continue
+                tried += 1
+                useful += needed < MUCH_LESS * whole
                 yield _Way(place, axis, needed, flops)
         self.refused = refused + self.refused
 

@@ -13,18 +13,21 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError
 from jaxckpt.core import lift, purity
-from jaxckpt.core.constants import MOST_PARTS, RUN
+from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
 from jaxckpt.core.leaves import array, is_array, is_given, is_operand
-from jaxckpt.core.tiling.divide import Tiling, divided
+from jaxckpt.core.tiling.divide import Tiling, divided, undivided
 from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows, rows_of_tile
+from jaxckpt.core.units import counted
 
 
 def tile(
@@ -47,7 +50,8 @@ def tile(
         arguments. Arguments by keyword are whole.
       tiles: the number of tiles. If it does not divide the axis, the tiles have ceil(rows / tiles) rows, and the last
         one has what is left.
-      out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. It is checked.
+      out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. It is checked,
+        but for an axis of one row, of which nothing says where it went.
         None says that a result does not have the axis. Sums and whole values fit any int.
       parts: where the axis is sharded, into how many equal parts of consecutive rows it is cut. Each tile has rows of
         every part, so that each device computes a part of every tile. It must be a multiple of the number of shards;
@@ -73,14 +77,15 @@ def tile(
         return functools.partial(tile, in_axes=in_axes, tiles=tiles, out_axes=out_axes, parts=parts)
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @tile(in_axes=..., tiles=...).")
-    if isinstance(tiles, bool) or not hasattr(tiles, "__index__") or tiles < 1:
-        raise ArgumentError("tiles", "a whole number of at least 1", tiles)
-    if parts is not None and (isinstance(parts, bool) or not hasattr(parts, "__index__") or parts < 1):
-        raise ArgumentError("parts", "None or a whole number of at least 1", parts)
-    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-    _check(in_axes, "in_axes")
-    _check(out_axes, "out_axes")
-    if all(axis is None for axis in _leaves(in_axes)):
+    tiles = _count("tiles", "a whole number of at least 1", tiles)
+    parts = None if parts is None else _count("parts", "None or a whole number of at least 1", parts)
+    in_axes, out_axes = _ints("in_axes", in_axes), _ints("out_axes", out_axes)
+    if isinstance(in_axes, list):
+        in_axes = tuple(in_axes)
+    if not isinstance(in_axes, (int, tuple)):
+        rule = "an int, or a tuple with an entry for each positional argument"
+        raise ArgumentError("in_axes", rule, in_axes, "An entry may be a pytree of ints, such as a dict.")
+    if all(axis is None for axis in jax.tree.leaves(in_axes)):
         raise ArgumentError("in_axes", "an int for at least one argument", in_axes)
     signature = lift.signature_of(fun)
 
@@ -88,7 +93,7 @@ def tile(
     def tiled(*args: Any, **kwargs: Any) -> Any:
         if kwargs and not isinstance(in_axes, int):
             args, kwargs = _by_position(signature, args, kwargs, len(in_axes))
-        axes = _axes_of(in_axes, args)
+        axes = _axes_of(in_axes, args, fun)
         size = _size(axes)
         if tiles > size:
             raise ArgumentError("tiles", f"at most the size of the axis, {size}", tiles)
@@ -97,9 +102,7 @@ def tile(
         found = _parts(axes, size, tiles) if parts is None else int(parts)
 
         def use(call: lift.Taken) -> Any:
-            return call.finish(
-                _run(call, _shares(axes, call), (size, rows_of_tile(size, tiles, found), found), out_axes)
-            )
+            return call.finish(_run(call, axes, (size, rows_of_tile(size, tiles, found), found), out_axes))
 
         return lift.attempt(fun, args, kwargs, use)
 
@@ -117,27 +120,53 @@ def _by_position(
     return placed[:count], {**dict(zip(names[count:], placed[count:])), **others}
 
 
-def _leaves(axes: Any) -> list[Any]:
-    return jax.tree.leaves(axes, is_leaf=lambda axis: axis is None)
+def _count(name: str, rule: str, value: Any) -> int:
+    """Returns a whole number of at least 1.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # also of a traced array, and of an array of several
+        found = 0
+    if found < 1:
+        hint = "It must be known while the function is traced." if _compat.is_tracer(value) else ""
+        raise ArgumentError(name, rule, value, hint)
+    return found
 
 
-def _check(axes: Any, name: str) -> None:
-    for axis in _leaves(axes):
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+def _ints(name: str, axes: Any) -> Any:
+    """Returns a pytree of ints and None, with NumPy's integers as ints.
+
+    Raises:
+      ArgumentError: there is something else in it.
+    """
+
+    def whole(axis: Any) -> int | None:
+        if axis is None:
+            return None
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
             raise ArgumentError(name, "an int, None, or a pytree of these", axis)
+        return int(axis)
+
+    return jax.tree.map(whole, axes, is_leaf=lambda axis: axis is None)
 
 
 _Axes = list[tuple[Any, int | None, str]]
 """Leaves of the positional arguments, each with its axis and what to call it."""
 
 
-def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> _Axes:
+def _axes_of(in_axes: Any, args: tuple[Any, ...], fun: Callable[..., Any]) -> _Axes:
     """Returns the leaves of the positional arguments with their axes.
 
     Raises:
       ArgumentError: `in_axes` does not fit the arguments, or an array does not have the axis.
     """
     if not isinstance(in_axes, int) and len(in_axes) != len(args):
+        if not lift.accepts(fun, args):
+            rule = f"the arguments of fun, {lift.signature_of(fun)}"
+            raise ArgumentError("args", rule, counted(len(args), "positional argument"))
         rule = f"an int, or a tuple with an entry for each of the {len(args)} positional arguments"
         raise ArgumentError("in_axes", rule, in_axes)
     entries = [in_axes] * len(args) if isinstance(in_axes, int) else in_axes
@@ -149,6 +178,9 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...]) -> _Axes:
                 found.append((leaf, None, ""))
                 continue
             name = f"args[{place}]{jax.tree_util.keystr(path)}"
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                hint = "To trace the tiled function for shapes, use jax.eval_shape or jax.jit(tiled).lower."
+                raise ArgumentError(f"args[{place}]{jax.tree_util.keystr(path)}", "an array", leaf, hint)
             shape = jax.typeof(leaf).shape if is_array(leaf) else tuple(leaf.shape) if is_given(leaf) else None
             if shape is None or not -len(shape) <= axis < len(shape):
                 came = leaf if shape is None else f"an array of shape {list(shape)}"
@@ -196,10 +228,7 @@ def _parts(axes: _Axes, size: int, tiles: int) -> int:
     must not depend on the devices that are there. So there are as many parts as do no harm: a matrix is read in runs
     of some rows.
     """
-    if not _compat.MERGES_SHARDED and any(
-        axis is not None and is_array(leaf) and _compat.explicit_sharding(jax.typeof(leaf)) is not None
-        for leaf, axis, _ in axes
-    ):
+    if not _compat.MERGES_SHARDED and any(axis is not None and _is_explicit(leaf) for leaf, axis, _ in axes):
         return 1
     shapes = [(leaf.shape, axis) for leaf, axis, _ in axes if axis is not None]
     largest, dim = max(shapes, key=lambda each: math.prod(each[0]))
@@ -231,11 +260,14 @@ _Cut = tuple[int, int, int]
 """Rows of the axis, rows of a tile, parts of the axis."""
 
 
-def _run(call: lift.Taken, shares: tuple[Share, ...], cut: _Cut, out_axes: Any) -> Any:
-    """Returns the result of a call of arrays, tile by tile."""
+def _run(call: lift.Taken, axes: _Axes, cut: _Cut, out_axes: Any) -> Any:
+    """Returns the result of a call of arrays, tile by tile.
+
+    Raises:
+      ArgumentError: an array is given twice with different axes, or JAX cannot take apart what a mesh shards.
+    """
+    shares = _shares(axes, call)
     leaves, in_tree = jax.tree.flatten((call.args, call.kwargs))
-    if cut[0] == 1:
-        return call.fun(*call.args, **call.kwargs)
     holder = _divisions(call.fun)
     axes_leaves, axes_tree = jax.tree.flatten(out_axes, is_leaf=lambda axis: axis is None)
     key = (in_tree, tuple(map(jax.typeof, leaves)), shares, cut, tuple(axes_leaves), axes_tree)
@@ -244,8 +276,24 @@ def _run(call: lift.Taken, shares: tuple[Share, ...], cut: _Cut, out_axes: Any) 
         found = _divide(call, leaves, in_tree, shares, cut, out_axes)
         if not any(map(_compat.is_tracer, found[0].consts)):
             holder[key] = found
+            if len(holder) > DIVISIONS:  # batches of ever other sizes
+                del holder[next(iter(holder))]
     tiling, run, out_tree = found
-    return jax.tree.unflatten(out_tree, map(array, run(*tiling.consts, *leaves)))
+    try:
+        made = run(*tiling.consts, *leaves)
+    except (TypeError, ValueError) as error:
+        sharded = next((leaf for leaf, axis, _ in axes if axis is not None and _is_explicit(leaf)), None)
+        if sharded is None:
+            raise
+        rule = "arrays that no explicit axis of a mesh shards along the tiled axis, as far as this JAX takes them apart"
+        hint = "Use a mesh with jax.sharding.AxisType.Auto, or tile inside of jax.shard_map or jax.sharding.auto_axes."
+        raise ArgumentError("args", rule, jax.typeof(sharded), hint) from error
+    return jax.tree.unflatten(out_tree, map(array, made))
+
+
+def _is_explicit(leaf: Any) -> bool:
+    """Whether the type of an array says how it is sharded."""
+    return is_array(leaf) and _compat.explicit_sharding(jax.typeof(leaf)) is not None
 
 
 @_compat.weakref_lru_cache
@@ -282,8 +330,8 @@ def _divide(
             f"fun ({lift.title(call.fun)}) must have no side effects to be tiled, because each tile would repeat them; "
             f"it has {', '.join(map(str, effects))}. Move io_callback, jax.debug.print and other effects out of it."
         )
-    tiling = divided(closed, shares, *cut)
-    if call.lifted is None:
+    tiling = undivided(closed) if cut[0] == 1 else divided(closed, shares, *cut)
+    if call.lifted is None and cut[0] > 1:
         shapes = [atom.aval.shape for atom in tiling.program.outvars]
         _check_out_axes(out_axes, trees[-1], tiling.outs, shapes)
     run = lambda *values: tiling.run(*values)

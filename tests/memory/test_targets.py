@@ -231,7 +231,7 @@ def test_importing_initialises_no_backend_and_imports_no_plugin():
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()
         assert not [name for name in sys.modules if name.startswith("jax_plugins.")]
-        jaxckpt.Target("cuda:h100x8"), jaxckpt.Target("tpu:v5e")
+        Target("cuda:h100x8"), jaxckpt.Target("tpu:v5e")
         assert not xla_bridge.backends_are_initialized()
         assert not [name for name in sys.modules if name.startswith("jax_plugins.")]
     """)
@@ -286,3 +286,8 @@ def test_a_checkpoint_inside_of_a_small_loop_compiles_with_the_options_of_the_cp
     step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options("cpu") or None)
     expected, gradient = jax.value_and_grad(loss)(x)
     chex.assert_trees_all_close(step(x), (expected, gradient), rtol=1e-5)
+
+
+def test_several_gpus_are_named_with_an_x():
+    with pytest.raises(UnknownTargetError, match="Several GPUs are 'cuda:h100x8'"):
+        Target("cuda:h100:8")

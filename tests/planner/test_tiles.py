@@ -394,3 +394,20 @@ def test_an_infeasible_budget_names_microbatches_and_the_line_of_what_is_in_tile
     tile = TiledStretch(0, len(graph.ops), graph.body.inputs[-1], 0, 4)
     without = [op for op in trace(tiled(language, (tile,)), *arguments()).ops if op.bodies and not op.source]
     assert without and all("test_tiles.py" in refusal._source(op) for op in without)
+
+
+def test_the_second_axis_of_a_batch_is_tiled_where_the_first_has_few_rows():
+    """Arguments that are no activations come first, and no axis of theirs divides the logits."""
+
+    def head(w, b, x, y, mask):
+        logits = jax.nn.log_softmax(x @ w + b)
+        return -jnp.sum(jnp.take_along_axis(logits, y[..., None], -1)[..., 0] * mask) / mask.sum()
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, F)
+    args = shape(32, 20_000), shape(20_000), shape(2, 64, 32), jax.ShapeDtypeStruct((2, 64), jnp.int32), shape(2, 64)
+    by_hand = jaxckpt.tile(head, in_axes=(None, None, 1, 1, 1), tiles=8)
+    peaks = [jaxckpt.measure(jax.value_and_grad(fun), *args, target="cuda:h100").peak_bytes for fun in (head, by_hand)]
+    assert peaks[1] < peaks[0] / 2
+    found = jaxckpt.plan(head, *args, budget=peaks[1], target="cuda:h100", tile=True)
+    assert found.measured_bytes <= peaks[1]
+    assert [(tile.value, tile.axis) for tile in found.tiles] == [(2, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 
 import jaxckpt
 from jaxckpt import ArgumentError, EffectsError, TilingError, tile
+from jaxckpt.core.constants import DIVISIONS
 from tests.helpers import assert_trees_close, executions, kept_bytes
 
 TOKENS, WIDTH, WORDS = 24, 8, 64
@@ -436,7 +438,7 @@ def test_the_error_names_the_operation_its_line_and_what_to_do():
     error = raised.value
     assert error.operation == "sub" and "test_tile.py" in error.line
     assert "the sum over all rows that reduce_sum at" in error.reason
-    assert str(error).startswith("fun must not couple the rows along the tiled axis")
+    assert str(error).startswith("fun must be made of operations that run tile by tile")
     assert str(error).endswith("Tile another axis, or leave this operation out of the tiled function.")
 
 
@@ -547,6 +549,118 @@ def test_tiles_of_rows_of_every_part(tiles, parts):
     x = jax.random.normal(KEYS[3], (2, TOKENS, 4))
     assert_trees_close(cut(merged, in_axes=1)(x), merged(x))
     assert_trees_close(cut(blocks, in_axes=1, out_axes=1)(x), blocks(x))
+
+
+# ------------------------------------------------------------------------------------------------ derivatives of users'
+
+
+@jax.custom_jvp
+def straight_through(x):
+    """Rounds, and has the derivative of what it rounds."""
+    return jnp.round(x)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_second_derivatives_of_a_loss_follow_a_rule_that_is_not_the_functions_own(parts):
+    """Without its rule the second derivative of what is rounded is zero."""
+    loss = lambda w, x: jnp.sum(straight_through(x @ w) ** 2)
+    tiled = tile(loss, in_axes=(None, 0), tiles=4, parts=parts)
+    w, x = W[:, 0] * 3, X
+    expected = jax.hessian(loss)(w, x)
+    assert jnp.max(jnp.abs(expected)) > 1
+    for order in (jax.hessian, lambda fun: jax.jacrev(jax.jacrev(fun)), lambda fun: jax.jacfwd(jax.jacfwd(fun))):
+        np.testing.assert_allclose(order(tiled)(w, x), expected, rtol=1e-4)
+    assert executions(jax.grad(tiled), w, x)["dot_general"] == 4 * 2, "the gradients come with the loss"
+
+
+@pytest.fixture
+def flag(request):
+    if not hasattr(jax.config, request.param):
+        pytest.skip(f"this JAX has no {request.param}")
+    old = getattr(jax.config, request.param)
+    jax.config.update(request.param, True)
+    yield request.param
+    jax.config.update(request.param, old)
+
+
+@pytest.mark.parametrize("flag", ["jax_remat3", "jax_custom_vjp3"], indirect=True)
+def test_gradients_under_flags_that_give_jax_other_checkpoints_and_rules(flag):
+    clip = jax.custom_vjp(lambda w: w)
+    clip.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+    step = lambda w, x: jnp.tanh(x @ clip(w))
+    for fun in (step, jax.checkpoint(step), lambda w, x: jnp.mean(jnp.sin(x @ clip(w)))):
+        tiled = tile(fun, in_axes=(None, 0), tiles=3)
+        assert_trees_close(*(jax.grad(summed(each), (0, 1))(W, X) for each in (tiled, fun)), rtol=1e-4, atol=1e-4)
+    for looped in (
+        lambda w, x: lax.fori_loop(0, 2, lambda i, x: step(w, x) @ w.T, x),
+        lambda w, x: lax.cond(w[0, 0] > -9, step, lambda w, x: x @ w, w, x),
+    ):
+        with pytest.raises(TilingError, match="has a backward rule of its own"):
+            tile(looped, in_axes=(None, 0), tiles=3)(W, X)
+
+
+# ------------------------------------------------------------------------------------------------------- odd arguments
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "message"),
+    [
+        ({"in_axes": {"w": None, "x": 0}, "tiles": 2}, (X,), "in_axes must be an int, or a tuple.*a pytree"),
+        ({"in_axes": 0, "tiles": np.array([1, 2])}, (X,), "tiles must be a whole number of at least 1"),
+        ({"in_axes": 0, "tiles": 2.0}, (X,), "tiles must be a whole number of at least 1; got 2.0"),
+        ({"in_axes": 0, "tiles": 2, "parts": 0.5}, (X,), "parts must be None or a whole number"),
+        (
+            {"in_axes": (0, 0), "tiles": 2},
+            (X,),
+            r"args must be the arguments of fun, \(x, y\); got '1 positional argument'",
+        ),
+        ({"in_axes": 0, "tiles": 2}, (jax.ShapeDtypeStruct((4, 4), jnp.float32), X[:4]), r"args\[0\] must be an array"),
+    ],
+)
+def test_arguments_that_no_error_of_pythons_explains(settings, args, message):
+    def fun(x, y):
+        return x + y
+
+    with pytest.raises(ArgumentError, match=message):
+        tile(fun, **settings)(*args)
+
+
+def test_numbers_of_numpy_and_jax_are_numbers():
+    fun = tile(jnp.sin, in_axes=np.int64(0), out_axes=np.int32(0), tiles=jnp.asarray(3), parts=np.int64(2))
+    np.testing.assert_allclose(fun(X), jnp.sin(X), rtol=1e-6)
+    with pytest.raises(ArgumentError, match="must be known while the function is traced"):
+        jax.jit(lambda count: tile(jnp.sin, in_axes=0, tiles=count)(X))(3)
+
+
+def test_a_batch_of_one_row_may_couple_and_has_no_side_effects_either():
+    centred = tile(lambda x: x - x.mean(0), in_axes=0, tiles=1)
+    np.testing.assert_array_equal(centred(X[:1]), jnp.zeros_like(X[:1]))
+    assert jax.grad(lambda x: jnp.sum(centred(x) ** 2))(X[:1]).shape == (1, WIDTH)
+
+    def printing(x):
+        jax.debug.print("a row")
+        return x
+
+    with pytest.raises(EffectsError, match="no side effects"):
+        tile(printing, in_axes=0, tiles=1)(X[:1])
+
+
+def test_batches_of_many_sizes_do_not_fill_the_memory():
+    fun = lambda x: jnp.sin(x)
+    divisions = importlib.import_module("jaxckpt.transforms.tile")._divisions
+    for rows in range(2, DIVISIONS + 12):
+        tile(fun, in_axes=0, tiles=2)(np.ones((rows, 1), np.float32))
+    assert len(divisions(fun)) == DIVISIONS
+
+
+def test_what_maps_over_devices_is_tiled_inside():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    with pytest.raises(TilingError, match="shard_map .* use jaxckpt.tile in what it maps"):
+        tile(jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec), in_axes=0, tiles=2)(X)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -11,11 +11,13 @@ is `linear`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
@@ -28,6 +30,7 @@ from jaxckpt.core.tiling.shares import (
     Kind,
     Passage,
     Share,
+    holds_all,
     is_differentiable,
     rows,
     shape_of,
@@ -75,10 +78,34 @@ def passage(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
         return found(eqn, shares, axis)
     if primitives.of(name).elementwise:
         return elementwise(eqn, shares)
+    if not any(is_differentiable(var.aval.dtype) for var in eqn.outvars):
+        program = _compat.expansion(eqn)
+        if program is not None:  # it has no derivative that could be another one than its program's
+            body = axis.follow(program, shares)
+            return Passage(shares, body.outs, run=body)
     raise CoupledError("is an operation that tile has no rule for")
 
 
 # ------------------------------------------------------------------------------------------------ sums, and elementwise
+
+
+def _data(name: str, eqn: Any) -> Sequence[int]:
+    """Returns the places of the operands that an operation moves, in which it is linear together; the others are
+    indices. Nothing where it does something else with them, too.
+    """
+    if name == "gather":
+        fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+        value = eqn.params["fill_value"]
+        nan = value is None and is_differentiable(eqn.invars[0].aval.dtype)
+        return () if fills and not nan and value != 0 else (0,)
+    if name == "scatter":  # of several writes to one place one wins
+        once = eqn.params["unique_indices"] or math.prod(shape_of(eqn.invars[1])[:-1]) == 1
+        return (0, 2) if once else ()
+    if name == "dynamic_slice":
+        return (0,)
+    if name == "dynamic_update_slice":
+        return (0, 1)
+    return (0, 2) if name == "scatter-add" else ()
 
 
 def linear(name: str, eqn: Any, shares: list[Share]) -> Passage:
@@ -87,11 +114,13 @@ def linear(name: str, eqn: Any, shares: list[Share]) -> Passage:
     dtypes = [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
     sums = [share.kind is Kind.SUM for share in shares]
     if name == "convert_element_type":
-        exact = all(map(is_differentiable, dtypes)) and jnp.promote_types(*dtypes) == dtypes[1]
-        if exact:
+        if all(map(is_differentiable, dtypes)) and holds_all(dtypes[1], dtypes[0]):
             return Passage([SUM], outs)
     elif primitives.of(name).linear:
         return Passage([SUM] * len(shares), outs)
+    elif moved := _data(name, eqn):
+        if not any(flag for place, flag in enumerate(sums) if place not in moved):
+            return Passage([SUM if place in moved else share for place, share in enumerate(shares)], outs)
     elif name == "select_n" and not sums[0]:
         return Passage([WHOLE, *[SUM] * (len(shares) - 1)], outs)
     elif (name in ("mul", "dot_general") and sum(sums) == 1) or (
@@ -191,11 +220,7 @@ def _slice(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     stride = 1 if params["strides"] is None else params["strides"][dim]
     if (params["start_indices"][dim], params["limit_indices"][dim], stride) != (0, shape[dim], 1):
         raise CoupledError("takes a slice of the axis")
-    return Passage([share], [share], sized("limit_indices", _up_to(params["limit_indices"], dim, shape), share))
-
-
-def _up_to(sizes: Sequence[int], dim: int, shape: Sequence[int]) -> tuple[int, ...]:
-    return (*sizes[:dim], shape[dim], *sizes[dim + 1 :])
+    return Passage([share], [share], sized("limit_indices", params["limit_indices"], share))
 
 
 @rule("dynamic_slice")
@@ -330,9 +355,11 @@ def _fft(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 
 
 def _leading(eqn: Any, shares: list[Share], own: int, why: str) -> Passage:
-    """Returns the passage of a leading axis through what works on each of the last `own` dimensions."""
+    """Returns the passage of a leading axis through what works on each of the last `own` dimensions of its first
+    operand; the others have the same leading axes.
+    """
     share = one_place(shares)
-    if any(share.dim >= len(shape_of(atom)) - own for atom in eqn.invars):
+    if share.dim >= len(shape_of(eqn.invars[0])) - own:
         raise CoupledError(why)
     return Passage([share] * len(shares), [share] * len(eqn.outvars))
 

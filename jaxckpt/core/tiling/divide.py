@@ -68,6 +68,13 @@ class Tiling:
         env.update(zip(wanted, needed(*(env[var] for var in given)), strict=True))
 
 
+def undivided(closed: Any) -> Tiling:
+    """Returns a program that runs once: where the axis has one row, there is nothing to divide, and nothing couples."""
+    jaxpr = _compat.open_jaxpr(closed)
+    outs = (WHOLE,) * len(jaxpr.outvars)
+    return Tiling(jaxpr, tuple(_compat.jaxpr_consts(closed)), None, tuple(jaxpr.eqns), (), outs)
+
+
 def divided(closed: Any, shares: Sequence[Share], size: int, rows: int, parts: int) -> Tiling:
     """Returns a program divided.
 
@@ -109,7 +116,11 @@ def _unscaled(name: str) -> bool:
     """Whether the derivative of a scaled result need not be the derivative, scaled: a backward rule of the user's may
     clip it, and what devices send one another depends on what each of them has.
     """
-    return name.startswith("custom_vjp") or primitives.of(name).collective
+    return primitives.has_backward_rule(name) or primitives.of(name).collective
+
+
+def _is_a_rule(name: str) -> bool:
+    return primitives.of(name).holds is primitives.Holds.RULE or primitives.has_backward_rule(name)
 
 
 def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:
@@ -253,6 +264,7 @@ class _Division:
         """Returns the program divided, for tiles of so many rows of so many parts of the axis."""
         tiles = None
         if self.results:
-            lines, scales = self.lines.lines, not _holds(self.jaxpr.eqns, _unscaled)
-            tiles = Tiles(list(self.operands), list(self.results), lines, self.size, rows, parts, scales=scales)
+            scales, rules = not _holds(self.jaxpr.eqns, _unscaled), _holds(self.jaxpr.eqns, _is_a_rule)
+            keys = list(self.operands), list(self.results)
+            tiles = Tiles(*keys, self.lines.lines, self.size, rows, parts, scales=scales, rules=rules)
         return Tiling(self.jaxpr, tuple(self.consts), tiles, tuple(self.before), tuple(self.after), self.outs)

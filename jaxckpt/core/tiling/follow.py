@@ -83,7 +83,7 @@ class Lines:
             for var, out in zip(eqn.outvars, passage.outs, strict=True)
         ]  # a result that is the same in every tile is computed outside, for what reads it
         outputs = tuple(zip(made, passage.outs))
-        stops = primitives.of(_compat.primitive_name(eqn)).flat
+        stops = any(primitives.is_flat(_compat.primitive_name(eqn), atom.aval.dtype) for atom in eqn.invars[:1])
         self.lines.append(Line(inputs, outputs, self._run(eqn, passage), stops))
         self._there.update(outputs)
         self.shares.update(outputs)
@@ -100,9 +100,11 @@ class Lines:
             if want == WHOLE:
                 return atom
             key = (_Same(atom), want)
-        if have == want or key in self._there:
+        if have == want:
             if have == WHOLE and self.outside is not None:
                 self.outside(key)
+            return key
+        if key in self._there:
             return key
         if have != WHOLE:
             raise CoupledError(_MISSING[have.kind, want.kind])
@@ -120,27 +122,47 @@ class Lines:
 
     def _is_lean(self, atom: Any, want: Share) -> bool:
         """Whether a tile makes its rows of a whole value from values that are smaller, or from nothing."""
-        key = (atom, want)
-        if key not in self._lean:
-            self._lean[key] = False
-            eqn = self.makers.get(atom)
-            found = None if eqn is None else axes.narrowed(eqn, want, self.axis)
-            if eqn is not None and found is not None:
-                by_element = primitives.of(_compat.primitive_name(eqn)).elementwise
-                rows = [a for a, share in zip(eqn.invars, found.wants) if share != WHOLE]
-                self._lean[key] = not by_element or all(self._is_lean(a, want) for a in rows)
-        return self._lean[key]
+        todo = [(atom, want)]
+        while todo:  # not by recursion: a chain of operations may be as long as it likes
+            key = todo[-1]
+            eqn = self.makers.get(key[0])
+            found = None if eqn is None else axes.narrowed(eqn, key[1], self.axis)
+            needed: list[ShareKey] = []
+            if eqn is not None and primitives.of(_compat.primitive_name(eqn)).elementwise and found is not None:
+                needed = _rows_of(eqn, found)
+            if unknown := [each for each in needed if each not in self._lean]:
+                todo += unknown
+            else:
+                self._lean[key] = found is not None and all(self._lean[each] for each in needed)
+                todo.pop()
+        return self._lean[atom, want]
 
     def _make(self, atom: Any, want: Share) -> None:
-        eqn = self.makers[atom]
-        found = axes.narrowed(eqn, want, self.axis)
-        assert found is not None
-        inputs = tuple(self.need(a, share) for a, share in zip(eqn.invars, found.wants, strict=True))
-        self.lines.append(Line(inputs, ((atom, want),), self._run(eqn, found)))
-        self._there.add((atom, want))
+        """Adds what makes a tile's rows of a whole value, and of those that it is made of."""
+        todo = [(atom, want)]
+        while todo:
+            key = todo[-1]
+            eqn = self.makers[key[0]]
+            found = axes.narrowed(eqn, key[1], self.axis)
+            assert found is not None
+            lean = [each for each in _rows_of(eqn, found) if each not in self._there and self._is_lean(*each)]
+            if lean:
+                todo += lean
+                continue
+            todo.pop()
+            if key not in self._there:
+                inputs = tuple(self.need(a, share) for a, share in zip(eqn.invars, found.wants, strict=True))
+                self.lines.append(Line(inputs, (key,), self._run(eqn, found)))
+                self._there.add(key)
 
     def _run(self, eqn: Any, passage: Passage) -> Callable[[At, list[Any]], Sequence[Any]]:
         return passage.run or functools.partial(_run, eqn, passage.params, self.debug_info)
+
+
+def _rows_of(eqn: Any, passage: Passage) -> list[ShareKey]:
+    """Returns the variables of which an equation takes rows, with these."""
+    pairs = zip(eqn.invars, passage.wants)
+    return [(atom, share) for atom, share in pairs if share != WHOLE and isinstance(atom, _compat.Var)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +233,7 @@ class Followed:
 
 def _has_a_rule(eqn: Any) -> bool:
     """Whether an operation is, or holds, one with a backward rule of the user's for values that have derivatives."""
-    if _compat.primitive_name(eqn).startswith("custom_vjp"):
+    if primitives.has_backward_rule(_compat.primitive_name(eqn)):
         return all(any(is_differentiable(each.aval.dtype) for each in them) for them in (eqn.invars, eqn.outvars))
     return any(_has_a_rule(each) for inner in _compat.inner_jaxprs(eqn) for each in _compat.open_jaxpr(inner).eqns)
 

@@ -46,6 +46,7 @@ class Tiles:
       size: rows of a tile; the last one may have fewer.
       parts: into how many parts of consecutive rows the axis is cut; each tile has rows of every part.
       scales: whether the gradients of a scaled loss are its gradients, scaled.
+      rules: whether there are derivatives of the user's in the tiles.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Tiles:
         parts: int,
         *,
         scales: bool,
+        rules: bool,
     ) -> None:
         self.operands, self.results, self.lines = operands, results, lines
         self.total, self.size, self.parts = total, size, parts
-        self.scales = scales
+        self.scales, self.rules = scales, rules and not _compat.SCANS_KEEP_RULES
         found = differentiable(lines, operands)
         self._depends = [found[key] for key in results]
         self._loop = self._with_derivative()
@@ -217,7 +219,7 @@ class Tiles:
             return added, found[len(sums) :]
 
         def body(at: At, state: _Values, given: _Values) -> tuple[_Values, _Values]:
-            run = jax.checkpoint(functools.partial(compute, size=at.size), prevent_cse=isinstance(at.start, int))
+            run = _checkpoint(functools.partial(compute, size=at.size), prevent_cse=isinstance(at.start, int))
             return run(state, list(operands), of_whole, given, jnp.asarray(at.start, jnp.int32))
 
         avals = [self.results[place][0].aval for place in sums]
@@ -260,7 +262,7 @@ class Tiles:
             return self._added(at, state, found), grads
 
         def body(at: At, state: _Values, _: _Values) -> tuple[_Values, _Values]:
-            run = jax.checkpoint(functools.partial(compute, size=at.size), prevent_cse=False)
+            run = _checkpoint(functools.partial(compute, size=at.size), prevent_cse=False)
             count = len(self.results)
             found, grads = run(state[:count], state[count:], list(operands), jnp.asarray(at.start, jnp.int32))
             return [*found, *grads], []
@@ -288,7 +290,8 @@ class Tiles:
             if not outs:
                 results = list(loop(*primals))
             elif self.scales and len(outs) == 1 and self._is_loss(outs[0]):
-                results, slopes = self.gradients(primals, list(moving), outs[0])
+                gradients = functools.partial(self.gradients, moving=list(moving), loss=outs[0])
+                results, slopes = (_with_rules(gradients) if self.rules else gradients)(primals)
                 products = (_product(slope, tangent) for slope, tangent in zip(slopes, moving.values()))
                 found[outs[0]] = functools.reduce(jnp.add, products).astype(self.results[outs[0]][0].aval.dtype)
             else:
@@ -307,6 +310,28 @@ class Tiles:
     def _is_loss(self, place: int) -> bool:
         var, share = self.results[place]
         return share == SUM and not shape_of(var) and bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
+
+
+def _checkpoint(fun: Callable[..., Any], *, prevent_cse: bool) -> Callable[..., Any]:
+    """Returns a function under a checkpoint that keeps nothing; see `_compat.working_checkpoints`."""
+
+    def run(*values: Any) -> Any:
+        with _compat.working_checkpoints():
+            return jax.checkpoint(fun, prevent_cse=prevent_cse)(*values)
+
+    return run
+
+
+def _with_rules(fun: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    """Returns a function whose loops keep the derivatives of the user's that are in them.
+
+    jax before 0.12 takes them out of a scan that is run while a linear function is built, as the derivatives of a
+    `jax.custom_jvp` are, also where nothing of the scan is linear. Then second derivatives are those of the function
+    without the user's.
+    """
+    whole = jax.custom_jvp(fun)
+    whole.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+    return whole
 
 
 def _product(slope: Any, tangent: Any) -> Any:

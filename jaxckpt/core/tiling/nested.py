@@ -46,7 +46,9 @@ def _checkpoint(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 
     def run(at: At, operands: list[Any]) -> list[Any]:
         inside = lambda start, *values: body(replace(at, start=start), values)
-        return jax.checkpoint(inside, policy=params["policy"], prevent_cse=barriers)(jnp.asarray(at.start), *operands)
+        with _compat.working_checkpoints():
+            made = jax.checkpoint(inside, policy=params["policy"], prevent_cse=barriers)
+            return list(made(jnp.asarray(at.start), *operands))
 
     return Passage(shares, body.outs, run=run)
 
@@ -158,6 +160,11 @@ def _while(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
         return lax.while_loop(lambda state: test(at, [*tested, *state])[0], step, values[first + second :])
 
     return Passage([*of_test, *of_body, *carry], carry, run=run)
+
+
+@rule("shard_map", mixed=True)
+def _mapped(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    raise CoupledError("maps over devices, and tile cannot divide that from outside; use jaxckpt.tile in what it maps")
 
 
 # --------------------------------------------------------------------------------------------------------- custom rules

@@ -175,7 +175,15 @@ def is_differentiable(dtype: Any) -> bool:
 
 def wide(dtype: Any) -> Any:
     """Returns the dtype in which terms of this dtype are added up: float32 for narrower floats."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def holds_all(wide: Any, narrow: Any) -> bool:
+    """Returns whether a float dtype has all values of another one. JAX promotes no 8-bit floats."""
+    if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (wide, narrow)):
+        return bool(jnp.promote_types(wide, narrow) == wide)
+    more, less = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(more.nmant >= less.nmant and more.maxexp >= less.maxexp and more.minexp <= less.minexp)
 
 
 def zeros(aval: Any, dtype: Any = None) -> Any:
