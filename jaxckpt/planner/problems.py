@@ -378,7 +378,8 @@ class Problem(Tileable):
         errors: list[InfeasibleBudgetError] = []
 
         def look(problem: Problem) -> None:
-            search = Search(problem, within.budget, within.solver, within.verify, within.report)
+            asked = within.budget, within.solver, within.verify, within.report
+            search = Search(problem, *asked, thorough=within.thorough)
             try:
                 plan = search.run()
                 found.append((search.effort, plan))

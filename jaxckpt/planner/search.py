@@ -67,11 +67,25 @@ def _spread(errors: Sequence[int]) -> int:
 
 
 class Search:
-    """One search for one budget."""
+    """One search for one budget.
 
-    def __init__(self, problem: Measured, budget: int, solver: Solver, verify: bool, report: Progress) -> None:
+    Args:
+      thorough: whether a plan is looked for that is leaner than all that were compiled, however far these are above the
+        budget. Not where others are to be tried yet, of the function with other tiles.
+    """
+
+    def __init__(
+        self,
+        problem: Measured,
+        budget: int,
+        solver: Solver,
+        verify: bool,
+        report: Progress,
+        *,
+        thorough: bool = True,
+    ) -> None:
         self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
-        self.free = problem.shares(solver)
+        self.free, self.thorough = problem.shares(solver), thorough
         self.chain = problem.model.chain
         self.host = problem.host(solver)
         self.corrections, self.aiming = Corrections(self.chain), copy.copy(solver)  # a solver may keep what it solved
@@ -403,7 +417,8 @@ class Search:
         """Asks for plans within less than the leanest one needs, as the caller may after an error that names it, until
         none is leaner. Returns one that fits, or None.
         """
-        if not self._compiled_peaks():
+        peaks = self._compiled_peaks()
+        if not peaks or not (self.thorough or min(peaks) <= ABOVE[-1] * self.budget):
             return None
         for _ in range(FLOORS):
             before = leanest = min(self._compiled_peaks())

@@ -47,6 +47,7 @@ class Within:
     solver: Solver
     verify: bool
     report: Progress
+    thorough: bool = True
 
 
 class Tileable(Measured, abc.ABC):
@@ -223,7 +224,7 @@ class _Look:
                     if self.quick:  # estimates of tiles are above what the compiler makes of them
                         with contextlib.suppress(DoesNotFitError):
                             _ = problem.unplanned
-                    self.plans.append(self.tiled.told(problem.best(self.within), tiles))
+                    self.plans.append(self.tiled.told(problem.best(replace(self.within, thorough=False)), tiles))
                 else:
                     self.plans.append(self.problem.best(self.within))
                 self.seen[tiles] = True
