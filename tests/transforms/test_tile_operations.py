@@ -69,6 +69,7 @@ CASES = {
     "cholesky": (lambda m: jnp.linalg.cholesky(positive(m)), (M,)),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), (X, Y)),
     "conv_general_dilated": (conv, (IMAGES, normal(3, 4, 6)), (0, None)),
+    "custom_linear_solve": (lambda m, x: jnp.linalg.solve(positive(m), x[:, :3, None]), (M, X)),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1, reverse=True), (X,)),
     "cummax": (lambda x: lax.cummax(x, 1), (X,)),
     "cummin": (lambda x: lax.cummin(x, 1, reverse=True), (X,)),
@@ -279,3 +280,21 @@ def test_a_mask_that_is_read_twice_is_not_whole_in_memory():
     np.testing.assert_allclose(tiled(x), fun(x), rtol=1e-5)
     graph = jaxckpt.trace(tiled, x)
     assert not [op for op in graph.walk() for out in op.outputs if graph.values[out].shape == (N, 64)]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda m, x: jnp.linalg.inv(positive(m)),
+        lambda m, x: jnp.linalg.slogdet(positive(m))[1],
+        lambda m, x: jnp.linalg.solve(positive(M)[0], x[:, :3].T).T,
+        jax.vmap(lambda m, x: jax.scipy.linalg.cho_solve((jnp.eye(3) * 2 + jnp.tril(m) * 0.1, True), x[:3])),
+        lambda m, x: jax.scipy.linalg.solve_triangular(positive(M)[0], jax.device_put(x)[:, :3].T, lower=True).T,
+        lambda m, x: jax.vmap(jax.scipy.linalg.expm)(0.1 * m),
+    ],
+    ids=["inverse", "determinant", "one matrix", "cholesky", "triangle", "exponential"],
+)
+def test_equations_of_each_row_are_solved_in_tiles(fun):
+    tiled = tile(fun, in_axes=0, tiles=TILES, parts=PARTS)
+    assert_trees_close(tiled(M, X), fun(M, X), rtol=1e-3, atol=1e-3)
+    assert_trees_close(*(jax.grad(weighed(each), (0, 1))(M, X) for each in (tiled, fun)), rtol=1e-2, atol=1e-3)

@@ -293,7 +293,7 @@ def is_each_by_itself(eqn: Any) -> bool:
 
 @rule("device_put", mixed=True)
 def _to_a_memory(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
-    if not all(isinstance(place, jax.memory.Space) for place in eqn.params["devices"]):
+    if not all(place is None or isinstance(place, jax.memory.Space) for place in eqn.params["devices"]):
         raise CoupledError("places the whole array on devices")
     return Passage(shares, shares)
 
@@ -344,7 +344,15 @@ def _windows(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(wants, [share] * len(eqn.outvars))
 
 
-@rule("cholesky", "lu", "qr", "geqrf", "householder_product", "eigh", "svd", "eig", "triangular_solve")
+@rule("triangular_solve")
+def _triangular(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    sides = len(shape_of(eqn.invars[1])) - (1 if eqn.params["left_side"] else 2)
+    if shares[0] == WHOLE and shares[1].dim == sides:  # one matrix, and right sides that are rows of the axis
+        return Passage(shares, [shares[1]])
+    return _matrices(eqn, shares, axis)
+
+
+@rule("cholesky", "lu", "qr", "geqrf", "householder_product", "eigh", "svd", "eig")
 def _matrices(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return _leading(eqn, shares, 2, "works on matrices that the axis is a dimension of")
 

@@ -162,6 +162,36 @@ def _while(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage([*of_test, *of_body, *carry], carry, run=run)
 
 
+@rule("custom_linear_solve")
+def _linear_solve(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    """Solves of each row's own equations, and of equations that all rows share."""
+    lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    places, start = {}, 0
+    for name, length in lengths._asdict().items():
+        places[name] = range(start, start + length)
+        start += length
+    right = shares[start:]
+    if len(eqn.outvars) != len(right):
+        raise CoupledError("returns more than the solution")
+    consts = {name: [shares[place] for place in there] for name, there in places.items()}
+    right = list(axis.follow(programs.solve, [*consts["solve"], *right]).outs)
+    names = ["matvec", "solve", *(["transpose_solve"] if programs.transpose_solve is not None else [])]
+    bodies = {name: axis.follow(getattr(programs, name), [*consts[name], *right], right) for name in names}
+
+    def run(at: At, operands: list[Any]) -> list[Any]:
+        given = lambda name: [operands[place] for place in places[name]]
+        solve = {name: lambda values, name=name: bodies[name](at, [*given(name), *values]) for name in names}
+        transposed = None
+        if "transpose_solve" in solve:
+            transposed = lambda _, values: solve["transpose_solve"](values)
+        found = lax.custom_linear_solve(
+            solve["matvec"], operands[start:], lambda _, values: solve["solve"](values), transposed
+        )
+        return list(found)
+
+    return Passage([*shares[:start], *right], right, run=run)
+
+
 @rule("shard_map", mixed=True)
 def _mapped(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     raise CoupledError("maps over devices, and tile cannot divide that from outside; use jaxckpt.tile in what it maps")
