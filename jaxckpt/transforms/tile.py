@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError
+from jaxckpt._errors import ArgumentError, EffectsError, JaxckptError
 from jaxckpt.core import lift, purity
 from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
 from jaxckpt.core.leaves import array, is_array, is_given, is_operand
@@ -61,7 +61,8 @@ def tile(
 
     Raises:
       ArgumentError: an axis is not there, sizes differ, `tiles` is not between 1 and the size, `parts` does not divide
-        the size or leaves fewer rows than tiles, or `out_axes` is wrong.
+        the size or leaves fewer rows than tiles, `out_axes` is wrong, or JAX cannot take apart what an explicit axis of a
+        mesh shards.
       TilingError: at the call: an operation couples the rows. The error names the operation and its source line.
       EffectsError: at the call: `fun` has side effects, which each tile would repeat.
 
@@ -281,9 +282,12 @@ def _run(call: lift.Taken, axes: _Axes, cut: _Cut, out_axes: Any) -> Any:
     tiling, run, out_tree = found
     try:
         made = run(*tiling.consts, *leaves)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         sharded = next((leaf for leaf, axis, _ in axes if axis is not None and _is_explicit(leaf)), None)
-        if sharded is None:
+        told = (
+            isinstance(error, ValueError) or type(error).__name__ == "ShardingTypeError"
+        )  # JAX's own, of no other class
+        if sharded is None or not told or isinstance(error, JaxckptError):
             raise
         rule = "arrays that no explicit axis of a mesh shards along the tiled axis, as far as this JAX takes them apart"
         hint = "Use a mesh with jax.sharding.AxisType.Auto, or tile inside of jax.shard_map or jax.sharding.auto_axes."

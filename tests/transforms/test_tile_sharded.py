@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,31 @@ def test_on_eight_devices_values_and_gradients_are_those_of_one():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=environment, stdout=subprocess.PIPE)
     assert done.stdout.decode() == "equal\n"
+
+
+def test_what_jax_cannot_take_apart_over_explicit_axes_is_said_of_the_argument():
+    """A process of its own has the devices. JAX before 0.12 splits no dimension that an explicit axis shards."""
+    program = """
+        import jax, jax.numpy as jnp, jaxckpt
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+        jax.set_mesh(mesh)
+        x = jax.device_put(jnp.ones((48, 4)), NamedSharding(mesh, P("d")))
+        w = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P()))
+        tiled = jaxckpt.tile(lambda w, x: jnp.tanh(x @ w), in_axes=(None, 0), tiles=4)
+        try:
+            print("rows", tiled(w, x).shape)
+        except jaxckpt.ArgumentError as error:
+            print("refused", "args must be arrays that no explicit axis" in str(error), "AxisType.Auto" in str(error))
+        try:
+            jaxckpt.tile(lambda x: x - x.mean(0), in_axes=0, tiles=4)(x)
+        except jaxckpt.TilingError as error:
+            print("couples")
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, **flags}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first in ("rows (48, 4)", "refused True True") and second == "couples"
