@@ -61,8 +61,8 @@ def tile(
 
     Raises:
       ArgumentError: an axis is not there, sizes differ, `tiles` is not between 1 and the size, `parts` does not divide
-        the size or leaves fewer rows than tiles, `out_axes` is wrong, or JAX cannot take apart what an explicit axis of a
-        mesh shards.
+        the size or leaves fewer rows than tiles, `out_axes` is wrong, or JAX cannot take apart what an explicit axis
+        of a mesh shards.
       TilingError: at the call: an operation couples the rows. The error names the operation and its source line.
       EffectsError: at the call: `fun` has side effects, which each tile would repeat.
 
