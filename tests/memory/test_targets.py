@@ -231,7 +231,7 @@ def test_importing_initialises_no_backend_and_imports_no_plugin():
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()
         assert not [name for name in sys.modules if name.startswith("jax_plugins.")]
-        Target("cuda:h100x8"), jaxckpt.Target("tpu:v5e")
+        jaxckpt.Target("cuda:h100x8"), jaxckpt.Target("tpu:v5e")
         assert not xla_bridge.backends_are_initialized()
         assert not [name for name in sys.modules if name.startswith("jax_plugins.")]
     """)

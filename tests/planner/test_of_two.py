@@ -22,7 +22,7 @@ def test_more_actions_cost_no_time(monkeypatch, overheads, efforts, expected):
     plans = [SimpleNamespace(overhead=each) for each in overheads]
 
     class Found:
-        def __init__(self, problem, budget, solver, verify, report):
+        def __init__(self, problem, budget, solver, verify, report, thorough):
             self.place = both.index(problem)
             self.effort = efforts[self.place]
 
