@@ -100,7 +100,7 @@ def tile(
             raise ArgumentError("tiles", f"at most the size of the axis, {size}", tiles)
         if parts is not None and (size % parts or size // parts < tiles):
             raise ArgumentError("parts", f"a divisor of the {size} rows, with {tiles} rows or more in each part", parts)
-        found = _parts(axes, size, tiles) if parts is None else int(parts)
+        found = _parts(axes, size, tiles) if parts is None else parts
 
         def use(call: lift.Taken) -> Any:
             return call.finish(_run(call, axes, (size, rows_of_tile(size, tiles, found), found), out_axes))
@@ -181,7 +181,7 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...], fun: Callable[..., Any]) -> _A
             name = f"args[{place}]{jax.tree_util.keystr(path)}"
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 hint = "To trace the tiled function for shapes, use jax.eval_shape or jax.jit(tiled).lower."
-                raise ArgumentError(f"args[{place}]{jax.tree_util.keystr(path)}", "an array", leaf, hint)
+                raise ArgumentError(name, "an array", leaf, hint)
             shape = jax.typeof(leaf).shape if is_array(leaf) else tuple(leaf.shape) if is_given(leaf) else None
             if shape is None or not -len(shape) <= axis < len(shape):
                 came = leaf if shape is None else f"an array of shape {list(shape)}"
@@ -284,15 +284,19 @@ def _run(call: lift.Taken, axes: _Axes, cut: _Cut, out_axes: Any) -> Any:
         made = run(*tiling.consts, *leaves)
     except Exception as error:
         sharded = next((leaf for leaf, axis, _ in axes if axis is not None and _is_explicit(leaf)), None)
-        told = (
-            isinstance(error, ValueError) or type(error).__name__ == "ShardingTypeError"
-        )  # JAX's own, of no other class
-        if sharded is None or not told or isinstance(error, JaxckptError):
+        if sharded is None or not _is_of_sharding(error):
             raise
         rule = "arrays that no explicit axis of a mesh shards along the tiled axis, as far as this JAX takes them apart"
         hint = "Use a mesh with jax.sharding.AxisType.Auto, or tile inside of jax.shard_map or jax.sharding.auto_axes."
         raise ArgumentError("args", rule, jax.typeof(sharded), hint) from error
     return jax.tree.unflatten(out_tree, map(array, made))
+
+
+def _is_of_sharding(error: Exception) -> bool:
+    """Whether JAX may mean by an error that it cannot take apart what is sharded. Its own class for that is private."""
+    if isinstance(error, JaxckptError):
+        return False
+    return isinstance(error, ValueError) or type(error).__name__ == "ShardingTypeError"
 
 
 def _is_explicit(leaf: Any) -> bool:

@@ -157,6 +157,11 @@ def in_branches(fun, other):
     return lambda x: lax.cond(W[0, 0] > -9, lambda x: fun(x.sum(0)), lambda x: other(x.sum(0)), x)
 
 
+def runs_in_tiles(tiled, *args):
+    """Whether a function runs a loop: equal values would be equal without tiles, too."""
+    return "scan" in {op.primitive for op in jaxckpt.trace(tiled, *args).walk()}
+
+
 def floats(args):
     return tuple(place for place, each in enumerate(args) if jnp.issubdtype(each.dtype, jnp.floating))
 
@@ -195,7 +200,9 @@ def test_each_operation_with_a_rule_is_tried_here_or_elsewhere():
     ids=["interp", "digitize", "nonzero", "choice", "median", "quantile"],
 )
 def test_functions_that_some_jax_makes_one_operation_of(fun):
-    assert_trees_close(tile(fun, in_axes=0, tiles=3)(X), fun(X), rtol=1e-5, atol=1e-5)
+    tiled = tile(fun, in_axes=0, tiles=3)
+    assert_trees_close(tiled(X), fun(X), rtol=1e-5, atol=1e-5)
+    assert runs_in_tiles(tiled, X)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +219,7 @@ def test_functions_that_some_jax_makes_one_operation_of(fun):
 def test_sums_over_the_axis_are_moved_inside_of_loops_and_branches(fun):
     """A sum is complete after the last tile only; what moves terms of it moves the sum."""
     tiled = tile(fun, in_axes=0, tiles=3)
+    assert runs_in_tiles(tiled, X)
     assert_trees_close(tiled(X), fun(X), rtol=1e-5, atol=1e-5)
     assert_trees_close(*(jax.grad(weighed(each))(X) for each in (tiled, fun)), rtol=1e-5, atol=1e-5)
 
@@ -296,5 +304,6 @@ def test_a_mask_that_is_read_twice_is_not_whole_in_memory():
 )
 def test_equations_of_each_row_are_solved_in_tiles(fun):
     tiled = tile(fun, in_axes=0, tiles=TILES, parts=PARTS)
+    assert runs_in_tiles(tiled, M, X)
     assert_trees_close(tiled(M, X), fun(M, X), rtol=1e-3, atol=1e-3)
     assert_trees_close(*(jax.grad(weighed(each), (0, 1))(M, X) for each in (tiled, fun)), rtol=1e-2, atol=1e-3)

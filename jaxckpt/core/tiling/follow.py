@@ -60,6 +60,7 @@ class Lines:
         self.makers: dict[Any, Any] = {}  # whole value -> the equation that makes it
         self._there: set[ShareKey] = set()
         self._lean: dict[ShareKey, bool] = {}
+        self._narrow: dict[ShareKey, tuple[Any, Passage | None]] = {}
 
     def share(self, atom: Any) -> Share:
         """Returns what a tile has of a variable or a literal."""
@@ -125,10 +126,9 @@ class Lines:
         todo = [(atom, want)]
         while todo:  # not by recursion: a chain of operations may be as long as it likes
             key = todo[-1]
-            eqn = self.makers.get(key[0])
-            found = None if eqn is None else axes.narrowed(eqn, key[1], self.axis)
+            eqn, found = self._narrowed(key)
             needed: list[ShareKey] = []
-            if eqn is not None and primitives.of(_compat.primitive_name(eqn)).elementwise and found is not None:
+            if found is not None and primitives.of(_compat.primitive_name(eqn)).elementwise:
                 needed = _rows_of(eqn, found)
             if unknown := [each for each in needed if each not in self._lean]:
                 todo += unknown
@@ -137,14 +137,20 @@ class Lines:
                 todo.pop()
         return self._lean[atom, want]
 
+    def _narrowed(self, key: ShareKey) -> tuple[Any, Passage | None]:
+        """Returns the equation that makes a whole value, and how a tile makes its rows; None for neither."""
+        if key not in self._narrow:
+            eqn = self.makers.get(key[0])
+            self._narrow[key] = eqn, None if eqn is None else axes.narrowed(eqn, key[1], self.axis)
+        return self._narrow[key]
+
     def _make(self, atom: Any, want: Share) -> None:
         """Adds what makes a tile's rows of a whole value, and of those that it is made of."""
         todo = [(atom, want)]
         while todo:
             key = todo[-1]
-            eqn = self.makers[key[0]]
-            found = axes.narrowed(eqn, key[1], self.axis)
-            assert found is not None
+            eqn, found = self._narrowed(key)
+            assert found is not None, "it is lean"
             lean = [each for each in _rows_of(eqn, found) if each not in self._there and self._is_lean(*each)]
             if lean:
                 todo += lean
