@@ -116,6 +116,7 @@ from jaxckpt._compat.traces import (
     jit_is_disabled,
     key_implementation,
     manual_axes,
+    may_be_of_sharding,
     shaped_array,
     tangent_aval,
     trace_context,

@@ -112,6 +112,7 @@ NEEDS: tuple[Need, ...] = (
     Need("jax._src.core.eval_context", "trace programs whatever is being traced around them", positional=0),
     Need("jax._src.core.get_axis_env", "see the axes that are mapped over", positional=0),
     Need("jax._src.core.AxisEnv", "see the axes that are mapped over", has=("axis_names",)),
+    Need("jax._src.core.ShardingTypeError", "tell errors over explicit axes of a mesh"),
     Need("jax._src.core.NamedAxisEffect", "tell collectives over axes that are mapped over", has=("name",)),
     Need("jax._src.state.types.AbstractRef", "refuse programs that change references"),
     Need("jax._src.sharding_impls.UnspecifiedValue", "tell calls that say nothing about placement"),

@@ -72,6 +72,14 @@ def jit_is_disabled() -> bool:
     return bool(config.disable_jit.value)
 
 
+def may_be_of_sharding(error: Exception) -> bool:
+    """Returns whether JAX may mean by an error that it cannot shard a result over explicit axes of a mesh.
+
+    Its own class for that is private, and not all of its rules raise it.
+    """
+    return isinstance(error, (ValueError, _core.ShardingTypeError))
+
+
 def manual_axes(aval: Any) -> dict[str, Any]:
     """Returns the arguments of `jax.ShapeDtypeStruct` for the axes of jax.shard_map over which a value varies.
 

@@ -284,19 +284,12 @@ def _run(call: lift.Taken, axes: _Axes, cut: _Cut, out_axes: Any) -> Any:
         made = run(*tiling.consts, *leaves)
     except Exception as error:
         sharded = next((leaf for leaf, axis, _ in axes if axis is not None and _is_explicit(leaf)), None)
-        if sharded is None or not _is_of_sharding(error):
+        if sharded is None or isinstance(error, JaxckptError) or not _compat.may_be_of_sharding(error):
             raise
         rule = "arrays that no explicit axis of a mesh shards along the tiled axis, as far as this JAX takes them apart"
         hint = "Use a mesh with jax.sharding.AxisType.Auto, or tile inside of jax.shard_map or jax.sharding.auto_axes."
         raise ArgumentError("args", rule, jax.typeof(sharded), hint) from error
     return jax.tree.unflatten(out_tree, map(array, made))
-
-
-def _is_of_sharding(error: Exception) -> bool:
-    """Whether JAX may mean by an error that it cannot take apart what is sharded. Its own class for that is private."""
-    if isinstance(error, JaxckptError):
-        return False
-    return isinstance(error, ValueError) or type(error).__name__ == "ShardingTypeError"
 
 
 def _is_explicit(leaf: Any) -> bool:
