@@ -19,9 +19,11 @@ from jaxckpt._compat.compiler import (
     checkpoint_options,
     compile_request,
     dump_options,
+    is_stopped,
     lowered_devices,
     memory_stats,
     no_persistent_cache,
+    stopping_options,
     unknown_option,
     untuned_options,
 )

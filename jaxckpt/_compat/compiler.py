@@ -59,6 +59,25 @@ def untuned_options() -> dict[str, int]:
     return {"xla_gpu_autotune_level": 0}
 
 
+def stopping_options(file: pathlib.Path) -> dict[str, str]:
+    """Returns the compiler options with which XLA for GPUs fails once it has assigned buffers, without code.
+
+    They name a file of kernels that an earlier compilation made. XLA dumps the buffer assignment, opens that file, and
+    gives up because it cannot be read. There is no option to stop there.
+
+    Args:
+      file: is written here. No message of protobuf begins with these bytes. XLA's error names the file: see
+        `is_stopped`.
+    """
+    file.write_bytes(b"\xff" * 64)
+    return {"xla_gpu_kernel_cache_file": str(file)}
+
+
+def is_stopped(error: Exception, file: pathlib.Path) -> bool:
+    """Returns whether the compiler failed at the file that `stopping_options` wrote."""
+    return str(file) in str(error)
+
+
 def unknown_option(error: Exception) -> UnsupportedJaxError | None:
     """Returns the error for a compiler that does not know one of jaxckpt's options; None for other errors of the
     compiler.

@@ -1,10 +1,13 @@
-"""Stop a TPU's compiler once it has assigned buffers: the memory of a large program in seconds instead of minutes.
+"""Stop a compiler once it has assigned buffers: the memory of a program without the time for its code.
 
-XLA for TPUs schedules a program, assigns its buffers, and then generates code. For a large program this takes minutes,
-and all but a few seconds are for generating code, which is not needed if the program does not run. The compiler has no
-option to stop before that. But if it has a folder for its dump, it writes the buffer assignment there before it
-generates code. So it runs in a separate process, on the same program and with the same options that JAX would give it
-in this process, and is killed when that file is there.
+XLA schedules a program, assigns its buffers, and then generates code, which is not needed if the program does not run.
+For a large program on a TPU that takes minutes, and all but a few seconds are for code; for a GPU it is half to four
+fifths of the time. If the compiler has a folder for its dump, it writes the buffer assignment there before it generates
+code. It has no option to stop then. There are two ways:
+
+- The compiler for GPUs reads a file between the two, if it is given one. It gets one that it cannot read, and fails.
+- The compiler for TPUs runs in a separate process, on the same program and with the same options that JAX would give it
+  in this process, and is killed when the dump is there.
 
     python -m jaxckpt.memory.assign FOLDER TARGET
 
@@ -27,6 +30,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxckpt import _compat
 from jaxckpt._errors import UnsupportedJaxError
 from jaxckpt.memory.platforms import PLATFORMS
@@ -38,6 +43,9 @@ SMALL = 8 * 1024
 """A program with fewer bytes of MLIR bytecode (about 25 operations) compiles to the end in the time that another
 process needs to start.
 """
+
+_DUMP = "after_optimizations.hlo.pb"
+"""How the name of the dump ends that has the buffer assignment."""
 
 INTERVAL = 0.02
 """Seconds between two checks of the folder."""
@@ -51,7 +59,7 @@ class Assigned:
 
     Attributes:
       dump: the scheduled program with its buffer assignment, as XLA dumps it.
-      seconds: from the start of the compiler's process until it was stopped.
+      seconds: from the start of the compiler, or of its process, until it was stopped.
     """
 
     dump: bytes
@@ -63,7 +71,7 @@ class RefusedError(Exception):
 
 
 def stops(target: Target) -> bool:
-    """Returns whether the compiler for a target can be stopped: that of a TPU that is not in this machine."""
+    """Returns whether the compiler for a target can be stopped: that of a GPU or a TPU that is not in this machine."""
     return PLATFORMS[target.platform].stops(target.local)
 
 
@@ -76,36 +84,78 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
       target: a target for which `stops` is true.
 
     Returns:
-      None if the program must be compiled in this process: it is small, it calls back into this process, or the other
-      process does not work (see the log).
+      None if the program must be compiled to the end: the compiler does not stop (see the log) or it refuses the
+      program. If it has to be killed, also if the program is small, or calls back into this process.
 
     Raises:
-      RefusedError: the compiler refuses the program.
+      RefusedError: the compiler, which had to be killed, refuses the program.
     """
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as name:
         folder = pathlib.Path(name)
-        try:
-            request = _compat.compile_request(lowered, {**options, **_compat.dump_options(str(folder / "dump"))})
-        except UnsupportedJaxError as error:
-            logger.warning("the compiler runs to the end, which takes longer: %s", error)
-            return None
-        if request is None or len(request.module) < SMALL:
-            return None
-        request.write(folder)
-        start = time.perf_counter()
-        try:
-            ended = _run(folder, target, request.name)
-        except OSError:
-            logger.warning("cannot start another process to compile in", exc_info=True)
-            return None
+        (folder / "dump").mkdir()
+        options = {**options, **_compat.dump_options(str(folder / "dump"))}
+        stopping = PLATFORMS[target.platform].stopping_options(folder / "stop")
+        if stopping is None:
+            return _killed(folder, lowered, options, target)
+        return _failed(folder, lowered, options, stopping, target)
+
+
+_going_on: set[str] = set()
+"""The platforms whose compilers did not fail where they should."""
+
+
+def _failed(
+    folder: pathlib.Path, lowered: Any, options: dict[str, Any], stopping: dict[str, str], target: Target
+) -> Assigned | None:
+    """Returns the assignment of a compiler that the options `stopping` make fail."""
+    if target.platform in _going_on:
+        return None
+    dump = folder / "dump"
+    start = time.perf_counter()
+    try:
+        with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
+            lowered.compile(compiler_options={**options, **stopping})
+        said = "it failed at nothing"
+    except _compat.CompileError as error:
         seconds = time.perf_counter() - start
-        if (refused := folder / _REFUSED).exists():
-            raise RefusedError(refused.read_text())
-        found = _dumped(folder, request.name, "after_optimizations.hlo.pb")
-        if ended or not found:
-            logger.warning("the compiler ended in another process: %s", (folder / "log").read_text(errors="replace"))
-            return None
-        return Assigned(pathlib.Path(found[0]).read_bytes(), seconds)
+        if _compat.is_stopped(error, folder / "stop"):
+            # The compiler may dump helpers beside the program; they are smaller.
+            found = sorted(dump.glob(f"*{_DUMP}"), key=lambda path: path.stat().st_size)
+            return Assigned(found[-1].read_bytes(), seconds) if found else None
+        unknown = any(f"No such compile option: '{name}'" in str(error) for name in stopping)
+        if not unknown and not any(dump.glob(f"*{_DUMP}")):
+            return None  # compiled to the end, it fails with JAX's error
+        said = str(error)
+    _going_on.add(target.platform)
+    logger.warning("XLA for %s runs to the end, which takes longer: %s", target.platform, said)
+    return None
+
+
+def _killed(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
+    """Returns the assignment of a compiler that runs in another process, and is killed."""
+    try:
+        with jax.default_device(target.devices[0]):
+            request = _compat.compile_request(lowered, options)
+    except UnsupportedJaxError as error:
+        logger.warning("the compiler runs to the end, which takes longer: %s", error)
+        return None
+    if request is None or len(request.module) < SMALL:
+        return None
+    request.write(folder)
+    start = time.perf_counter()
+    try:
+        ended = _run(folder, target, request.name)
+    except OSError:
+        logger.warning("cannot start another process to compile in", exc_info=True)
+        return None
+    seconds = time.perf_counter() - start
+    if (refused := folder / _REFUSED).exists():
+        raise RefusedError(refused.read_text())
+    found = _dumped(folder, request.name, _DUMP)
+    if ended or not found:
+        logger.warning("the compiler ended in another process: %s", (folder / "log").read_text(errors="replace"))
+        return None
+    return Assigned(pathlib.Path(found[0]).read_bytes(), seconds)
 
 
 def _run(folder: pathlib.Path, target: Target, name: str) -> bool:

@@ -127,6 +127,7 @@ class Assignment:
       host_bytes: bytes of all allocations in host memory.
       argument_bytes, output_bytes: bytes of device memory for arguments and for results.
       alias_bytes: bytes of arguments that results are written to, counted in both.
+      temp_bytes: bytes of device memory for temporaries, with the gaps between them.
       host: buffers in host memory.
       collectives: what devices send to one another.
     """
@@ -139,6 +140,7 @@ class Assignment:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
+    temp_bytes: int = 0
     host: tuple[Lifetime, ...] = ()
     collectives: tuple[CompiledCollective, ...] = ()
 

@@ -85,7 +85,7 @@ def _read(proto: Message, platform: str) -> Assignment:
     standing: list[Buffer] = []
     offloaded: list[Lifetime] = []
     spaces: dict[int, list[Lifetime]] = {_MAIN: []}
-    host = argument = output = alias = 0
+    host = argument = output = alias = temp = 0
     for allocation in assignment.messages(_Assignment.allocations):
         size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
         members = [values[m.number(_Allocation.member_value)] for m in allocation.messages(_Allocation.members)]
@@ -105,6 +105,7 @@ def _read(proto: Message, platform: str) -> Assignment:
             last = members[0] if kind == "argument" else max(members, key=program.position_of)
             standing.append(program.buffer(last, kind, size))
         else:
+            temp += size
             lifetimes = spaces.setdefault(PLATFORMS[platform].space(colour), [])
             lifetimes += _lives(program, inside, values, kind)
             simulated = bool(inside) or not size or bool(allocation.number(_Allocation.tuple))
@@ -120,6 +121,7 @@ def _read(proto: Message, platform: str) -> Assignment:
         argument,
         output,
         alias,
+        temp,
         tuple(offloaded),
         collectives.read(program.hlo),
     )

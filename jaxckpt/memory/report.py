@@ -29,6 +29,7 @@ from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Space, Timeline
 from jaxckpt.memory.collectives import CompiledCollective, total
 from jaxckpt.memory.dump import read_dump
 from jaxckpt.memory.platforms import PLATFORMS
+from jaxckpt.memory.platforms.base import Figures
 from jaxckpt.memory.targets import Target, start_backend, target_of
 from jaxckpt.memory.targets import compiler_options as options_for
 
@@ -233,11 +234,11 @@ def measure(
       target: what to compile for: see `Target`; None for the local backend.
       compiler_options: XLA's options for this program. The default is `compiler_options(target)`, which checkpointing
         needs on that target; `{}` means no options, as for `jax.jit`.
-      generate_code: whether the compiler runs to the end. With False, the compiler for a TPU that is not in this
-        machine runs in a separate process, and is stopped once it has assigned buffers. For a large program this takes
-        seconds instead of minutes. `code_bytes` and `flops` are then None; all other figures are the same. The compiler
-        runs to the end for other targets, for small programs, and for programs whose peak is over 80% of the TPU's
-        memory, because their code may not fit.
+      generate_code: whether the compiler runs to the end. With False, the compiler for a GPU or a TPU that is not in
+        this machine is stopped once it has assigned buffers. All figures of memory are the same. For a GPU this takes
+        a half to a fifth of the time. For a TPU it takes seconds instead of minutes, in a separate process;
+        `code_bytes` and `flops` are then None. The compiler runs to the end for the devices of this machine; for small
+        programs on a TPU, and for those whose peak is over 80% of the TPU's memory, because their code may not fit.
       cache: the folder in which the compiler's results are stored: a program that is in it is not compiled again. None
         for that of the environment variable `JAXCKPT_CACHE_DIR` ("off" for none), by default the platform's folder for
         caches; False or "off" for none.
@@ -309,7 +310,7 @@ def measure_traced(
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as dumps:
             compiled, seconds = compiled_for(lowered, options | _compat.dump_options(dumps), resolved)
             content = _dumped(dumps)
-        report = _report(compiled, content, resolved, seconds)
+        report = _whole(compiled, content, resolved, seconds)
     if entry is not None:
         results.store(entry, results.Answer(report.to_json(), content))
     return report
@@ -491,36 +492,30 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     """
     if not assign.stops(target):
         return None, None
+    platform = PLATFORMS[target.platform]
     try:
-        with jax.default_device(target.devices[0]):
-            assigned = assign.assign(lowered, options, target)
+        assigned = assign.assign(lowered, platform.own_options(target.local) | options, target)
     except assign.RefusedError as error:
         if (refusal := _refusal(str(error), target)) is None:
             return None, None  # if it is compiled here, it fails with JAX's error
         raise refusal from error
     if assigned is None:
         return None, None
-    assignment = read_dump(assigned.dump, target.platform)
-    peak = assignment.timeline.peak_bytes
-    if peak > NEARLY_FULL * target.memory_bytes:
+    assignment = _read(assigned.dump, target.platform, needed=platform.needs_assignment)
+    if assignment is None:
         return None, None
-    argument, output, alias = assignment.argument_bytes, assignment.output_bytes, assignment.alias_bytes
-    report = MemoryReport(
-        target=target.name,
-        peak_bytes=peak,
-        argument_bytes=argument,
-        output_bytes=output,
-        temp_bytes=peak - argument - output + alias,
-        alias_bytes=alias,
-        host_bytes=assignment.host_bytes,
-        on_chip_bytes=assignment.on_chip_bytes,
-        main_memory_bytes=assignment.main_peak_bytes if assignment.on_chip_bytes else peak,
-        code_bytes=None,
-        flops=None,
-        compile_seconds=assigned.seconds,
-        _assignment=assignment,
+    figures = Figures(
+        argument=assignment.argument_bytes,
+        output=assignment.output_bytes,
+        temp=assignment.temp_bytes,
+        alias=assignment.alias_bytes,
+        peak=assignment.timeline.peak_bytes,
+        host=assignment.host_bytes,
     )
-    return report, assigned.dump
+    if platform.code_in_memory and figures.peak > NEARLY_FULL * target.memory_bytes:
+        return None, None
+    code = None if platform.code_in_memory else 0
+    return _report(figures, assignment, target, assigned.seconds, code=code, flops=None), assigned.dump
 
 
 def _dumped(folder: str) -> bytes | None:
@@ -545,10 +540,10 @@ def _read(dump: bytes | None, platform: str, *, needed: bool) -> Assignment | No
         return None
 
 
-def _check(assignment: Assignment, stats: Any, platform: str) -> None:
+def _check(assignment: Assignment, figures: Figures, platform: str) -> None:
     """Raises UnreadableDumpError if a buffer assignment contradicts the compiler's figures."""
     for name in ("argument", "output", "alias"):
-        read, said = getattr(assignment, f"{name}_bytes"), getattr(stats, f"{name}_size_in_bytes")
+        read, said = getattr(assignment, f"{name}_bytes"), getattr(figures, name)
         if read != said:
             raise UnreadableDumpError(
                 f"The buffer assignment that XLA for {platform} dumped must agree with its figures. {name} bytes "
@@ -557,16 +552,41 @@ def _check(assignment: Assignment, stats: Any, platform: str) -> None:
             )
 
 
-def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -> MemoryReport:
+def _whole(compiled: Any, dump: bytes | None, target: Target, seconds: float) -> MemoryReport:
+    """Returns the report of a program that was compiled to the end."""
     stats = _compat.memory_stats(compiled)
-    argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
     host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes + stats.host_temp_size_in_bytes
-    host -= stats.host_alias_size_in_bytes
+    figures = Figures(
+        argument=stats.argument_size_in_bytes,
+        output=stats.output_size_in_bytes,
+        temp=stats.temp_size_in_bytes,
+        alias=stats.alias_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+        host=host - stats.host_alias_size_in_bytes,
+    )
     platform = PLATFORMS[target.platform]
-    assignment = _read(dump, platform.name, needed=platform.needs_assignment or host > 0)
+    assignment = _read(dump, platform.name, needed=platform.needs_assignment or figures.host > 0)
     if assignment is not None:
-        _check(assignment, stats, target.platform)
-    peak = platform.peak_bytes(stats, host, assignment.timeline.peak_bytes if assignment and host else None)
+        _check(assignment, figures, target.platform)
+    costs = compiled.cost_analysis()
+    costs = costs[0] if isinstance(costs, list) and costs else costs
+    flops = costs.get("flops") if isinstance(costs, Mapping) else None
+    flops = float(flops) if flops is not None and np.isfinite(flops) else None
+    code = stats.generated_code_size_in_bytes if platform.code_in_memory else 0
+    return _report(figures, assignment, target, seconds, code=code, flops=flops)
+
+
+def _report(
+    figures: Figures,
+    assignment: Assignment | None,
+    target: Target,
+    seconds: float,
+    *,
+    code: int | None,
+    flops: float | None,
+) -> MemoryReport:
+    platform = PLATFORMS[target.platform]
+    peak = platform.peak_bytes(figures, assignment.timeline.peak_bytes if assignment and figures.host else None)
     if peak <= 0 and (assignment is None or assignment.timeline.peak_bytes):
         raise UnreadableDumpError(
             f"XLA for {target.platform} must say what memory a program needs; it says a peak of {peak} bytes, and "
@@ -575,21 +595,18 @@ def _report(compiled: Any, dump: bytes | None, target: Target, seconds: float) -
             f"with."
         )
     on_chip = assignment.on_chip_bytes if assignment else 0
-    costs = compiled.cost_analysis()
-    costs = costs[0] if isinstance(costs, list) and costs else costs
-    flops = costs.get("flops") if isinstance(costs, Mapping) else None
     return MemoryReport(
         target=target.name,
         peak_bytes=peak,
-        argument_bytes=argument,
-        output_bytes=output,
-        temp_bytes=platform.temp_bytes(stats, peak),
-        alias_bytes=stats.alias_size_in_bytes,
-        host_bytes=host,
+        argument_bytes=figures.argument,
+        output_bytes=figures.output,
+        temp_bytes=platform.temp_bytes(figures, peak),
+        alias_bytes=figures.alias,
+        host_bytes=figures.host,
         on_chip_bytes=on_chip,
         main_memory_bytes=assignment.main_peak_bytes if assignment and on_chip else peak,
-        code_bytes=stats.generated_code_size_in_bytes if platform.code_in_memory else 0,
-        flops=float(flops) if flops is not None and np.isfinite(flops) else None,
+        code_bytes=code,
+        flops=flops,
         compile_seconds=seconds,
         _assignment=assignment,
     )

@@ -31,22 +31,22 @@ def loss(x):
     return jnp.sum(x)
 
 
-def _chain():
+def chain():
     return jax.value_and_grad(jax.checkpoint(loss)), X
 
 
-def _donated():
+def donated():
     return jax.jit(lambda x, y: (x + jax.grad(loss)(y), y), donate_argnums=0), X, X
 
 
-def _scan():
+def scan():
     def body(carry, x):
         return jnp.tanh(carry @ x), carry.sum()
 
     return lambda x, xs: jax.lax.scan(jax.checkpoint(body), x, xs), X, jax.ShapeDtypeStruct((7, *X.shape), X.dtype)
 
 
-def _on_chip():
+def on_chip():
     return lambda x: jnp.sin(x) @ x, jax.ShapeDtypeStruct((256, 256), jnp.float32)
 
 
@@ -61,7 +61,7 @@ def _in_host_memory():
     return lambda x, y: jnp.sin(jax.device_put(x, jax.memory.Space.Device) @ y) @ y, x, X
 
 
-def _offloaded():
+def offloaded():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
     )
@@ -80,7 +80,7 @@ def no_size_is_small(monkeypatch):
     monkeypatch.setattr(assign, "SMALL", 0)
 
 
-def _wide():
+def wide():
     """A program that is not small."""
 
     def loss(xs):
@@ -92,7 +92,7 @@ def _wide():
 # ------------------------------------------------------------------------------------------------------ what it says
 
 
-@pytest.mark.parametrize("make", [_chain, _donated, _scan, _on_chip, _sharded, _in_host_memory, _offloaded])
+@pytest.mark.parametrize("make", [chain, donated, scan, on_chip, _sharded, _in_host_memory, offloaded])
 def test_all_figures_of_memory_are_those_of_the_whole_compilation(make, no_size_is_small, compiles):
     fun, *args = make()
     stopped = measure(fun, *args, target=TPU, generate_code=False)
@@ -139,10 +139,10 @@ def test_a_program_that_does_not_fit_is_refused_as_by_the_whole_compilation(no_s
 
 
 def test_a_large_program_is_stopped_and_a_small_one_is_not(compiles):
-    fun, xs = _wide()
+    fun, xs = wide()
     assert measure(fun, xs, target=TPU, generate_code=False).code_bytes is None
     assert not compiles
-    assert measure(*_on_chip(), target=TPU, generate_code=False).code_bytes > 0
+    assert measure(*on_chip(), target=TPU, generate_code=False).code_bytes > 0
     assert len(compiles) == 1
 
 
@@ -155,15 +155,14 @@ def test_a_program_that_nearly_fills_the_tpu_goes_to_the_end_because_of_its_code
         assert (report.code_bytes is not None) == bool(compiles) == whole
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
-def test_other_compilers_go_to_the_end(target, compiles):
-    assert measure(jnp.sin, X, target=target, generate_code=False).code_bytes == 0
+def test_the_compiler_of_this_machine_goes_to_the_end(compiles):
+    assert measure(jnp.sin, X, target="cpu", generate_code=False).code_bytes == 0
     assert len(compiles) == 1
 
 
 def test_a_tpu_that_is_here_belongs_to_one_process(monkeypatch, no_size_is_small, compiles):
     monkeypatch.setattr(tpu, "tpu_visible", lambda: True)
-    assert measure(*_on_chip(), target=TPU, generate_code=False).code_bytes > 0
+    assert measure(*on_chip(), target=TPU, generate_code=False).code_bytes > 0
     assert len(compiles) == 1
 
 
@@ -185,7 +184,7 @@ def test_where_no_process_can_be_had_the_program_is_compiled_in_this_one_and_the
 ):
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.WARNING, "jaxckpt"):
-        report = measure(*_on_chip(), target=TPU, generate_code=False)
+        report = measure(*on_chip(), target=TPU, generate_code=False)
     assert report.code_bytes > 0
     assert len(compiles) == 1
     assert "process" in caplog.text
@@ -198,7 +197,7 @@ def test_it_leaves_no_process_and_no_folder(no_size_is_small, tmp_path, monkeypa
         subprocess, "Popen", lambda *args, **named: (started.append(popen(*args, **named)), started[-1])[1]
     )
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    measure(*_chain(), target=TPU, generate_code=False)
+    measure(*chain(), target=TPU, generate_code=False)
     assert [process.returncode is not None for process in started] == [True]
     assert not os.listdir(tmp_path)
 
@@ -215,7 +214,7 @@ def test_it_is_gone_when_the_wait_is_interrupted(no_size_is_small, monkeypatch):
 
     monkeypatch.setattr(assign.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        measure(*_chain(), target=TPU, generate_code=False)
+        measure(*chain(), target=TPU, generate_code=False)
     assert [process.returncode is not None for process in started] == [True]
 
 
@@ -250,11 +249,11 @@ def test_compilations_of_other_threads_go_on_while_a_request_is_made():
 
 def test_an_answer_without_code_serves_only_those_who_want_none(no_size_is_small, compiles, monkeypatch, tmp_path):
     monkeypatch.setenv(cache.FOLDER, str(tmp_path))
-    stopped = measure(*_on_chip(), target=TPU, generate_code=False)
-    assert measure(*_on_chip(), target=TPU, generate_code=False) == stopped
+    stopped = measure(*on_chip(), target=TPU, generate_code=False)
+    assert measure(*on_chip(), target=TPU, generate_code=False) == stopped
     assert not compiles
-    whole = measure(*_on_chip(), target=TPU)
+    whole = measure(*on_chip(), target=TPU)
     assert len(compiles) == 1
     assert whole.code_bytes > 0
-    assert measure(*_on_chip(), target=TPU, generate_code=False) == measure(*_on_chip(), target=TPU) == whole
+    assert measure(*on_chip(), target=TPU, generate_code=False) == measure(*on_chip(), target=TPU) == whole
     assert len(compiles) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import pathlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,30 @@ class Place:
     name: str
     chip: str
     count: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a compiler says of the memory of a program, in bytes of one device.
+
+    Attributes:
+      argument, output, temp: device memory for arguments, results and temporaries.
+      alias: arguments that results are written to; `argument` and `output` both have them.
+      peak: the most in use at once.
+      host: host memory.
+    """
+
+    argument: int
+    output: int
+    temp: int
+    alias: int
+    peak: int
+    host: int
+
+    @property
+    def given(self) -> int:
+        """The bytes of arguments and results. Shared buffers count once."""
+        return self.argument + self.output - self.alias
 
 
 class Platform(abc.ABC):
@@ -127,6 +152,15 @@ class Platform(abc.ABC):
         """
         return False
 
+    def stopping_options(self, file: pathlib.Path) -> dict[str, str] | None:
+        """Returns the compiler options with which its compiler fails once it has assigned buffers; None if there are
+        none, so that it runs in a process that is killed.
+
+        Args:
+          file: a name for a file of these options. The compiler's error has that name.
+        """
+        return None
+
     def machine(self) -> Any:
         """Returns the properties of this machine that a compiled program depends on, as plain values. They are in the
         key of stored results.
@@ -147,22 +181,15 @@ class Platform(abc.ABC):
         """
         return 0
 
-    def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
+    def peak_bytes(self, figures: Figures, timeline: int | None) -> int:
         """Returns the peak of device memory.
 
         Args:
-          stats: the compiler's figures, from `jax.stages.Compiled.memory_analysis`.
-          host: bytes in host memory.
+          figures: the compiler's.
           timeline: the peak of the buffer assignment; None if it could not be read.
         """
-        return int(stats.peak_memory_in_bytes)
+        return figures.peak
 
-    def temp_bytes(self, stats: Any, peak: int) -> int:
+    def temp_bytes(self, figures: Figures, peak: int) -> int:
         """Returns the bytes at the peak that are neither arguments nor results."""
-        return int(stats.temp_size_in_bytes)
-
-
-def summed(stats: Any) -> int:
-    """Returns the bytes of arguments, results and temporaries. Shared buffers count once."""
-    given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return int(given + stats.temp_size_in_bytes)
+        return figures.temp

@@ -9,7 +9,7 @@ from jaxckpt import _compat
 from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory import chips
 from jaxckpt.memory.chips import Chip
-from jaxckpt.memory.platforms.base import Devices, Place, Platform, summed
+from jaxckpt.memory.platforms.base import Devices, Figures, Place, Platform
 
 
 class Cpu(Platform):
@@ -48,6 +48,6 @@ class Cpu(Platform):
         """Returns the number of cores, because XLA splits work by it."""
         return os.cpu_count()
 
-    def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
+    def peak_bytes(self, figures: Figures, timeline: int | None) -> int:
         """Returns the sum, because XLA's figure has no temporaries on the CPU."""
-        return summed(stats)
+        return figures.given + figures.temp

@@ -4,6 +4,7 @@ row.
 
 from __future__ import annotations
 
+import pathlib
 import re
 import shutil
 from typing import Any
@@ -12,7 +13,7 @@ from jaxckpt import _compat
 from jaxckpt.core.constants import OVERSTATED_BY_CUDA
 from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory.chips import CHIPS, Chip
-from jaxckpt.memory.platforms.base import Place, Platform, summed
+from jaxckpt.memory.platforms.base import Figures, Place, Platform
 from jaxckpt.memory.platforms.installed import installed
 
 _NAME = re.compile(r"(\w+?)(?:x(\d+))?")
@@ -56,11 +57,19 @@ class Cuda(Platform):
         """Returns whether the GPU is in this machine: JAX's compile-only GPUs have no memory kinds."""
         return local
 
-    def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
+    def stops(self, local: bool) -> bool:
+        """Returns whether the GPU is not in this machine. On one that is here, a program may run."""
+        return not local
+
+    def stopping_options(self, file: pathlib.Path) -> dict[str, str] | None:
+        """Returns the option that makes XLA read a file between the assignment of buffers and the first kernel."""
+        return _compat.stopping_options(file)
+
+    def peak_bytes(self, figures: Figures, timeline: int | None) -> int:
         """Returns XLA's figure, or the sum if something is on the host: XLA then counts the host's temporaries as the
         device's.
         """
-        return summed(stats) if host else super().peak_bytes(stats, host, timeline)
+        return figures.given + figures.temp if figures.host else figures.peak
 
 
 def target_config(chip: Chip) -> str:

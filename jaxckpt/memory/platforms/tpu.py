@@ -14,7 +14,7 @@ from jaxckpt._errors import TargetError, UnknownTargetError
 from jaxckpt._quiet import tpu_visible
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.chips import CHIPS
-from jaxckpt.memory.platforms.base import Place, Platform, summed
+from jaxckpt.memory.platforms.base import Figures, Place, Platform
 from jaxckpt.memory.platforms.installed import installed
 
 _NAME = re.compile(r"(\w+)(?::(\d+(?:x\d+){1,2}))?")
@@ -77,13 +77,12 @@ class Tpu(Platform):
         """Returns the colour: all colours but 0 are on the chip."""
         return colour
 
-    def peak_bytes(self, stats: Any, host: int, timeline: int | None) -> int:
+    def peak_bytes(self, figures: Figures, timeline: int | None) -> int:
         """Returns XLA's figure, or the device's part of the buffer assignment if something is on the host."""
-        if not host:
-            return super().peak_bytes(stats, host, timeline)
-        return summed(stats) if timeline is None else timeline
+        if not figures.host:
+            return figures.peak
+        return figures.given + figures.temp if timeline is None else timeline
 
-    def temp_bytes(self, stats: Any, peak: int) -> int:
+    def temp_bytes(self, figures: Figures, peak: int) -> int:
         """Returns the peak minus arguments and results: XLA's figure has no on-chip memory."""
-        given = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return int(peak - given)
+        return peak - figures.given

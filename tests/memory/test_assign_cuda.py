@@ -1,0 +1,116 @@
+"""The compiler for GPUs that fails once buffers are assigned must say of memory what it says when it goes on to the
+end.
+"""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import _compat
+from jaxckpt.memory import assign
+from jaxckpt.memory.platforms import cuda
+from jaxckpt.memory.report import measure
+from jaxckpt.memory.targets import Target
+from tests.memory.test_assign import X, chain, donated, loss, offloaded, on_chip, scan, wide
+
+pytestmark = pytest.mark.cuda
+
+
+def _branches():
+    return lambda x, y: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(x) @ y, lambda: x), X, X
+
+
+def _library():
+    """Kernels of libraries, a sort, a long constant, random bits, and results without any of them."""
+
+    def fun(x):
+        table = jnp.asarray(np.arange(3 * 5000).reshape(3, 5000) % 11)
+        noise = jax.random.normal(jax.random.key(0), x.shape)
+        return jnp.linalg.cholesky(x @ x.T + noise), jnp.sort(x, 0), jax.lax.top_k(x, 8), jnp.fft.fft(x), table, 1.0
+
+    return fun, X
+
+
+def _convolution():
+    images = jax.ShapeDtypeStruct((8, 32, 32, 64), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
+
+    def loss(kernel, images):
+        for _ in range(3):
+            images = jnp.tanh(
+                jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            )
+        return images.sum(dtype=jnp.float32)
+
+    return jax.value_and_grad(loss), kernel, images
+
+
+def _over_gpus():
+    sharding = NamedSharding(Target("cuda:h100x8").mesh((4, 2), ("data", "model")), P("data", "model"))
+    return jax.value_and_grad(loss), jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+
+
+@pytest.fixture
+def without_code(monkeypatch):
+    """The figures of programs as `measure` gives them without code; asserts that XLA was stopped, and made no code."""
+    made = []
+    assign_ = assign._failed
+
+    def failed(folder, *given):
+        found = assign_(folder, *given)
+        made.append("stopped" if found else "went on")
+        made.extend(path.name for path in (folder / "dump").iterdir() if path.suffix in {".ptx", ".ll"})
+        return found
+
+    def measured(fun, *args, target):
+        made.clear()
+        report = measure(fun, *args, target=target, generate_code=False)
+        assert made == ["stopped"]
+        return report
+
+    monkeypatch.setattr(assign, "_failed", failed)
+    return measured
+
+
+@pytest.mark.parametrize(
+    "make", [chain, donated, scan, on_chip, wide, offloaded, _branches, _library, _convolution, _over_gpus]
+)
+def test_all_figures_of_a_gpu_are_those_of_the_whole_compilation(make, without_code, compiles):
+    target = "cuda:h100x8" if make is _over_gpus else "cuda:h100"
+    fun, *args = make()
+    stopped = without_code(fun, *args, target=target)
+    assert not compiles, "compiled to the end"
+    whole = measure(fun, *args, target=target, generate_code=True)
+    assert len(compiles) == 1
+    assert dataclasses.replace(stopped, compile_seconds=0.0) == dataclasses.replace(whole, compile_seconds=0.0)
+    assert stopped.peak_bytes > 0 and stopped.temp_bytes >= 0
+    assert (stopped.timeline(), stopped.largest(5)) == (whole.timeline(), whole.largest(5))
+    assert stopped.collectives == whole.collectives and bool(whole.collectives) == (make is _over_gpus)
+
+
+def test_an_option_of_the_users_that_is_wrong_is_told_as_by_the_whole_compilation(without_code):
+    with pytest.raises(jaxckpt.ArgumentError, match="xla_no_such_option"):
+        measure(*chain(), target="cuda:h100", compiler_options={"xla_no_such_option": 1}, generate_code=False)
+    assert without_code(*chain(), target="cuda:h100").peak_bytes, "the next program stops again"
+
+
+@pytest.mark.parametrize("how", ["goes on", "knows no such option", "says something else"])
+def test_a_compiler_that_does_not_stop_goes_to_the_end_and_the_log_says_so_once(how, monkeypatch, compiles, caplog):
+    if how == "says something else":
+        monkeypatch.setattr(_compat, "is_stopped", lambda error, file: False)
+    else:
+        options = {} if how == "goes on" else {"xla_no_such_option_of_ours": "x"}
+        monkeypatch.setattr(cuda.Cuda, "stopping_options", lambda self, file: options)
+    monkeypatch.setattr(assign, "_going_on", set())
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        reports = [measure(*chain(), target="cuda:h100", generate_code=False) for _ in range(2)]
+    assert reports[0] == dataclasses.replace(reports[1], compile_seconds=reports[0].compile_seconds)
+    assert len(compiles) == 2
+    assert caplog.text.count("runs to the end") == 1
