@@ -80,11 +80,16 @@ def planned(problem: Problem, loss: Any, budget: str) -> dict[str, Any]:
 
 
 def stops(why: str) -> str:
-    """Returns what an error says that stands in the way: what every plan needs, or operations that couple the rows."""
+    """Returns what an error says that stands in the way: what every plan needs, and operations that couple the rows or,
+    if none does, the stretch that needs most memory.
+    """
     given = re.search(r"gradients \([^)]*\), take ([\d.]+ \w+)", why)
     _, _, coupling = why.partition("along an axis: ")
     found = [f"arguments and gradients take {given[1]}"] if given else []
     found += [" at ".join(each) for each in re.findall(r"(?:^|; )(\w+) at ([^ ]+)", coupling)]
+    if not coupling:  # all rows go through: what a single tile needs is what stops
+        most = re.search(r"needs most memory needs ([\d.]+ \w+) at once: operations [^,]*, (\w+) at ([^ ]+)", why)
+        found += [f"{most[1]} at once for {most[2]} at {most[3]}"] if most else []
     return "; ".join(found)
 
 

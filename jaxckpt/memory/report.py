@@ -190,10 +190,14 @@ class MemoryReport:
             ("buffers assigned in" if self.code_bytes is None else "compiled in", f"{self.compile_seconds:.1f} s"),
         ]
 
+    def _title(self) -> str:
+        target = Target(self.target)
+        return f"{self.target}, {'one' if target.local or target.count == 1 else 'per'} device"
+
     def __str__(self) -> str:
         rows = self._rows()
         wide, deep = (max(len(row[i]) for row in rows) for i in range(2))
-        lines = [f"{self.target}, one device", *(f"  {name:<{wide}}  {value:>{deep}}" for name, value in rows)]
+        lines = [self._title(), *(f"  {name:<{wide}}  {value:>{deep}}" for name, value in rows)]
         return "\n".join([*lines, *filter(None, [self.advice()])])
 
     def _repr_html_(self) -> str:
@@ -201,7 +205,7 @@ class MemoryReport:
             f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in self._rows()
         )
         advice = self.advice()
-        caption = f"{html.escape(self.target)}, one device"
+        caption = html.escape(self._title())
         return f"<table><caption>{caption}</caption>{rows}</table>" + (
             f"<p>{html.escape(advice)}</p>" if advice else ""
         )

@@ -161,7 +161,9 @@ def test_eight_gpus_keep_an_eighth_each():
             return jnp.sum(jax.lax.scan(wrapped, x, None, length=16)[0].astype(jnp.float32))
 
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jaxckpt.measure(jax.grad(step), place((512, 4096)), place((4096, 512)), target=target).temp_bytes
+            return jaxckpt.measure(
+                jax.grad(step), place((512, 4096)), place((4096, 512)), target=target, generate_code=False
+            ).temp_bytes
 
     nothing, saved, parts = peak(RECOMPUTE), peak(SAVE), peak(shard(P(None, "model")))
     assert parts - nothing < 1.1 * (saved - nothing) / 8 + 4096 * 4096 * 2

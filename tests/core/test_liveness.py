@@ -51,7 +51,7 @@ def test_on_a_chain_it_is_the_closed_form(platform, segment):
 @pytest.mark.parametrize("segment", [None, 3])
 def test_on_a_chain_it_is_what_the_compiler_says(target, segment):
     step, args = chain(12, segment)
-    compiled = jaxckpt.measure(step, *args, target=target).peak_bytes
+    compiled = jaxckpt.measure(step, *args, target=target, generate_code=False).peak_bytes
     assert estimate_peak(step, *args, platform=target.split(":")[0]) == pytest.approx(compiled, rel=0.02)
 
 
@@ -68,7 +68,7 @@ def test_on_a_chain_it_is_what_the_compiler_says(target, segment):
 def test_on_models_it_is_within_a_fifth(target, model):
     loss, args = model()
     step = jax.value_and_grad(loss)
-    compiled = jaxckpt.measure(step, *args, target=target).peak_bytes
+    compiled = jaxckpt.measure(step, *args, target=target, generate_code=False).peak_bytes
     assert estimate_peak(step, *args, platform=target.split(":")[0]) == pytest.approx(compiled, rel=0.2)
 
 

@@ -245,7 +245,10 @@ def test_h100_peak_of_48_layers_is_below_that_of_a_checkpoint_around_each_block_
         x = stack.apply({"params": params["blocks"]}, gpt.embed(size, params, inputs))
         return common.cross_entropy(gpt.logits(size, params, x), targets)
 
-    peaks = [jaxckpt.measure(jax.value_and_grad(f), *args, target="cuda:h100").peak_bytes for f in (ours, plain)]
+    peaks = [
+        jaxckpt.measure(jax.value_and_grad(f), *args, target="cuda:h100", generate_code=False).peak_bytes
+        for f in (ours, plain)
+    ]
     assert peaks[0] < peaks[1] - 250 * 2**20, (
         peaks
     )  # of 48 kept inputs of 12 MiB, 36 less; a segment's gradients come on top

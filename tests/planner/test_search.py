@@ -480,7 +480,12 @@ def test_on_an_h100_that_is_not_here_a_plan_beats_a_checkpoint_around_each_block
     fun, args = gpt.gpt2(layers=4, batch=4)
     blocks, _ = gpt.gpt2(jax.checkpoint, layers=4, batch=4)
     problem = problem_of(fun, *args, target="cuda:h100")
-    plan = problem.plan(int(1.02 * jaxckpt.measure(jax.value_and_grad(blocks), *args, target="cuda:h100").peak_bytes))
+    plan = problem.plan(
+        int(
+            1.02
+            * jaxckpt.measure(jax.value_and_grad(blocks), *args, target="cuda:h100", generate_code=False).peak_bytes
+        )
+    )
     assert plan.measured_bytes <= plan.budget
     assert abs(plan.predicted.peak_bytes / plan.measured_bytes - 1) < 0.1
     flops = [count_flops(jax.value_and_grad(f), *args) for f in (fun, plan.apply(fun), blocks)]

@@ -406,7 +406,10 @@ def test_the_second_axis_of_a_batch_is_tiled_where_the_first_has_few_rows():
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, F)
     args = shape(32, 20_000), shape(20_000), shape(2, 64, 32), jax.ShapeDtypeStruct((2, 64), jnp.int32), shape(2, 64)
     by_hand = jaxckpt.tile(head, in_axes=(None, None, 1, 1, 1), tiles=8)
-    peaks = [jaxckpt.measure(jax.value_and_grad(fun), *args, target="cuda:h100").peak_bytes for fun in (head, by_hand)]
+    peaks = [
+        jaxckpt.measure(jax.value_and_grad(fun), *args, target="cuda:h100", generate_code=False).peak_bytes
+        for fun in (head, by_hand)
+    ]
     assert peaks[1] < peaks[0] / 2
     found = jaxckpt.plan(head, *args, budget=peaks[1], target="cuda:h100", tile=True)
     assert found.measured_bytes <= peaks[1]

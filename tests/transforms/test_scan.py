@@ -301,7 +301,7 @@ def chain(schedule: Any, length: int = STEPS, **options: Any) -> tuple[Callable,
 def temporaries(target: str, schedule: Any, length: int = STEPS) -> float:
     """Compiled temporaries, in carries. (On the TPU small programs report none, so the peak beyond arguments.)"""
     fun, args = chain(schedule, length)
-    report = measure(fun, *args, target=target)
+    report = measure(fun, *args, target=target, generate_code=False)
     return (report.peak_bytes - report.argument_bytes if target.startswith("tpu") else report.temp_bytes) / (2 * CARRY)
 
 
@@ -336,7 +336,9 @@ def test_slots_take_the_memory_of_slots_whatever_the_length(target: str) -> None
 )
 @pytest.mark.parametrize("schedule", ["every", 24, Slots(20)])
 def test_offloaded_carries_lie_on_the_host(target: str, schedule: Any) -> None:
-    here, away = (measure(*_flat(chain(schedule, carry=action)), target=target) for action in (SAVE, OFFLOAD))
+    here, away = (
+        measure(*_flat(chain(schedule, carry=action)), target=target, generate_code=False) for action in (SAVE, OFFLOAD)
+    )
     kept = {"every": STEPS, 24: STEPS // 24}.get(schedule, 6)
     assert here.host_bytes == 0
     assert away.host_bytes >= 0.9 * kept * 2 * CARRY
@@ -514,7 +516,9 @@ def test_a_long_lstm_on_an_h100_takes_a_small_part_of_lax_scans_temporaries() ->
 
     def temp(run: Callable) -> int:
         gradient = jax.value_and_grad(lambda weights, tokens: loss(weights, tokens, run))
-        return measure(gradient, weights, shape(length + 1, batch, dtype=jnp.int32), target="cuda:h100").temp_bytes
+        return measure(
+            gradient, weights, shape(length + 1, batch, dtype=jnp.int32), target="cuda:h100", generate_code=False
+        ).temp_bytes
 
     plain, sqrt, log = (temp(run) for run in (lax.scan, scan, functools.partial(scan, schedule="log")))
     slots = temp(functools.partial(scan, schedule=Slots(20)))

@@ -57,7 +57,7 @@ def measured(fun, target):
         shape((TOKENS, WIDTH), jnp.float32, "d"),
         shape((TOKENS,), jnp.int32, "d"),
     )
-    return jaxckpt.measure(jax.value_and_grad(fun, (0, 1)), *args, target=target)
+    return jaxckpt.measure(jax.value_and_grad(fun, (0, 1)), *args, target=target, generate_code=False)
 
 
 def gathered(report):
