@@ -49,6 +49,7 @@ from jaxckpt._compat.jaxprs import (
     jvp_jaxpr,
     like,
     mapped_as,
+    mapped_devices,
     mapped_sizes,
     name_stack,
     num_scan_consts_carry,

@@ -160,6 +160,16 @@ def mapped_sizes(eqn: Any) -> list[int]:
     return [params["mesh"].shape[name] for name in params["newly_manual_axes"]]
 
 
+def mapped_devices(jaxpr: Any) -> int:
+    """Returns how many devices the largest mesh of a jax.shard_map in a program has; 1 if there is none."""
+    sizes = [1]
+    for eqn in open_jaxpr(jaxpr).eqns:
+        sizes += map(mapped_devices, inner_jaxprs(eqn))
+        if primitive_name(eqn) == "shard_map":
+            sizes.append(_mapped_parameters(eqn)["mesh"].size)
+    return max(sizes)
+
+
 def mapped_as(
     eqn: Any, fun: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
 ) -> Callable[..., Any]:

@@ -542,6 +542,14 @@ def parameters_text(op: Op) -> str:
     return str(params)
 
 
+def _stable_sharding(sharding: jax.sharding.NamedSharding) -> str:
+    """Returns a sharding as text that is the same for a mesh of devices, for one of devices that are not here, of which
+    some have no kinds of memory, and for one without devices.
+    """
+    text = repr(sharding).replace("AbstractMesh(", "Mesh(")
+    return text if sharding.memory_kind is not None else f"{text[:-1]}, memory_kind=device)"
+
+
 def stable(param: Any) -> str:
     """Returns an operation's parameter as text that is the same in every process."""
     if _compat.is_jaxpr(param):
@@ -550,8 +558,10 @@ def stable(param: Any) -> str:
         return "(" + ",".join(stable(item) for item in param) + ")"
     if isinstance(param, (set, frozenset)):  # whose order is another one in each process
         return "{" + ",".join(sorted(stable(item) for item in param)) + "}"
-    if callable(param) and not isinstance(param, type):
-        return "function"
+    if isinstance(param, jax.sharding.AbstractMesh) or (callable(param) and not isinstance(param, type)):
+        return "function"  # a mesh of devices can be called; a plan for a mesh without devices is one for it, too
+    if isinstance(param, jax.sharding.NamedSharding):
+        return _stable_sharding(param)
     if isinstance(param, (np.ndarray, jax.Array)):
         return f"{param.shape}{param.dtype}"
     return _ADDRESS.sub("", repr(param))

@@ -128,6 +128,8 @@ class Assignment:
       argument_bytes, output_bytes: bytes of device memory for arguments and for results.
       alias_bytes: bytes of arguments that results are written to, counted in both.
       temp_bytes: bytes of device memory for temporaries, with the gaps between them.
+      peak_bytes: XLA's own figure of the most device memory in use at once, of the memory whose temporaries need more.
+        It is that of `timeline`, but for some programs with branches for a TPU, of which the order is not known.
       host: buffers in host memory.
       collectives: what devices send to one another.
     """
@@ -141,6 +143,7 @@ class Assignment:
     output_bytes: int
     alias_bytes: int
     temp_bytes: int = 0
+    peak_bytes: int = 0
     host: tuple[Lifetime, ...] = ()
     collectives: tuple[CompiledCollective, ...] = ()
 

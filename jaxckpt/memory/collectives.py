@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxckpt.memory import hlo
@@ -60,40 +60,52 @@ class _Reader:
     def __init__(self, program: hlo.CompiledProgram) -> None:
         self.program, self.computations = program, program.computations
 
-    def walk(self, computation: int, runs: int, seen: set[int] | None = None) -> Iterator[CompiledCollective]:
+    def walk(
+        self, computation: int, runs: int, chains: set[str] | None = None, caller: Message | None = None
+    ) -> Iterator[CompiledCollective]:
         """Yields the collectives of a computation that runs so often, and of those that it calls.
 
         XLA for TPUs runs a collective beside matmuls: it then stands in the fusion that starts it, in those that go on
-        with it, and in the one that ends it, each time with the same channel.
+        with it, and in the one that ends it, each time as a member of the same chain.
+
+        Args:
+          chains: those that were met; None for an empty set.
+          caller: the instruction that calls the computation.
         """
         known = self.computations.get(computation, {})
-        seen = set() if seen is None else seen
+        chains = set() if chains is None else chains
         for instruction in known.values():
             opcode = instruction.text(hlo.InstructionFields.opcode)
             kind = opcode.removesuffix("-start")
             if kind in KINDS:
-                channel = instruction.number(hlo.InstructionFields.channel)
-                if channel in seen:
+                chain = _chain(instruction)
+                if chain in chains:
                     continue
-                seen.update({channel} - {0})
-                yield self._collective(kind, instruction, known, runs)
+                chains.update({chain} - {""})
+                yield self._collective(kind, instruction, computation, runs, caller)
             elif not opcode.endswith(("-done", "-update")):  # these name what their start has called
                 loop = opcode == "while"
                 each = runs * self._trips(instruction) if loop else runs
                 for called in instruction.numbers(hlo.InstructionFields.called_ids):
-                    yield from self.walk(called, each, None if loop else seen)
+                    yield from self.walk(called, each, None if loop else chains, instruction)
 
     def _collective(
-        self, kind: str, instruction: Message, known: Mapping[int, Message], runs: int
+        self, kind: str, instruction: Message, computation: int, runs: int, caller: Message | None
     ) -> CompiledCollective:
+        known = self.computations[computation]
         operands = [known[i] for i in instruction.numbers(hlo.InstructionFields.operand_ids) if i in known]
-        given = sum(hlo.shape_bytes(operand.message(hlo.InstructionFields.shape)) for operand in operands)
-        made = hlo.shape_bytes(instruction.message(hlo.InstructionFields.shape))
+        given = sum(_bytes(operand) for operand in operands)
+        made = _bytes(instruction)
         devices = _group_size(instruction)
         if not devices and kind == "all-gather" and given:
             # The shape of a start is that of its operands and its results together.
             started = instruction.text(hlo.InstructionFields.opcode).endswith("-start")
             devices = round((made - given * started) / given)
+        if kind == "all-reduce" and caller is not None and _is(caller, "fusion"):
+            # XLA for TPUs writes a reduce-scatter as a fusion of an all-reduce and the slice of this device.
+            root = self.program.root(computation)
+            if _is(root, "dynamic-slice") and _bytes(root) * devices == made:
+                kind = "reduce-scatter"
         others = 1 - 1 / devices if devices else 1.0
         sent = {
             "all-gather": given * max(devices - 1, 0),
@@ -102,9 +114,10 @@ class _Reader:
             "collective-broadcast": given,
         }.get(kind, given * others)
         metadata = instruction.message(hlo.InstructionFields.metadata)
-        return CompiledCollective(
-            kind, sent, devices, runs, metadata.text(hlo.MetadataFields.operation), self.program.line(metadata)
-        )
+        if caller is not None and not metadata.text(hlo.MetadataFields.operation):
+            metadata = caller.message(hlo.InstructionFields.metadata)
+        operation = metadata.text(hlo.MetadataFields.operation)
+        return CompiledCollective(kind, float(sent), devices, runs, operation, self.program.line(metadata))
 
     def _trips(self, loop: Message) -> int:
         """Returns how often a loop runs: what the compiler says, or what is read from a condition `i < constant` and a
@@ -143,6 +156,21 @@ def _is(instruction: Message, opcode: str) -> bool:
     return instruction.text(hlo.InstructionFields.opcode) == opcode
 
 
+def _bytes(instruction: Message) -> int:
+    """Returns the bytes of an instruction's results."""
+    return hlo.shape_bytes(instruction.message(hlo.InstructionFields.shape))
+
+
+def _chain(instruction: Message) -> str:
+    """Returns the chain of fusions that run a collective of a TPU together; "" for a collective that is in none.
+
+    The channel does not say it: all collectives of a function that is mapped over devices have channel 1.
+    """
+    fields = hlo.AttributesFields
+    entries = instruction.message(hlo.InstructionFields.attributes).messages(fields.entries)
+    return next((e.text(fields.value) for e in entries if e.text(fields.key) == "chain_id"), "")
+
+
 def _constant(instruction: Message) -> int | None:
     """Returns the value of a constant that is one integer; None for anything else."""
     if not _is(instruction, "constant"):
@@ -164,7 +192,23 @@ def _group_size(instruction: Message) -> int:
     listed = instruction.message(hlo.InstructionFields.group_list)
     for group in listed.messages(hlo.GroupsFields.list):
         return len(group.numbers(hlo.GroupsFields.members))
-    return listed.message(hlo.GroupsFields.iota).number(hlo.GroupsFields.iota_size)
+    if size := listed.message(hlo.GroupsFields.iota).number(hlo.GroupsFields.iota_size):
+        return size
+    return _joined(instruction.message(hlo.InstructionFields.group_mesh))
+
+
+def _joined(groups: Message) -> int:
+    """Returns how many devices of a mesh the axes join, or parts of axes; 0 where nothing is joined."""
+    fields = hlo.GroupMeshFields
+    axes = groups.message(fields.mesh).messages(fields.axes)
+    size = 0
+    for joined in groups.messages(fields.joined):
+        axis = joined.number(fields.axis)
+        if axis >= len(axes):
+            return 0
+        part = joined.message(fields.part).number(fields.part_size)
+        size = max(size, 1) * (part or axes[axis].number(fields.axis_size))
+    return size
 
 
 def by_kind(found: Iterable[CompiledCollective]) -> dict[str, tuple[int, float]]:

@@ -80,7 +80,8 @@ def _read(proto: Message, platform: str) -> Assignment:
     assignment = proto.message(_Hlo.assignment)
     values = {value.number(_Value.id): value for value in assignment.messages(_Assignment.values)}
     _check(program, assignment, values)
-    places = _replay(assignment.messages(_Assignment.traces), program, values)
+    traces = assignment.messages(_Assignment.traces)
+    places = _replay(traces, program, values)
 
     standing: list[Buffer] = []
     offloaded: list[Lifetime] = []
@@ -111,6 +112,7 @@ def _read(proto: Message, platform: str) -> Assignment:
             simulated = bool(inside) or not size or bool(allocation.number(_Allocation.tuple))
             _agree(simulated, "the dump does not say when a temporary is live")
     main = spaces.pop(_MAIN)
+    moving = max((_most(trace, values) for trace in traces), default=0)
     on_chip = max(spaces.values(), key=lambda space: sum(life.buffer.bytes for life in space), default=[])
     return Assignment(
         tuple(standing),
@@ -122,6 +124,7 @@ def _read(proto: Message, platform: str) -> Assignment:
         output,
         alias,
         temp,
+        sum(buffer.bytes for buffer in standing) + moving,
         tuple(offloaded),
         collectives.read(program.hlo),
     )
@@ -136,6 +139,34 @@ def _lives(program: _Program, places: list[_Place], values: Mapping[int, Message
         buffer = program.buffer(widest, kind, widest.number(_Value.size))
         lives += [Lifetime(first, last, buffer) for first, last in place.intervals]
     return lives
+
+
+def _most(trace: Message, values: Mapping[int, Message]) -> int:
+    """Returns the most bytes that are live at once by a trace of the heap simulator, as XLA counts them: in the order
+    of its events, in which one branch comes after another. What is on the host counts nothing.
+    """
+    shares: dict[int, int] = {}  # value -> the one whose place it has
+    users: dict[int, int] = {}
+    held: dict[int, int] = {}
+    live = most = 0
+    for event in trace.messages(_Trace.events):
+        kind, value = event.number(_Trace.kind), event.number(_Trace.value)
+        owner = shares.get(value, value)
+        if kind == _Trace.free:
+            users[owner] = users.get(owner, 0) - 1
+            live -= held[owner] if users[owner] == 0 else 0
+            continue
+        if kind == _Trace.share:
+            other = event.number(_Trace.shares_with)
+            owner = shares[value] = shares.get(other, other)
+        if kind == _Trace.share and users.get(owner, 0) > 0:
+            users[owner] += 1
+            continue
+        users[owner] = 1
+        held[owner] = 0 if values[value].number(_Value.colour) == _HOST else values[value].number(_Value.size)
+        live += held[owner]
+        most = max(most, live)
+    return most
 
 
 def _check(program: _Program, assignment: Message, values: Mapping[int, Message]) -> None:
@@ -277,14 +308,18 @@ class _Program:
         self.labels = tuple(self._operation(i) or name for i, name in zip(order, names))
 
     def _flatten(self, computation: int, schedule: dict[int, list[int]], seen: set[int]) -> Iterator[int]:
-        # The order of XLA's HloLiveRange: what an instruction calls (a loop's condition, then its body) is just before
-        # it.
+        # The order of XLA's HloLiveRange: what an instruction calls is just before it, a loop's condition (called after
+        # the body) first.
         if computation in seen or computation not in schedule:
             return
         seen.add(computation)
         for identity in schedule[computation]:
-            for called in reversed(self._instructions[identity].numbers(hlo.InstructionFields.called_ids)):
-                yield from self._flatten(called, schedule, seen)
+            instruction = self._instructions[identity]
+            called = instruction.numbers(hlo.InstructionFields.called_ids)
+            if instruction.text(hlo.InstructionFields.opcode) == "while":
+                called = called[::-1]
+            for each in called:
+                yield from self._flatten(each, schedule, seen)
             yield identity
 
     @staticmethod

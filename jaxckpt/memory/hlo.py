@@ -34,7 +34,8 @@ class InstructionFields:
     """Fields of HloInstructionProto."""
 
     name, opcode, shape, metadata, literal, tuple_index, channel, id = 1, 2, 3, 7, 8, 13, 26, 35
-    operand_ids, called_ids, backend_config, groups, group_list, group_iota = 36, 38, 43, 49, 87, 92
+    operand_ids, called_ids, backend_config, groups, attributes, group_list, group_iota = 36, 38, 43, 49, 68, 87, 92
+    group_mesh = 93
 
 
 class MetadataFields:
@@ -61,6 +62,22 @@ class GroupsFields:
     members = 1
     list, iota = 1, 2
     iota_size = 2
+
+
+class GroupMeshFields:
+    """Fields of MeshAxesReplicaGroupListProto, of MeshProto, and of its axes and references to them."""
+
+    mesh, joined = 1, 2
+    axes, axis_size = 1, 2
+    axis, part = 1, 2
+    part_size = 2
+
+
+class AttributesFields:
+    """Fields of FrontendAttributes, and of an entry of its map."""
+
+    entries = 1
+    key, value = 1, 2
 
 
 class _Frames:  # StackFrameIndexProto, its FileLocation and StackFrame

@@ -369,7 +369,10 @@ def lowered_for(traced: Any, target: Target) -> Any:
         lowered = traced.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
     while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
         lowered = lowered.lowered
-    if not target.local and (elsewhere := set(_compat.lowered_devices(lowered)) - set(target.devices)):
+    devices, jaxpr = _compat.lowered_devices(lowered), getattr(traced, "jaxpr", None)
+    if len(devices) == 1 and jaxpr is not None and _compat.mapped_devices(jaxpr) > 1:
+        raise _unplaced(target)  # some compilers would say nothing
+    if not target.local and (elsewhere := set(devices) - set(target.devices)):
         # JAX compiles a program for the devices of its meshes, whatever it was lowered for.
         raise ArgumentError(
             "fun",
@@ -437,7 +440,7 @@ def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple
     except jax.errors.JaxRuntimeError as error:
         refusal = (
             _refusal(str(error), target)
-            or _unplaced(str(error), target)
+            or (_unplaced(target) if "GlobalToLocalShape" in str(error) else None)
             or _compat.unknown_option(error)
             or _option_error(str(error), options)
             or _foreign_options(str(error), target)
@@ -447,10 +450,8 @@ def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple
         raise refusal from error
 
 
-def _unplaced(message: str, target: Target) -> ArgumentError | None:
-    """Returns what is wrong where a function maps over a mesh, and JAX compiled it for one device."""
-    if "GlobalToLocalShape" not in message:
-        return None
+def _unplaced(target: Target) -> ArgumentError:
+    """Returns what is wrong where a function maps over a mesh, and JAX compiles it for one device."""
     hint = "JAX takes the devices of a program from its arguments; a jax.sharding.AbstractMesh names none."
     rule = f"with the sharding of the function's mesh (jax.sharding.NamedSharding) on at least one, for {target.name}"
     return ArgumentError("args", rule, "arguments that lie nowhere in particular", hint)
@@ -513,7 +514,7 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
         output=assignment.output_bytes,
         temp=assignment.temp_bytes,
         alias=assignment.alias_bytes,
-        peak=assignment.timeline.peak_bytes,
+        peak=assignment.peak_bytes,
         host=assignment.host_bytes,
     )
     if platform.code_in_memory and figures.peak > NEARLY_FULL * target.memory_bytes:

@@ -180,6 +180,29 @@ def test_fingerprint_of_a_mapped_function_is_the_same_in_every_process():
     assert len(found) == 1
 
 
+@pytest.mark.cuda
+@pytest.mark.tpu
+def test_fingerprint_is_that_of_any_mesh_of_the_same_shape_and_names():
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,) * 2}
+    meshes = [
+        jax.sharding.AbstractMesh((4, 2), ("a", "b"), **axes),
+        *(jaxckpt.Target(name).mesh((4, 2), ("a", "b")) for name in ("cuda:h100x8", "tpu:v5e:2x4")),
+    ]
+
+    def mapped(mesh):
+        spec = jax.sharding.PartitionSpec("a")
+        fun = jax.shard_map(lambda x: jax.lax.psum(x, "a"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return trace(fun, X).fingerprint
+
+    def constrained(mesh, *spec):
+        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return trace(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), where), X).fingerprint
+
+    assert len({mapped(mesh) for mesh in meshes}) == 1
+    assert len({constrained(mesh, "a") for mesh in meshes}) == 1
+    assert constrained(meshes[0], "b") != constrained(meshes[0], "a")
+
+
 def test_fingerprint_is_equal_for_equal_programs_and_differs_for_others():
     def layer(x, w):
         return jax.nn.gelu(x @ w) + jax.nn.relu(x)

@@ -75,6 +75,25 @@ def offloaded():
     return jax.value_and_grad(loss), X, jax.ShapeDtypeStruct((5, *X.shape), X.dtype)
 
 
+def switches():
+    """Branches in which what was computed before them ends at different moments; unrolled, and with a gradient."""
+
+    def loss(x, i):
+        for k in range(6):
+            x = jax.lax.switch((i + k) % 3, [lambda x: x, lambda x: jnp.tanh(x @ x), lambda x: jnp.tanh(x).T @ x], x)
+        return x.sum()
+
+    return jax.value_and_grad(loss), X, jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def switches_in_a_loop():
+    def step(k, x):
+        inner = [lambda x: x.sum() * x, lambda x: x @ x, lambda x: jnp.sort(x)]
+        return jax.lax.switch(k % 2, [lambda x: jnp.tanh(x).T @ x, lambda x: jax.lax.switch(k % 3, inner, x)], x)
+
+    return lambda x: jax.lax.fori_loop(0, 9, step, x), X
+
+
 @pytest.fixture
 def no_size_is_small(monkeypatch):
     monkeypatch.setattr(assign, "SMALL", 0)
@@ -92,7 +111,9 @@ def wide():
 # ------------------------------------------------------------------------------------------------------ what it says
 
 
-@pytest.mark.parametrize("make", [chain, donated, scan, on_chip, _sharded, _in_host_memory, offloaded])
+@pytest.mark.parametrize(
+    "make", [chain, donated, scan, on_chip, _sharded, _in_host_memory, offloaded, switches, switches_in_a_loop]
+)
 def test_all_figures_of_memory_are_those_of_the_whole_compilation(make, no_size_is_small, compiles):
     fun, *args = make()
     stopped = measure(fun, *args, target=TPU, generate_code=False)
@@ -106,6 +127,7 @@ def test_all_figures_of_memory_are_those_of_the_whole_compilation(make, no_size_
     ours, theirs = ({k: v for k, v in report.to_json().items() if k not in left_out} for report in (stopped, whole))
     assert ours == theirs
     assert stopped.timeline() == whole.timeline()
+    assert stopped.collectives == whole.collectives
     assert stopped.largest(5) == whole.largest(5)
     assert "program" not in str(stopped) and "buffers assigned in" in str(stopped)
     assert "program" in str(whole) and "compiled in" in str(whole)
