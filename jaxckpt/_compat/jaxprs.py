@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -215,7 +215,7 @@ def run_mapped(eqn: Any, fun: Callable[[], Returned]) -> Returned:
     return found[0]
 
 
-def num_scan_consts_carry(params: dict[str, Any]) -> tuple[int, int]:
+def num_scan_consts_carry(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the numbers of constants and of carries among the operands of a scan.
 
     jax 0.12 has replaced `num_consts` and `num_carry` by flat trees (consts, carry, xs).

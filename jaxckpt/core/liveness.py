@@ -10,6 +10,7 @@ is live. Three habits of XLA matter for bytes, and are in it:
     something to compute, and stores what is used more than once.
   - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
     update of a slice.
+  - *Fills.* An array of one constant that all steps of a loop read is made in the loop's body, but on TPUs.
   - *Outputs.* They have their buffers from the start; while one is not written yet, a value that is no larger may live
     in it.
 
@@ -49,14 +50,19 @@ class Fusing:
         every use.
       shares_zeros: whether equal arrays of zeros are stored once, from the first use to the last, if one of them is
         written over.
+      sinks_fills: whether an array of one constant, which all steps of a loop read, is made in the loop's body.
     """
 
     stores_shared: bool = False
     shares_zeros: bool = False
+    sinks_fills: bool = False
 
 
 FUSING: dict[str, Fusing] = {}
 """Platform's name -> how its compiler fuses; `jaxckpt.memory.platforms` fills it."""
+
+_FILLS = ("broadcast_in_dim", "convert_element_type", "reshape")
+"""Operations that make an array of one constant from a literal, or from another one."""
 
 _PARTS = 512
 """Parts of the time that outputs' buffers are looked up by."""
@@ -64,9 +70,12 @@ _PARTS = 512
 
 @dataclass(eq=False)
 class _Slot:
-    """What may take memory. `last`: the event after which nobody needs it, -1 if nobody ever does."""
+    """What may take memory. `last`: the event after which nobody needs it, -1 if nobody ever does. `fill`: whether it
+    is an array of one constant.
+    """
 
     bytes: int
+    fill: bool = False
     stored: bool = False
     counted: bool = True
     last: int = -1
@@ -166,11 +175,24 @@ def _flatten(
             if len(made) == len(op.outputs)
             else [True] * len(op.outputs)
         )
-        outputs = [_Slot(graph.values[index].bytes, counted=counted) for index, counted in zip(op.outputs, here)]
+        fill = op.primitive in _FILLS and all(slot.fill for slot in inputs)  # of literals, there is no operand
+        outputs = [
+            _Slot(graph.values[index].bytes, fill=fill, counted=counted) for index, counted in zip(op.outputs, here)
+        ]
         slots.update(zip(op.outputs, outputs))
+        if op.primitive == "scan" and FUSING[platform].sinks_fills:
+            inputs = _without_fills(op, inputs)
         inside = (_events(graph, inner, set(inner.inputs), platform)[0] for inner in op.bodies)
         workspace = max((_peak(events, []) for events in inside), default=0)
         yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
+
+
+def _without_fills(op: Op, inputs: list[_Slot]) -> list[_Slot]:
+    """Returns what a scan reads, without the arrays of one constant that all of its steps read."""
+    consts, _ = _compat.num_scan_consts_carry(op.params)
+    given = iter(inputs)
+    slots = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
+    return [slot for place, slot in enumerate(slots) if slot is not None and not (place < consts and slot.fill)]
 
 
 def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:

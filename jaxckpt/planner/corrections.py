@@ -86,6 +86,10 @@ class Corrections:
         said = moments(self._plain, solution)
         for (start, stop, phase), size in traced.items():
             if (start, stop, phase) in said:
+                if phase is Phase.BACKWARD and stop == self._plain.length:
+                    # The last stretch runs backward right after it ran forward, and may need most before: a loss in
+                    # tiles computes its gradients in the forward pass.
+                    size = max(size, traced.get((start, stop, Phase.FORWARD), size))
                 error = -(-(size - said[start, stop, phase]) // unit) * unit
                 self._exact[start, stop, phase] = error
                 self._near[phase][start:stop] = [error] * (stop - start)

@@ -72,6 +72,38 @@ def test_on_models_it_is_within_a_fifth(target, model):
     assert estimate_peak(step, *args, platform=target.split(":")[0]) == pytest.approx(compiled, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("target", "sinks"),
+    [
+        ("cpu", True),
+        pytest.param("cuda:h100", True, marks=pytest.mark.cuda),
+        pytest.param("tpu:v5e:2x2", False, marks=pytest.mark.tpu),
+    ],
+)
+def test_zeros_that_all_steps_of_a_loop_read_are_made_in_its_body_but_on_tpus(target, sinks):
+    """As in a tiled loss: the gradient of what was picked from each row is added to zeros."""
+
+    def rows(carried):
+        def fun(xs, places):
+            zeros = jnp.zeros((1024, 4096))
+
+            def step(carry, x):
+                rest, made = carry
+                added = (made if carried else zeros).at[jnp.arange(1024), x[1]].add(x[0])
+                return (rest + jnp.tanh(added @ jnp.ones((4096, 8))).sum(0), added if carried else made), None
+
+            return lax.scan(step, (jnp.zeros(8), zeros if carried else zeros[0]), (xs, places))[0][0]
+
+        return fun
+
+    args = jax.ShapeDtypeStruct((8, 1024), jnp.float32), jax.ShapeDtypeStruct((8, 1024), jnp.int32)
+    compiled = jaxckpt.measure(rows(False), *args, target=target, generate_code=False).peak_bytes
+    estimate = estimate_peak(rows(False), *args, platform=target.split(":")[0])
+    assert estimate == pytest.approx(compiled, rel=0.03) and (estimate < 20 * MIB) == sinks
+    carried = estimate_peak(rows(True), *args, platform=target.split(":")[0])
+    assert carried > 20 * MIB, "an array that the loop changes is there before it"
+
+
 def test_a_chain_of_elementwise_operations_takes_no_memory():
     fused = lambda x: jnp.sum(jnp.sin(jnp.exp(x) + 1) * 2)
     assert estimate_peak(fused, X) == MIB + 4

@@ -13,6 +13,8 @@ import pytest
 from jaxckpt import Plan, PlanMismatchError, Region
 from jaxckpt.core.graph import trace
 from jaxckpt.core.looks import Looks
+from jaxckpt.core.plan import TiledStretch
+from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.report import measure
 from jaxckpt.models import gpt, unet
 from jaxckpt.planner import corrections
@@ -265,3 +267,30 @@ def test_nothing_traced_corrects_nothing():
     assert learned.chain is chain
     learned.add((), {}, 1)
     assert learned.chain == chain and learned.chain.segments == chain.segments
+
+
+@pytest.mark.cuda
+def test_a_loss_in_tiles_needs_most_before_its_backward_pass_and_the_chain_learns_it():
+    """Its gradients are computed in the forward pass, while all blocks' values are kept."""
+    loss, args = gpt.gpt2(layers=4, width=128, heads=2, vocabulary=32_000, tokens=256, batch=8)
+    graph = trace(loss, *args)
+    first = next(
+        op for op in graph.ops if op.primitive == "dot_general" and graph.values[op.outputs[0]].shape[-1] == 32_000
+    )
+    start = graph.ops.index(first)
+    tile = TiledStretch(start=start, stop=len(graph.ops), value=first.inputs[0], axis=0, tiles=4, round=0, parts=1)
+    problem = problem_of(tiled(loss, [tile]), *args, target="cuda:h100")
+    chain, solutions = problem.model.chain, _solutions(problem)
+    last = [moment for moment in problem.traced(solutions[-1]).moments if moment[1] == chain.length]
+    forward, backward = (
+        max(problem.traced(solutions[-1]).moments[moment] for moment in last if moment[2] is phase)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    assert forward > 1.1 * backward
+    for solution in solutions:
+        learned = Corrections(chain)
+        learned.add(solution, problem.traced(solution).moments, 1)
+        peak = max(problem.traced(solution).moments.values())
+        assert cost(learned.chain, solution).peak == pytest.approx(peak, rel=0.02)
+    plan = problem.plan("85%")
+    assert plan.regions and plan.measured_bytes <= plan.budget

@@ -27,7 +27,7 @@ class Cuda(Platform):
     extra = "aot-cuda"
     local_extra = "cuda12"
     overstated = OVERSTATED_BY_CUDA
-    fusing = Fusing(shares_zeros=True)
+    fusing = Fusing(shares_zeros=True, sinks_fills=True)
 
     def parse(self, text: str) -> Place | None:
         """Returns the GPUs of one host: "h100", "h100x8"."""
