@@ -61,9 +61,6 @@ class Fusing:
 FUSING: dict[str, Fusing] = {}
 """Platform's name -> how its compiler fuses; `jaxckpt.memory.platforms` fills it."""
 
-_FILLS = ("broadcast_in_dim", "convert_element_type", "reshape")
-"""Operations that make an array of one constant from a literal, or from another one."""
-
 _PARTS = 512
 """Parts of the time that outputs' buffers are looked up by."""
 
@@ -175,7 +172,9 @@ def _flatten(
             if len(made) == len(op.outputs)
             else [True] * len(op.outputs)
         )
-        fill = op.primitive in _FILLS and all(slot.fill for slot in inputs)  # of literals, there is no operand
+        facts = primitives.of(op.primitive)
+        one = len(inputs) <= 1 and all(slot.fill for slot in inputs)  # or a literal
+        fill = one and facts.linear and facts.kernel is Kernel.AT_USES
         outputs = [
             _Slot(graph.values[index].bytes, fill=fill, counted=counted) for index, counted in zip(op.outputs, here)
         ]
