@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import html
@@ -19,7 +20,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, DoesNotFitError, TargetError, UnreadableDumpError, check_flags
+from jaxckpt._errors import (
+    ArgumentError,
+    DoesNotFitError,
+    TargetError,
+    UnknownTargetError,
+    UnreadableDumpError,
+    check_flags,
+)
 from jaxckpt.core import lift, shown
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import counted, format_bytes
@@ -191,8 +199,11 @@ class MemoryReport:
         ]
 
     def _title(self) -> str:
-        target = Target(self.target)
-        return f"{self.target}, {'one' if target.local or target.count == 1 else 'per'} device"
+        several = False
+        with contextlib.suppress(UnknownTargetError):  # of a platform that another program had added
+            target = Target(self.target)
+            several = not target.local and target.count > 1
+        return f"{self.target}, {'per' if several else 'one'} device"
 
     def __str__(self) -> str:
         rows = self._rows()

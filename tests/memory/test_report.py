@@ -334,7 +334,8 @@ def test_it_prints_and_goes_to_json():
     report = chain.report("cpu")
     text = str(report)
     assert text.startswith("cpu, one device\n")
-    assert str(dataclasses.replace(report, target="cuda:h100x8")).startswith("cuda:h100x8, per device\n")
+    for target, where in (("cuda:h100x8", "per"), ("cuda:h100", "one"), ("a_platform_that_was_added", "one")):
+        assert str(dataclasses.replace(report, target=target)).startswith(f"{target}, {where} device\n")
     for part in ("peak         33.0 MiB", "arguments     8.5 MiB", "temporaries  16.5 MiB", "compiled in"):
         assert part in text
     assert "_assignment" not in repr(report)
