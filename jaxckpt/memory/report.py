@@ -376,8 +376,17 @@ def traced_for(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -
 
 def lowered_for(traced: Any, target: Target) -> Any:
     """Returns a function of `traced_for` lowered for the target: a `jax.stages.Lowered`."""
-    with jax.default_device(target.devices[0]):
-        lowered = traced.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
+    try:
+        with jax.default_device(target.devices[0]):
+            lowered = traced.lower(lowering_platforms=(PLATFORMS[target.platform].lowering,))
+    except RuntimeError as error:
+        if target.local or not str(error).startswith("Unknown backend"):
+            raise
+        rule = f"without calls back to the host, to be compiled for {target.name}, which is not in this machine"
+        hint = (
+            "Leave out jax.debug.print, jax.debug.callback, jax.pure_callback and io_callback, or name another target."
+        )
+        raise ArgumentError("fun", rule, "a function that calls back", hint) from error
     while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
         lowered = lowered.lowered
     devices, jaxpr = _compat.lowered_devices(lowered), getattr(traced, "jaxpr", None)

@@ -466,6 +466,22 @@ def test_a_mesh_of_other_devices_is_refused_and_one_of_the_targets_is_measured()
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x.sum()) or x,
+        lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    ],
+)
+def test_a_function_that_calls_back_from_a_gpu_that_is_not_here_is_told_so(call):
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with pytest.raises(
+        ArgumentError, match=r"fun must be without calls back to the host, .* cuda:h100, .*debug\.print"
+    ):
+        measure(lambda x: jnp.sin(call(x)), x, target="cuda:h100")
+
+
+@pytest.mark.cuda
 def test_a_mesh_that_no_argument_lies_on_is_said():
     mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
     fun = jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P())
