@@ -72,6 +72,10 @@ class Answer:
     dump: bytes | None
 
 
+_READING = "2"
+"""Counts up when figures are read from a dump in another way: those that were stored before are not read again."""
+
+
 def folder_of(cache: str | os.PathLike[str] | bool | None) -> pathlib.Path | None:
     """Returns the folder of results, which may not exist yet; None if nothing is to be stored.
 
@@ -105,7 +109,7 @@ def surroundings() -> dict[str, str]:
     """
     flags = {name: os.environ.get(name, "") for name in _FLAGS}
     settings = {name: str(jax.config.values[name]) for name in _SETTINGS if name in jax.config.values}
-    return flags | settings | {name: _version(name) for name in _COMPILERS}
+    return flags | settings | {name: _version(name) for name in _COMPILERS} | {"reading": _READING}
 
 
 def entry(folder: pathlib.Path, lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path:
