@@ -142,8 +142,8 @@ class Assignment:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    temp_bytes: int = 0
-    peak_bytes: int = 0
+    temp_bytes: int
+    peak_bytes: int
     host: tuple[Lifetime, ...] = ()
     collectives: tuple[CompiledCollective, ...] = ()
 

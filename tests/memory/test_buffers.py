@@ -183,7 +183,7 @@ def test_the_source_is_the_users_line_and_not_a_librarys():
 
 def assignment(*lifetimes: Lifetime, standing: int = 100, length: int = 6) -> Assignment:
     whole = Buffer("p", standing, "u8[100]", "x", "", "argument")
-    return Assignment((whole,), lifetimes, (), tuple(f"op{i}" for i in range(length)), 0, standing, 0, 0)
+    return Assignment((whole,), lifetimes, (), tuple(f"op{i}" for i in range(length)), 0, standing, 0, 0, 0, 0)
 
 
 def temporary(size: int) -> Buffer:

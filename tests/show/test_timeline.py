@@ -124,7 +124,7 @@ def made(sizes, length=50, name="t", source="/a/file.py:3", standing=1000):
     buffer = lambda i, size: Buffer(f"{name}{i}", size, f"u8[{size}]", f"jit(f)/{name}", source, "temporary")
     lives = tuple(Lifetime(i % (length - 3), i % (length - 3) + 3, buffer(i, size)) for i, size in enumerate(sizes))
     labels = tuple(f"op{i}" for i in range(length))
-    assignment = Assignment((whole,), lives, (), labels, 0, standing, 0, 0)
+    assignment = Assignment((whole,), lives, (), labels, 0, standing, 0, 0, 0, 0)
     peak = assignment.timeline.peak_bytes
     return MemoryReport("cpu", peak, standing, 0, peak - standing, 0, 0, 0, peak, 0, None, 0.0, assignment)
 
