@@ -79,7 +79,9 @@ def _frontier(raw: Mapping[str, Any]) -> Frontier:
         )
         for point in raw["points"]
     )
-    return Frontier(raw["target"], _way(raw["unplanned"]), points, tuple(map(_way, raw["others"])))
+    return Frontier(
+        raw["target"], _way(raw["unplanned"]), points, tuple(map(_way, raw["others"])), raw.get("costs", "roofline")
+    )
 
 
 def _way(raw: Mapping[str, Any]) -> Way:

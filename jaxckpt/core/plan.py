@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def overhead(self) -> float | None:
-        """Seconds of recomputation over those of a step without any, both by the target's rates."""
+        """Seconds of recomputation over those of a step without any; whose: `report.costs`."""
         return None if self.report is None else self.report.overhead
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,7 +382,8 @@ class PlanReport:
       overhead: `slowdown`; of a plan that was not compiled, the seconds of recomputation as the planner's model has
         them, over those of the step.
       flops: FLOPs of the planned step as traced, recomputation counted; with sharded arguments, of all devices.
-      seconds: of the planned step as traced, by the target's rates; of one device.
+      seconds: of the planned step as traced, by what `costs` says; of one device.
+      costs: whose seconds they are: "roofline", of the target's rates, or "compiler", of its compiler's cost model.
       unplanned_flops, unplanned_seconds: the same of the step without the plan.
       host_bytes: in host memory, as the planner's model has them: of all that the plan moves there.
       measured_host_bytes: in host memory, as the compiler says.
@@ -416,6 +417,7 @@ class PlanReport:
     measured_host_bytes: int | None = None
     host_seconds: float | None = None
     host_share: float | None = None
+    costs: str = "roofline"
     compiler_options: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -452,8 +454,13 @@ class PlanReport:
 
     @property
     def slowdown(self) -> float | None:
-        """Seconds that the plan adds to the traced step by the target's rates, over those of the step without it."""
+        """Seconds that the plan adds to the traced step, over those of the step without it; whose: `costs`."""
         return _added(self.seconds, self.unplanned_seconds)
+
+    @property
+    def seconds_by(self) -> str:
+        """Whose `seconds` are, in words."""
+        return SECONDS_BY[self.costs]
 
     @property
     def host_line(self) -> str:
@@ -502,6 +509,7 @@ class PlanReport:
                 "flops": self.unplanned_flops,
                 "seconds": self.unplanned_seconds,
             },
+            "costs": self.costs,
             "recompute": self.recompute,
             "overhead": self.slowdown if self.slowdown is not None else self.overhead,
             "times": times,
@@ -524,6 +532,10 @@ class PlanReport:
 
     def _repr_html_(self) -> str:
         return shown.fragment_of(self)
+
+
+SECONDS_BY = {"roofline": "by the target's rates", "compiler": "by the target's compiler"}
+"""Costs -> whose seconds they are, in words."""
 
 
 def _added(planned: float | None, plain: float | None) -> float | None:
@@ -570,7 +582,7 @@ _REPORT: dict[str, Any] = {
     "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "donated_bytes": int, "unplanned_bytes": int,
     "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
     "unplanned_seconds": (int, float), "timed_on": str, "host_bytes": int, "measured_host_bytes": int,
-    "host_seconds": (int, float), "host_share": (int, float),
+    "host_seconds": (int, float), "host_share": (int, float), "costs": str,
 }  # fmt: skip
 
 
@@ -585,6 +597,10 @@ def _report_to_json(report: PlanReport) -> dict[str, Any]:
 
 def _report_from_json(raw: dict[str, Any], plan: Plan) -> PlanReport:
     figures = _typed({name: raw[name] for name in _REPORT if raw.get(name) is not None}, _REPORT)
+    if figures.get("costs", "roofline") not in SECONDS_BY:
+        raise PlanMismatchError(
+            f"costs must be one of {', '.join(SECONDS_BY)}; got {figures['costs']!r:.80}. Plan anew."
+        )
     predicted = None if raw["predicted"] is None else MemoryEstimate(**_typed(raw["predicted"], _ESTIMATE))
     times = None
     if raw["times"] is not None:

@@ -107,7 +107,11 @@ def compiled_kernels(
     try:
         compiled, _ = compiled_for(lowered, options, target)
     except (DoesNotFitError, jax.errors.JaxRuntimeError) as error:
-        logger.info("the compiler for %s estimates nothing of a stretch that it refuses: %s", target.name, error)
+        logger.warning(
+            "the compiler for %s refuses a stretch; its operations take the seconds of the rates: %s",
+            target.name,
+            error,
+        )
         return None
     found = kernels(compiled.as_text() or "")
     if path is not None:

@@ -16,13 +16,14 @@ from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced
 from jaxckpt.core.lift import trace_call as trace
-from jaxckpt.core.plan import Plan, PlanReport
+from jaxckpt.core.plan import SECONDS_BY, Plan, PlanReport
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
 from jaxckpt.planner import problems
 from jaxckpt.planner.budget import check_budget
+from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
@@ -41,7 +42,7 @@ class Way:
       peak_bytes: compiled; what the compiler says that it needs where that does not fit the device, None where it says
         nothing.
       flops: of the step as traced, recomputation counted; where arguments are sharded, of all devices.
-      seconds: of the step by the target's rates (a roofline), recomputation counted; of one device.
+      seconds: of the step by the target's rates (a roofline) or its compiler, recomputation counted; of one device.
     """
 
     name: str
@@ -109,19 +110,26 @@ class Frontier:
       unplanned: the step as it is.
       points: one for each budget, in the order that they were asked for.
       others: ways that the caller put beside them, such as checkpoints placed by hand.
+      costs: whose seconds all of them have; see `PlanReport`.
     """
 
     target: str
     unplanned: Way
     points: tuple[Point, ...]
     others: tuple[Way, ...] = ()
+    costs: str = "roofline"
+
+    @property
+    def seconds_by(self) -> str:
+        """Whose seconds they are, in words."""
+        return SECONDS_BY[self.costs]
 
     def recompute(self, way: Way | Point) -> float:
         """Returns the FLOPs that a way adds, over those of the step as it is."""
         return (way.flops or 0) / self.unplanned.flops - 1 if self.unplanned.flops else 0.0
 
     def overhead(self, way: Way | Point) -> float:
-        """Returns the seconds that a way adds by the target's rates, over those of the step as it is."""
+        """Returns the seconds that a way adds, over those of the step as it is."""
         return (way.seconds or 0.0) / self.unplanned.seconds - 1 if self.unplanned.seconds else 0.0
 
     def best_other(self, point: Point, by: str = "flops", within: int | None = None) -> Way | None:
@@ -147,6 +155,7 @@ class Frontier:
             "format": FORMAT,
             "target": self.target,
             "jax": jax.__version__,
+            "costs": self.costs,
             "unplanned": way_to_json(self.unplanned),
             "points": [point_to_json(point) for point in self.points],
             "others": [way_to_json(way) for way in self.others],
@@ -245,7 +254,7 @@ def sweep(
     total = 1 + len(budgets) + len(others)
     report = progress or (lambda done, total, what: None)
     report(0, total, "compiling the step as it is")
-    shards = problem.model.shards
+    shards, cycles = problem.model.shards, problem.asked.cycles
     unplanned = way(
         "as it is",
         problem.fun,
@@ -255,6 +264,7 @@ def sweep(
         peak=unplanned_bytes(problem),
         compiled=True,
         shards=shards,
+        cycles=cycles,
     )
     points: dict[int, Point] = {}
     # The least budget first: a plan that was compiled for it is one for those above it too.
@@ -269,10 +279,25 @@ def sweep(
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         report(done, total, f"compiling {name}")
         ways.append(
-            way(name, other, problem.args, problem.step, problem.target, shards=shards, cache=problem.asked.cache)
+            way(
+                name,
+                other,
+                problem.args,
+                problem.step,
+                problem.target,
+                shards=shards,
+                cycles=cycles,
+                cache=problem.asked.cache,
+            )
         )
     report(total, total, "")
-    return Frontier(problem.target.name, unplanned, tuple(points[i] for i in range(len(budgets))), tuple(ways))
+    return Frontier(
+        problem.target.name,
+        unplanned,
+        tuple(points[i] for i in range(len(budgets))),
+        tuple(ways),
+        "roofline" if cycles is None else "compiler",
+    )
 
 
 def point(
@@ -296,7 +321,9 @@ def _point_of(problem: problems.Problem, budget: int | str, bytes_: int, plan: P
     report = plan.report
     assert report is not None, "the planner's plans have reports"
     if report.flops is None:
-        flops, seconds = cost_of(problem.planned(plan), problem.args, problem.target, problem.model.shards)
+        flops, seconds = cost_of(
+            problem.planned(plan), problem.args, problem.target, problem.model.shards, problem.asked.cycles
+        )
         report = replace(report, flops=flops, seconds=seconds)
     return Point(budget, bytes_, replace(report, asked=budget))
 
@@ -347,10 +374,11 @@ def way(
     peak: int | None = None,
     compiled: bool = False,
     shards: Shards = WHOLE,
+    cycles: Cycles | None = None,
     cache: str | os.PathLike[str] | bool | None = None,
 ) -> Way:
     """Returns what a way to run the step needs and costs: compiles it, unless it was `compiled`, with that `peak`;
-    `shards` as of `cost_of`, `cache` as of `jaxckpt.measure`.
+    `shards` and `cycles` as of `cost_of`, `cache` as of `jaxckpt.measure`.
     """
     made = step(fun)
     if not compiled:
@@ -358,14 +386,18 @@ def way(
             peak = measure(made, *args, target=target, generate_code=False, cache=cache).peak_bytes
         except DoesNotFitError as error:
             peak = error.needed_bytes
-    flops, seconds = cost_of(made, args, target, shards)
+    flops, seconds = cost_of(made, args, target, shards, cycles)
     return Way(name, peak, flops, seconds)
 
 
 def cost_of(
-    step: Callable[..., Any], args: tuple[Any, ...], target: Target | str, shards: Shards = WHOLE
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target | str,
+    shards: Shards = WHOLE,
+    cycles: Cycles | None = None,
 ) -> tuple[int, float]:
-    """Returns (FLOPs of a step as traced, its seconds by the target's rates); what it recomputes is in both.
+    """Returns (FLOPs of a step as traced, its seconds); what it recomputes is in both.
 
     Args:
       step: a function.
@@ -373,9 +405,11 @@ def cost_of(
       target: what it would run on.
       shards: how arrays lie over the target's devices: `Problem.model.shards`. FLOPs are those of all devices, seconds
         those of one.
+      cycles: what the target's compiler has said of operations: `Problem.asked.cycles`. Those that it said nothing of
+        take what the rates say.
     """
     graph = shards.applied(trace(step, *args))
-    seconds = rates.roofline(graph, target_of(target), shards)
+    seconds = rates.roofline(graph, target_of(target), shards, cycles)
     return graph.flops, float(sum(map(seconds, graph.ops))) + shards.sent.elsewhere
 
 

@@ -78,4 +78,5 @@ def sketch(report: PlanReport, problem: Problem, *, solver: str | Solver = "chai
         problem.target.name,
         Way("as it is", report.unplanned_bytes, report.unplanned_flops, report.unplanned_seconds),
         tuple(point(problem, budget, verify=False, solver=solver) for budget in budgets),
+        costs=report.costs,
     )

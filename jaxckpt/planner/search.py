@@ -614,6 +614,7 @@ class Search:
             host_bytes=host.bytes,
             measured_host_bytes=None if report is None else report.host_bytes,
             host_seconds=host.link,
+            costs="roofline" if problem.asked.cycles is None else "compiler",
             compiler_options=tuple(compiler_options(problem.target).items()),
         )
         if traced is None:

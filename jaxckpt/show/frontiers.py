@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FRONTIER_NOTE = (
     "peak: compiled, with arguments and outputs. predicted: before the plan was compiled. recomputed: FLOPs more "
-    "than those of the step without a plan; time: by the target's rates."
+    "than those of the step without a plan; time: {by}."
 )
 OWN = 7
 """Columns of a plan itself; those of the way beside it follow."""
@@ -33,7 +33,7 @@ BESIDE_NOTE = " beside it: the cheapest other way that needs no more memory than
 
 
 def _note(frontier: Frontier) -> str:
-    return FRONTIER_NOTE + (BESIDE_NOTE if frontier.others else "")
+    return FRONTIER_NOTE.format(by=frontier.seconds_by) + (BESIDE_NOTE if frontier.others else "")
 
 
 def frontier_cells(frontier: Frontier) -> tuple[list[str], list[list[str]]]:
@@ -109,7 +109,7 @@ def frontier_view(frontier: Frontier) -> Group:
 # ------------------------------------------------------------------------------------------------------------- pictures
 
 MEASURES = {
-    "seconds": "time of recomputation by the target's rates, in % of the step",
+    "seconds": "time of recomputation {by}, in % of the step",
     "flops": "recomputed FLOPs, in % of the step",
 }
 
@@ -132,7 +132,7 @@ def frontier_figure(
       frontier: what to draw; plans that were not compiled are drawn at their predicted peak, hollow.
       chosen: a plan to point out, with its budget as a line.
       title: above the figure; None for one of its own, "" for none.
-      measures: of recomputation, a panel for each: "seconds" by the target's rates, "flops".
+      measures: of recomputation, a panel for each: "seconds" or "flops".
     """
     plot.require_matplotlib()
     import matplotlib
@@ -210,7 +210,7 @@ def _draw_panel(
     right = max([x(way) for way in drawn] + [1.0])
     axes.set_xlim(-0.05 * right, 1.12 * right)
     axes.set_ylim(0, top)
-    axes.set_xlabel(MEASURES[measure])
+    axes.set_xlabel(MEASURES[measure].format(by=frontier.seconds_by))
     axes.set_ylabel(f"peak of the step ({unit})")
     axes.grid(color=plot.FAINT, linewidth=0.8)
     axes.set_axisbelow(True)

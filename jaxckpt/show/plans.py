@@ -59,7 +59,7 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
         more = (report.flops or 0) - (report.unplanned_flops or 0)
         cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{report.recompute:+.1%} of the step's"))
     if (time := added_time(report)) is not None:
-        cells.append(("time by the target's rates", "", f"{time:+.1%}"))
+        cells.append((f"time {report.seconds_by}", "", f"{time:+.1%}"))
     if report.times is not None:
         planned, bare = report.times
         on = f"{planned / bare:.2f} × the {table.format_seconds(bare)} of the step as it is, run on {report.timed_on}"
@@ -239,7 +239,7 @@ def _draw_peaks(figure: FigureBase, report: PlanReport) -> None:
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
     time = added_time(report)
-    added = "" if time is None else f": {time:+.1%} time by the target's rates"
+    added = "" if time is None else f": {time:+.1%} time {report.seconds_by}"
     plot.add_title(axes, f"Plan{'' if report.target is None else f' on {report.target}'}{added}")
 
 

@@ -80,8 +80,10 @@ def difference_cells(first: PlanReport | None, second: PlanReport | None) -> lis
     added = [None if report is None else plans.added_time(report) for report in (first, second)]
     if any(share is not None for share in added):
         shown = ["" if share is None else f"{share:+.1%}" for share in added]
-        more = "" if None in added else f"{100 * ((added[1] or 0) - (added[0] or 0)):+.1f} points"
-        found.append(("time by the target's rates", shown[0], shown[1], more))
+        whose = list(dict.fromkeys(report.seconds_by for report in (first, second) if report is not None))
+        alike = len(whose) == 1 and None not in added
+        more = f"{100 * ((added[1] or 0) - (added[0] or 0)):+.1f} points" if alike else ""
+        found.append((f"time {', '.join(whose)}", shown[0], shown[1], more))
     return found
 
 

@@ -18,11 +18,12 @@ from jaxckpt.memory.targets import target_of
 from jaxckpt.models import gpt
 from jaxckpt.planner.costs import roofline
 from jaxckpt.planner.cycles import Cycles
+from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.problems import problem_of
 from tests.helpers import assert_trees_close
 
 TPU = "tpu:v5e:2x2"
-WIDE = 2048
+WIDE = 1024
 ARGS = [jax.ShapeDtypeStruct((WIDE, WIDE), jnp.bfloat16)] * 6, jax.ShapeDtypeStruct((4 * WIDE, WIDE), jnp.bfloat16)
 
 TEXT = """
@@ -125,6 +126,9 @@ def test_a_plan_by_the_compilers_seconds_fits_and_tells_them(scanned):
         jaxckpt.plan(fun, *args, budget="70%", target=TPU, costs=costs) for costs in ("roofline", "compiler")
     )
     assert by_compiler.measured_bytes <= by_compiler.budget
+    for made, words in (by_rates, "by the target's rates"), (by_compiler, "by the target's compiler"):
+        loaded = type(made).from_json(made.to_json()).report
+        assert f"time {words}" in " ".join(str(made.report).split()) and loaded.seconds_by == words
     # By the rates of this library a matmul takes three times of what the compiler says.
     assert by_compiler.report.unplanned_seconds < 0.6 * by_rates.report.unplanned_seconds
     small = jax.tree.map(lambda leaf: 0.01 * jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype), args)
@@ -151,3 +155,22 @@ def test_sharded_and_mapped_functions_are_refused():
 
     with pytest.raises(jaxckpt.ArgumentError, match=r"costs must be 'roofline' for a function inside of jax.shard_map"):
         jaxckpt.plan(mapped, ARGS[0], x, budget="70%", target=TPU, costs="compiler")
+
+
+@pytest.mark.once
+@pytest.mark.tpu
+def test_a_frontiers_ways_are_all_in_the_compilers_seconds():
+    def by_blocks(ws, x):
+        for w in ws:
+            x = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w))(x, w)
+        return jnp.sum(x.astype(jnp.float32))
+
+    found = jaxckpt.frontier(
+        loss, *ARGS, budgets=("80%",), target=TPU, costs="compiler", verify=False, others={"blocks": by_blocks}
+    )
+    _, by_rates = cost_of(jax.value_and_grad(loss), ARGS, TPU)
+    assert found.seconds_by == "by the target's compiler" and found.seconds_by in str(found).replace("\n", " ")
+    assert found.unplanned.seconds < 0.6 * by_rates
+    # Each block's matmul runs once more, of three. By the rates of one and the compiler of the other it is faster.
+    assert 0.2 < found.overhead(found.others[0]) < 0.5
+    assert 0 < found.overhead(found.points[0]) < 0.5
