@@ -173,6 +173,7 @@ NEEDS: tuple[Need, ...] = (
     Need("jax.extend.core.primitives.add_jaxvals_p", "find sums of gradients", name="add_any"),
     Need("jax.extend.core.primitives.scatter_add_p", "find sums of gradients", name="scatter-add"),
     Need("jax.extend.core.primitives.stop_gradient_p", "see where derivatives end", name="stop_gradient"),
+    Need("jax.extend.core.primitives.convert_element_type_p", "keep weak types", name="convert_element_type"),
     Need("jax.extend.core.primitives.complex_p", "keep complex values", name="complex"),
     Need("jax.extend.core.primitives.real_p", "keep complex values", name="real"),
     Need("jax.extend.core.primitives.imag_p", "keep complex values", name="imag"),

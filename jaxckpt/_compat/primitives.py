@@ -111,6 +111,12 @@ SAMPLES: tuple[Sample, ...] = (
         ("call_jaxpr", "fwd_jaxpr_thunk", "out_trees", "num_consts", "symbolic_zeros", "bwd"),
         1,
     ),
+    Sample(
+        ("convert_element_type",),
+        "keep weak types",
+        lambda x, _: lax.convert_element_type(x, jnp.int32),
+        ("new_dtype", "weak_type", "sharding"),
+    ),
     Sample(("optimization_barrier",), "see what stays apart", lambda x, _: lax.optimization_barrier(x)),
     Sample(("dot_general",), "count FLOPs", lambda _, m: lax.dot(m, m), ("dimension_numbers",)),
     Sample(

@@ -107,6 +107,12 @@ def _hashable(bwd: Any) -> Any:
     return linear_util.wrap_init(lambda *args: bwd.call_wrapped(*args), debug_info=bwd.debug_info)
 
 
+def closed_over_error() -> Exception:
+    """Returns JAX's error of a `jax.custom_vjp` that closes over a value with a tangent."""
+    error: Exception = _ad.CustomVJPException()
+    return error
+
+
 @dataclass(frozen=True, eq=False)
 class CustomRule:
     """The rule of a `custom_vjp_call`, as the parameters of its equation hold it.
@@ -151,7 +157,7 @@ class CustomRule:
           CustomVJPException: JAX's own, if a constant has a tangent.
         """
         if not all(still[: self.num_consts]):
-            raise _ad.CustomVJPException
+            raise closed_over_error()
         params = self.equation.primitive.get_bind_params(self.equation.params)
         results: list[Any] = reverse_rule_p.bind(
             *residuals,

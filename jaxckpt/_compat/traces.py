@@ -13,6 +13,7 @@ from jax._src.interpreters import ad
 from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils
 from jax.extend import core as _extend_core
+from jax.extend.core.primitives import convert_element_type_p
 
 from jaxckpt._compat.needs import VERSION, unsupported
 
@@ -126,6 +127,13 @@ def is_on_host(aval: Any) -> bool:
 def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
     """Returns the abstract value of an array."""
     return jax.core.ShapedArray(shape, dtype, weak_type=weak_type)
+
+
+def typed(value: Any, aval: Any) -> Any:
+    """Returns an array with the dtype of an abstract value, and with its weak type. No public function makes one."""
+    if not getattr(aval, "weak_type", False):
+        return value.astype(aval.dtype)
+    return convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=True, sharding=None)
 
 
 def tangent_aval(value: Any) -> Any:

@@ -266,6 +266,20 @@ FAR = 1.1
 """Where the leanest plan is estimated to need this many times a budget, plans with tiles are looked for at once. The
 model errs by a few percent of the peak."""
 
+KEPT_SHARE = 0.98
+"""Share of a budget that a plan which keeps everything may need by the planner's own count, when it says how many tiles
+a stretch gets. The model errs by a few percent of the peak. So for the next two."""
+
+LEAN_SHARE = 0.97
+"""The same for the leanest plan."""
+
+LEANER_SHARE, LEANER_TIMES = 0.85, 2.0
+"""The same for the leanest plan of a second set of tiles, and how many times as many tiles it has as that asks for."""
+
+ALIKE = 1.1
+"""Axes along which a stretch needs at most so many times what it needs along the best one count as about as good: the
+one with the fewest FLOPs is taken. No measurement is on record."""
+
 LITTLE = 0.1
 """A stretch is tiled by itself if at its ends at most this share of what it needs passes. No measurement is on record.
 """

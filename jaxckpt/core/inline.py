@@ -98,6 +98,16 @@ def without_checkpoints(closed: Any) -> Any:
     return _Inliner(checkpointed, (*_OPENED, Holds.CALL)).closed(closed)
 
 
+def without_checkpoint(closed: Any, eqn: Any) -> Any:
+    """Returns the closed jaxpr with a checkpoint, one of its equations, written out, and those others that run the same
+    jaxpr; itself where the equation is no checkpoint. Checkpoints in it stay.
+    """
+    inner = checkpointed(eqn)
+    if inner is None:
+        return closed
+    return _Inliner(lambda each: inner if checkpointed(each) is inner else None, ()).closed(closed)
+
+
 @dataclass(eq=False)
 class _Program:
     """A program in the making.

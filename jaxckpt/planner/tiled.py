@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError, TilingError
 from jaxckpt.core.constants import (
     FAR,
+    KEPT_SHARE,
+    LEAN_SHARE,
+    LEANER_SHARE,
+    LEANER_TIMES,
     MOST_TILES,
     NEAR,
     OVERSTATED_TILES,
@@ -200,12 +204,12 @@ class _Look:
             if self.plans and (self.plans[0].overhead or 0.0) < WORTH:
                 return self.plans[0]
         fits = bool(self.plans)  # without tiles
-        lean = [] if fits else [_Extent(False, 0.97), _Extent(False, 0.85, 2.0)]
-        self._by_extents([_Extent(False, 1.0, dearest=True), _Extent(True, 0.98), *lean])
+        lean = [] if fits else [_Extent(False, LEAN_SHARE), _Extent(False, LEANER_SHARE, LEANER_TIMES)]
+        self._by_extents([_Extent(False, 1.0, dearest=True), _Extent(True, KEPT_SHARE), *lean])
         if self.within.verify and self.whole.shares(self.within.solver):
             self.plans += self.tiled.recall(self.within)
         if not self.plans:
-            most = _Extent(False, 0.97, tiles=MOST_TILES)
+            most = _Extent(False, LEAN_SHARE, tiles=MOST_TILES)
             self._by_extents([most, replace(most, whole=True)])
         if self.quick and not fits:
             self._by_ways()

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
-from jaxckpt.core.constants import LITTLE, MOST_TILES, MUCH_LESS, STANDS_OUT, TILE_REACH, TILED_AXES, TRIED_AXES
+from jaxckpt.core.constants import (
+    ALIKE,
+    LITTLE,
+    MOST_TILES,
+    MUCH_LESS,
+    STANDS_OUT,
+    TILE_REACH,
+    TILED_AXES,
+    TRIED_AXES,
+)
 from jaxckpt.core.graph import Graph, aval_bytes, trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.regions import TiledStretch
@@ -267,7 +276,7 @@ class Tiler:
             return None
         found = list(self._all(start, stop, ins, moves, count, whole))
         least = min((way.bytes for way in found), default=whole)
-        near = [way for way in found if way.bytes <= 1.1 * least and way.bytes < MUCH_LESS * whole]
+        near = [way for way in found if way.bytes <= ALIKE * least and way.bytes < MUCH_LESS * whole]
         return min(near, key=lambda way: way.flops, default=None)
 
     def _whole(self, start: int, stop: int, program: Any, ins: Sequence[Any], moves: Moves) -> int | None:

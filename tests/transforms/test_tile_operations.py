@@ -134,12 +134,21 @@ WRITTEN_DIFFERENTLY = {
 
 ELSEWHERE = {
     "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "device_put", "jaxckpt_tie",
-    "jit", "optimization_barrier", "pbroadcast", "pjit", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "pvary",
-    "remat", "remat2", "scan", "shard_map", "while",
+    "jit", "optimization_barrier", "pjit", "psum_invariant", "pvary", "remat", "remat2", "scan", "shard_map", "while",
 }  # fmt: skip
-"""Operations that hold programs, and those between devices: test_tile.py, test_tile_sharded.py and test_tile_random.py
-tile them.
+"""Operations that hold programs, and those that jax.shard_map puts in: test_tile.py, test_tile_sharded.py and
+test_tile_random.py tile them.
 """
+
+AROUND = [(0, 1), (1, 2), (2, 0)]
+BETWEEN = {
+    "pbroadcast": lambda w, x: lax.pbroadcast(x @ w, "i", 1),
+    "pmax": lambda w, x: lax.pmax(lax.stop_gradient(x @ w), "i") + x @ w,
+    "pmin": lambda w, x: lax.pmin(lax.stop_gradient(x @ w), "i") + x @ w,
+    "ppermute": lambda w, x: lax.ppermute(jnp.sin(x @ w), "i", AROUND),
+    "psum": lambda w, x: lax.psum(jnp.sin(x @ w), "i"),
+}
+"""Operation between devices -> a function of weights and rows with it."""
 
 
 def weighed(fun):
@@ -181,8 +190,28 @@ def test_an_operation_in_tiles_is_what_it_is_without_them(name):
         assert name in everywhere and (name not in outside or name in {"reshape", "dynamic_slice", "transpose"})
 
 
+@pytest.mark.parametrize("of", ["rows", "sums", "loss"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_an_operation_between_devices_in_tiles_is_what_it_is_without_them(name, of):
+    made = {
+        "rows": BETWEEN[name],
+        "sums": lambda w, x: BETWEEN[name](jnp.eye(W.shape[1]), jnp.sin(x @ w).sum(0)),
+        "loss": lambda w, x: jnp.sum(jnp.sin(BETWEEN[name](w, x))),
+    }[of]
+    stacked = jnp.stack([normal(*X.shape, seed=seed) for seed in range(3)])
+    tiled = tile(made, in_axes=(None, 0), tiles=TILES, parts=PARTS)
+    inside = jax.make_jaxpr(tiled, axis_env=[("i", 3)])(W, X)
+    assert any(name in str(eqn) for eqn in inside.eqns) and "scan" in str(inside)
+    if name == "pbroadcast":  # JAX runs it on GPUs only, and has no derivative of it
+        return
+    mapped = [jax.vmap(fun, in_axes=(None, 0), axis_name="i") for fun in (tiled, made)]
+    assert_trees_close(*(jax.jit(fun)(W, stacked) for fun in mapped), rtol=1e-4, atol=1e-4)
+    gradients = [jax.grad(weighed(fun), (0, 1))(W, stacked) for fun in mapped]
+    assert_trees_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
 def test_each_operation_with_a_rule_is_tried_here_or_elsewhere():
-    tried = {*CASES, *ELSEWHERE}
+    tried = {*CASES, *BETWEEN, *ELSEWHERE}
     assert set(axes.RULES) - tried == set()
     assert {name for name in tried - set(axes.RULES) if not primitives.of(name).elementwise} == set()
 

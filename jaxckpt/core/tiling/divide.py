@@ -18,13 +18,23 @@ import jax.numpy as jnp
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
 from jaxckpt.core import primitives, surgery
-from jaxckpt.core.inline import inline, without_checkpoints
+from jaxckpt.core.inline import inline, without_checkpoint, without_checkpoints
 from jaxckpt.core.tiling import axes
 from jaxckpt.core.tiling import gathers as gathers  # these two note their rules
 from jaxckpt.core.tiling import nested as nested
 from jaxckpt.core.tiling.follow import Lines, ShareKey, axis_of, differentiable, error, located
 from jaxckpt.core.tiling.loop import Tiles
-from jaxckpt.core.tiling.shares import SUM, WHOLE, CoupledError, Kind, Passage, Share, shape_of, zeros
+from jaxckpt.core.tiling.shares import (
+    SUM,
+    WHOLE,
+    CoupledError,
+    Kind,
+    Passage,
+    Share,
+    has_range_of_float32,
+    shape_of,
+    zeros,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +99,30 @@ def divided(closed: Any, shares: Sequence[Share], size: int, rows: int, parts: i
       TilingError: an operation couples rows.
     """
     program = inline(closed)
-    try:
-        found = _divided(program, shares, size, rows, parts)
-    except TilingError:
-        bare = inline(without_checkpoints(program))
-        if bare is program:
-            raise
-        # A checkpoint may hold a sum over the axis, and what needs it complete.
-        found = _divided(bare, shares, size, rows, parts)
-    return found
+    while True:
+        try:
+            return _divided(program, shares, size, rows, parts)
+        except _Stopped as stopped:
+            # A checkpoint may hold a sum over the axis, and what needs it complete. The others stay.
+            opened = without_checkpoint(program, stopped.eqn)
+            if opened is program:
+                opened = without_checkpoints(program)
+            if opened is program:
+                raise stopped.why from None
+            program = inline(opened)
+
+
+class _Stopped(Exception):
+    """An equation that couples rows.
+
+    Args:
+      eqn: the equation, of the program that is divided.
+      why: the error.
+    """
+
+    def __init__(self, eqn: Any, why: TilingError) -> None:
+        super().__init__(str(why))
+        self.eqn, self.why = eqn, why
 
 
 def _divided(program: Any, shares: Sequence[Share], size: int, rows: int, parts: int) -> Tiling:
@@ -105,7 +130,7 @@ def _divided(program: Any, shares: Sequence[Share], size: int, rows: int, parts:
     sums = plain.losses()
     if len(sums) > 1 and all(share == SUM and not shape_of(var) for var, share in sums):
         # Several sums that lead linearly to one: what is linear is computed in tiles, so that there is one loss.
-        with contextlib.suppress(TilingError):  # where what follows the sums has no rule, it runs after the tiles
+        with contextlib.suppress(_Stopped):  # where what follows the sums has no rule, it runs after the tiles
             single = _Division(program, shares, size, folded=True)
             if len(single.losses()) == 1:
                 return single.tiling(rows, parts)
@@ -182,7 +207,10 @@ class _Division:
         self.complete: dict[Any, Any] = {}  # what is computed of complete sums -> the equation that made the sum
         self.makers: dict[Any, Any] = {}
         for eqn in self.jaxpr.eqns:
-            self._place(eqn)
+            try:
+                self._place(eqn)
+            except TilingError as why:
+                raise _Stopped(eqn, why) from None
         self.outs = tuple(self._out(atom) for atom in self.jaxpr.outvars)
         self.operands.update(
             ((var, share), None) for var, share in zip(self.jaxpr.invars, shares) if share.kind is Kind.ROWS
@@ -260,11 +288,17 @@ class _Division:
         depends = differentiable(self.lines.lines, list(self.operands))
         return [key for key in self.results if depends[key]]
 
+    def _has_range(self) -> bool:
+        """Whether all that the tiles compute, and compute it of, has the range of float32."""
+        keys = [*self.operands, *(key for line in self.lines.lines for key in line.outputs)]
+        return all(has_range_of_float32(var.aval.dtype) for var, _ in keys)
+
     def tiling(self, rows: int, parts: int) -> Tiling:
         """Returns the program divided, for tiles of so many rows of so many parts of the axis."""
         tiles = None
         if self.results:
-            scales, rules = not _holds(self.jaxpr.eqns, _unscaled), _holds(self.jaxpr.eqns, _is_a_rule)
+            scales = not _holds(self.jaxpr.eqns, _unscaled) and self._has_range()
+            rules = _holds(self.jaxpr.eqns, _is_a_rule)
             keys = list(self.operands), list(self.results)
             tiles = Tiles(*keys, self.lines.lines, self.size, rows, parts, scales=scales, rules=rules)
         return Tiling(self.jaxpr, tuple(self.consts), tiles, tuple(self.before), tuple(self.after), self.outs)

@@ -12,7 +12,8 @@ has two derivatives.
   scales them. Nothing is computed twice, and nothing but the gradients is kept (Hsu et al., "Liger Kernel", 2024, do
   that for a language model's head). Such a gradient of a whole operand is float32 or wider. Not so where a backward
   rule of the user's may not be linear, or where devices send one another something: there the gradients of the loss,
-  scaled, need not be those of the scaled loss.
+  scaled, need not be those of the scaled loss. Nor where a value has a dtype of a smaller range than float32, such as
+  float16: a user scales the loss so that gradients are in that range.
 
 A `jax.custom_vjp` would do for reverse mode, but it has no forward mode. Rows of the results are written in place, into
 what the loop carries, so a result is in memory once.
@@ -114,7 +115,7 @@ class Tiles:
         ]
 
     def _finished(self, found: Sequence[Any]) -> _Values:
-        return [value.astype(var.aval.dtype) for value, (var, _) in zip(found, self.results)]
+        return [_compat.typed(value, var.aval) for value, (var, _) in zip(found, self.results)]
 
     # ------------------------------------------------------------------------------------------------------ all tiles
 
@@ -292,8 +293,10 @@ class Tiles:
             elif self.scales and len(outs) == 1 and self._is_loss(outs[0]):
                 gradients = functools.partial(self.gradients, moving=list(moving), loss=outs[0])
                 results, slopes = (_with_rules(gradients) if self.rules else gradients)(primals)
-                products = (_product(slope, tangent) for slope, tangent in zip(slopes, moving.values()))
-                found[outs[0]] = functools.reduce(jnp.add, products).astype(self.results[outs[0]][0].aval.dtype)
+                products = [_product(slope, tangent) for slope, tangent in zip(slopes, moving.values())]
+                dtype = self.results[outs[0]][0].aval.dtype
+                total = functools.reduce(jnp.add, [each.astype(wide(dtype)) for each in products])
+                found[outs[0]] = total.astype(dtype)
             else:
                 results = list(loop(*primals))
                 found = dict(zip(outs, self.tangents(primals, moving, outs)))
@@ -335,6 +338,10 @@ def _with_rules(fun: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]]
 
 
 def _product(slope: Any, tangent: Any) -> Any:
-    """Returns the part of a loss's tangent that an operand's tangent makes."""
-    product = jnp.sum(slope * tangent.astype(slope.dtype), dtype=wide(slope.dtype))
-    return jnp.real(product)
+    """Returns the part of a loss's tangent that an operand's tangent makes.
+
+    Both factors are float32 or wider: the transpose gives rows their gradient times what the loss's gradient is, and
+    that number would be rounded to the rows' dtype first, by the same factor in all rows.
+    """
+    dtype = wide(slope.dtype)
+    return jnp.real(jnp.sum(slope.astype(dtype) * tangent.astype(dtype)))

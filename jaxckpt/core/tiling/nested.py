@@ -22,7 +22,19 @@ from jaxckpt._errors import TilingError
 from jaxckpt.core.inline import inline
 from jaxckpt.core.tiling.axes import rule
 from jaxckpt.core.tiling.follow import Followed, error, joined
-from jaxckpt.core.tiling.shares import SUM, WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable, rows
+from jaxckpt.core.tiling.shares import (
+    SUM,
+    WHOLE,
+    At,
+    Axis,
+    CoupledError,
+    Kind,
+    Passage,
+    Share,
+    is_differentiable,
+    rows,
+    zeros,
+)
 
 _TRIES = 50
 """Rounds until the places of the axis in a loop's carry do not change; each round changes one carry at least."""
@@ -212,10 +224,10 @@ def _custom_jvp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
             start, *values = primals
             consts = eqn.params["num_consts"]
             moving = [tangent for tangent in tangents[1 + consts :] if not isinstance(tangent, zero)]
-            zeros = [isinstance(tangent, zero) for tangent in tangents[1 + consts :]]
-            program, _, still = _compat.tangent_program(eqn, zeros)
+            without = [isinstance(tangent, zero) for tangent in tangents[1 + consts :]]
+            program, _, still = _compat.tangent_program(eqn, without)
             own = shares[consts:]
-            given = [*own, *(share for share, flag in zip(own, zeros) if not flag)]
+            given = [*own, *(share for share, flag in zip(own, without) if not flag)]
             wants = [*body.outs, *(out for out, flag in zip(body.outs, still) if not flag)]
             both = _asked(eqn, lambda: axis.follow(program, given, wants))
             results = both(replace(at, start=start), [*values[consts:], *moving])
@@ -266,7 +278,10 @@ def _custom_vjp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     def run(at: At, operands: list[Any]) -> list[Any]:
         tiled = jax.custom_vjp(lambda start, *values: body(replace(at, start=start), values))
 
-        def forth(start: Any, *values: Any) -> tuple[list[Any], list[Any]]:
+        def forth(start: Any, *given: Any) -> tuple[list[Any], list[Any]]:
+            if any(each.perturbed for each in given[:consts]):
+                raise _compat.closed_over_error()
+            start, values = start.value, [each.value for each in given]
             forwards, forward, _ = rules()
             results = forward(replace(at, start=start), values[consts:])
             new = iter(results)
@@ -275,11 +290,15 @@ def _custom_vjp(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
 
         def back(kept: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
             start, *residuals = kept
-            moving = [each for each, var in zip(cotangents, eqn.outvars) if is_differentiable(var.aval.dtype)]
+            moving = [
+                zeros(each.aval) if isinstance(each, jax.custom_derivatives.SymbolicZero) else each
+                for each, var in zip(cotangents, eqn.outvars)
+                if is_differentiable(var.aval.dtype)
+            ]
             found = iter(rules()[2](replace(at, start=start), [*residuals, *moving]))
             return (None, *[None] * consts, *(next(found) if flag else None for flag in flags))
 
-        tiled.defvjp(forth, back)
+        tiled.defvjp(forth, back, symbolic_zeros=True)  # for what has a derivative; the rules do not ask
         return tiled(jnp.asarray(at.start), *operands)
 
     return Passage(shares, body.outs, run=run)

@@ -82,7 +82,7 @@ class At:
         if self.parts == 1:
             return counted
         firsts = jnp.arange(self.parts, dtype=jnp.int32) * (self.total // self.parts)
-        return (firsts[:, None] + counted).reshape(self.size)
+        return (firsts[:, None] + counted[None, :]).reshape(self.size)
 
     def sized(self, shape: Sequence[int], share: Share) -> tuple[int, ...]:
         """Returns the shape of what a tile has of a value of this shape."""
@@ -176,6 +176,14 @@ def is_differentiable(dtype: Any) -> bool:
 def wide(dtype: Any) -> Any:
     """Returns the dtype in which terms of this dtype are added up: float32 for narrower floats."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def has_range_of_float32(dtype: Any) -> bool:
+    """Returns whether a dtype has numbers as large and as small as float32's; True for those with no derivative."""
+    if not is_differentiable(dtype):
+        return True
+    own, least = jnp.finfo(dtype), jnp.finfo(jnp.float32)
+    return bool(own.maxexp >= least.maxexp and own.minexp <= least.minexp)
 
 
 def holds_all(wide: Any, narrow: Any) -> bool:
