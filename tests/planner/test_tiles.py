@@ -413,4 +413,36 @@ def test_the_second_axis_of_a_batch_is_tiled_where_the_first_has_few_rows():
     assert peaks[1] < peaks[0] / 2
     found = jaxckpt.plan(head, *args, budget=peaks[1], target="cuda:h100", tile=True)
     assert found.measured_bytes <= peaks[1]
-    assert [(tile.value, tile.axis) for tile in found.tiles] == [(2, 1)]
+    assert [tile.axis for tile in found.tiles] == [1]
+    assert found.tiles[0].value in {2, 3, 4}, "of one of them, the others are tiled with it"
+
+
+@pytest.mark.cuda
+def test_all_that_has_the_axis_is_tiled_with_the_value_that_it_is_followed_from():
+    """Edges of a graph have two ends and what they carry: rows of one end alone would be gathered all at once."""
+    nodes, edges, width = 500, 8192, 32
+
+    def message(w, x, edge, source, target):
+        h = jnp.concatenate([x[source], x[target], edge], -1)
+        return jax.ops.segment_sum(jax.nn.silu(h @ w[0]) @ w[1], target, nodes)
+
+    def make(message):
+        def loss(ws, x, edge, source, target):
+            for w in ws:
+                x = x + jnp.tanh(message(w, x, edge, source, target))
+            return jnp.mean(x**2)
+
+        return loss
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, F)
+    ends = jax.ShapeDtypeStruct((edges,), jnp.int32)
+    weights = [(shape(3 * width, 4 * width), shape(4 * width, width))] * 2
+    args = weights, shape(nodes, width), shape(edges, width), ends, ends
+    by_hand = make(jaxckpt.tile(message, in_axes=(None, None, 0, 0, 0), tiles=8))
+    peak = lambda fun: (
+        jaxckpt.measure(jax.value_and_grad(fun), *args, target="cuda:h100", generate_code=False).peak_bytes
+    )
+    least = peak(by_hand)
+    assert least < 0.4 * peak(make(message))
+    found = jaxckpt.plan(make(message), *args, budget=least, target="cuda:h100", tile=True)
+    assert found.measured_bytes <= least

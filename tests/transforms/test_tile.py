@@ -198,6 +198,22 @@ def test_several_losses_that_lead_linearly_to_one_are_one():
     assert step(tiled) == 4 * step(fun), "nothing runs again"
 
 
+def test_several_losses_over_a_sum_without_a_derivative_are_one():
+    weights = jnp.linspace(0.0, 1.0, TOKENS)
+
+    def fun(w, x, t, weights):
+        logits = x @ w
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), t[:, None], -1)[:, 0]
+        penalty = jax.nn.logsumexp(logits, -1) ** 2
+        return (jnp.sum(weights * losses) + jnp.sum(1e-3 * weights * penalty)) / jnp.sum(weights)
+
+    tiled = tile(fun, in_axes=(None, 0, 0, 0), tiles=4)
+    for places in (0, 1), (0, 1, 3):
+        assert_trees_close(*(jax.grad(f, places)(W, X, T, weights) for f in (tiled, fun)), rtol=1e-4, atol=1e-6)
+    step = lambda f: executions(jax.value_and_grad(f, (0, 1)), W, X, T, weights)["dot_general"]
+    assert step(tiled) == 4 * step(fun), "nothing runs again"
+
+
 def test_a_masked_mean_divides_by_the_whole_count():
     def fun(w, x, t):
         mask = (t > 9).astype(jnp.float32)
@@ -535,7 +551,23 @@ def test_the_error_names_the_operation_its_line_and_what_to_do():
     assert error.operation == "sub" and "test_tile.py" in error.line
     assert "the sum over all rows that reduce_sum at" in error.reason
     assert str(error).startswith("fun must be made of operations that run tile by tile")
-    assert str(error).endswith("Tile another axis, or leave this operation out of the tiled function.")
+    assert str(error).endswith("a variance in tiles is jnp.mean(x**2) - jnp.mean(x) ** 2. Or tile another axis.")
+
+
+@pytest.mark.parametrize(
+    ("fun", "hint"),
+    [
+        (lambda x: x[jnp.arange(TOKENS), jnp.zeros(TOKENS, int)], "write jnp.take_along_axis"),
+        (lambda x: x.reshape(2, -1, WIDTH), "Split it before, and tile the outer part."),
+        (lambda x: x @ x.T, "Give one of both whole: None in in_axes."),
+        (lambda x: jax.lax.scan(lambda c, _: (c - c.mean(0), None), x, None, length=2)[0], "leave this operation out"),
+        (lambda x: jnp.cumsum(x, 0), "Tile another axis, or leave this operation out of the tiled function."),
+    ],
+)
+def test_the_error_says_what_to_write_instead(fun, hint):
+    with pytest.raises(TilingError) as raised:
+        tile(fun, in_axes=0, tiles=2)(X)
+    assert hint in str(raised.value)
 
 
 @jax.custom_vjp

@@ -192,7 +192,7 @@ def _reshape(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
             out = rows(dim, below // after)
             return Passage([share], [out], sized("new_sizes", sizes, out))
         after *= sizes[dim]
-    raise CoupledError("splits the axis into several dimensions")
+    raise CoupledError("splits the axis into several dimensions", "Split it before, and tile the outer part.")
 
 
 @rule("squeeze")
@@ -402,7 +402,7 @@ def _dot(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
             wants = [share, other] if here == 0 else [other, share]
             return Passage(wants, [rows(place, share.block) if kind == "batch" else SUM])
     if len(moving) > 1:
-        raise CoupledError("multiplies each row with each row")
+        raise CoupledError("multiplies each row with each row", "Give one of both whole: None in in_axes.")
     gone = [*contract[here], *batch[here]]
     dim = len(batch[0]) + _without(share, gone, len(shape_of(eqn.invars[here]))).dim
     if here == 1:

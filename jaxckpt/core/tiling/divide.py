@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
 from jaxckpt.core import primitives, surgery
+from jaxckpt.core.graph import aval_bytes
 from jaxckpt.core.inline import inline, without_checkpoint, without_checkpoints
 from jaxckpt.core.tiling import axes
 from jaxckpt.core.tiling import gathers as gathers  # these two note their rules
@@ -34,6 +35,11 @@ from jaxckpt.core.tiling.shares import (
     has_range_of_float32,
     shape_of,
     zeros,
+)
+
+_JOINED = (
+    "Return the rows and the sum, and join them outside; a variance in tiles is jnp.mean(x**2) - jnp.mean(x) ** 2. "
+    "Or tile another axis."
 )
 
 
@@ -70,6 +76,19 @@ class Tiling:
             env.update(zip(made, self.tiles(*(env[var] for var in operands)), strict=True))
         self._extend(env, self.after, [var for var in dict.fromkeys(ending) if var not in env])
         return [atom.val if isinstance(atom, _compat.Literal) else env[atom] for atom in self.program.outvars]
+
+    def rows_made_before(self) -> tuple[int, set[Any]]:
+        """Returns the bytes of what runs before the tiles and is taken by rows, and what it is computed of."""
+        makers = {var: eqn for eqn in self.before for var in eqn.outvars}
+        operands = [] if self.tiles is None else self.tiles.operands
+        taken = {var for var, share in operands if share.kind is Kind.ROWS and var in makers}
+        sources, todo = set(taken), list(taken)
+        while todo:
+            eqn = makers.get(todo.pop())
+            new = [] if eqn is None else [atom for atom in eqn.invars if isinstance(atom, _compat.Var)]
+            todo += [var for var in new if var not in sources]
+            sources.update(new)
+        return sum(aval_bytes(var.aval) for var in taken), sources
 
     def _extend(self, env: dict[Any, Any], eqns: Sequence[Any], wanted: Sequence[Any]) -> None:
         """Computes variables, and adds them to those that are known."""
@@ -132,7 +151,7 @@ def _divided(program: Any, shares: Sequence[Share], size: int, rows: int, parts:
         # Several sums that lead linearly to one: what is linear is computed in tiles, so that there is one loss.
         with contextlib.suppress(_Stopped):  # where what follows the sums has no rule, it runs after the tiles
             single = _Division(program, shares, size, folded=True)
-            if len(single.losses()) == 1:
+            if len(single.losses()) < len(sums):
                 return single.tiling(rows, parts)
     return plain.tiling(rows, parts)
 
@@ -228,7 +247,7 @@ class _Division:
         kinds = {share.kind for share in shares}
         if late:
             if Kind.ROWS in kinds:
-                raise error(eqn, CoupledError(self._why(late[0])))
+                raise error(eqn, CoupledError(self._why(late[0]), _JOINED))
             self._after(eqn)
         elif kinds <= {Kind.WHOLE}:
             self.lines.note_whole(eqn)
@@ -250,7 +269,7 @@ class _Division:
                     self._after(eqn)
                     return
                 sums = [atom for atom, share in zip(eqn.invars, shares) if share == SUM]
-                raise error(eqn, CoupledError(self._why(sums[0])) if sums else why) from None
+                raise error(eqn, CoupledError(self._why(sums[0]), _JOINED) if sums else why) from None
 
     def _after(self, eqn: Any) -> None:
         source = eqn

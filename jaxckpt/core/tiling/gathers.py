@@ -12,6 +12,8 @@ from jaxckpt import _compat
 from jaxckpt.core.tiling.axes import one_place, rule, sized
 from jaxckpt.core.tiling.shares import SUM, WHOLE, Axis, CoupledError, Kind, Passage, Share, rows, shape_of
 
+_BY_ROW = "For entries of each row write jnp.take_along_axis(x, places[:, None], -1), or tile another axis."
+
 
 @rule("gather")
 def _gather(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
@@ -24,13 +26,13 @@ def _gather(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
         window = [dim for dim in range(len(shape)) if dim not in (*numbers.collapsed_slice_dims, *batching)]
         dim = operand.dim
         if indices != WHOLE or dim not in window or dim in numbers.start_index_map or sizes[dim] != shape[dim]:
-            raise CoupledError("picks rows along the axis")
+            raise CoupledError("picks rows along the axis", _BY_ROW)
         out = rows(numbers.offset_dims[window.index(dim)], operand.block)
         return Passage(shares, [out], sized("slice_sizes", sizes, operand))
     if operand.kind is Kind.ROWS:
         share = rows(pairs[list(batching).index(operand.dim)], operand.block)
         if indices not in (WHOLE, share):
-            raise CoupledError("picks rows along the axis")
+            raise CoupledError("picks rows along the axis", _BY_ROW)
         return Passage([operand, share], [rows(places[share.dim], share.block)])
     if indices.dim == len(shape_of(eqn.invars[1])) - 1:
         raise CoupledError("takes the axis for the parts of an index")

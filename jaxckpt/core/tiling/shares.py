@@ -129,7 +129,16 @@ def rows_of_tile(total: int, tiles: int, parts: int) -> int:
 
 
 class CoupledError(Exception):
-    """An operation couples rows; the text says how, as a phrase after "it". `jaxckpt.TilingError` is made of it."""
+    """An operation couples rows. `jaxckpt.TilingError` is made of it.
+
+    Args:
+      text: how, as a phrase after "it".
+      hint: a sentence that says what to do; "" where there is nothing better than what every such error says.
+    """
+
+    def __init__(self, text: str, hint: str = "") -> None:
+        super().__init__(text)
+        self.hint = hint
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.tiling.divide import Tiling, divided
-from jaxckpt.core.tiling.shares import WHOLE, rows, rows_of_tile
+from jaxckpt.core.tiling.shares import WHOLE, Share, rows, rows_of_tile
 
 SCOPE = "jaxckpt.tile"
 """The scope of what runs tile by tile."""
@@ -112,8 +113,42 @@ class Stretches:
             raise PlanMismatchError(f"The plan tiles what has side effects, which each tile would repeat: {what}.")
         size = shape[tile.axis]
         shares = [rows(tile.axis) if index[var] == tile.value else WHOLE for var in ins]
-        of_tile = rows_of_tile(size, tile.tiles, tile.parts)
-        return divided(_compat.close_jaxpr(program, ()), shares, size, of_tile, tile.parts), ins, outs
+        cut = size, rows_of_tile(size, tile.tiles, tile.parts), tile.parts
+        return _with_more_rows(_compat.close_jaxpr(program, ()), shares, cut), ins, outs
+
+
+def _with_more_rows(closed: Any, shares: Sequence[Share], cut: tuple[int, int, int]) -> Tiling:
+    """Returns a program divided along an axis of one argument, and of others that have the axis too: those of which
+    rows of all tiles would be computed at once, before the tiles. Edges of a graph have several: their ends, and more.
+
+    Args:
+      closed: the program.
+      shares: what a tile has of its arguments.
+      cut: rows of the axis, rows of a tile, and parts of the axis.
+
+    Raises:
+      TilingError: an operation couples the rows, whatever else has the axis.
+    """
+    found, shares = divided(closed, shares, *cut), list(shares)
+    refused: set[tuple[int, int]] = set()
+    while True:
+        size, sources = found.rows_made_before()
+        places = [place for place, var in enumerate(found.program.invars) if var in sources and shares[place] == WHOLE]
+        ways = [
+            (place, dim)
+            for place in places
+            for dim, length in enumerate(found.program.invars[place].aval.shape)
+            if length == cut[0] and (place, dim) not in refused
+        ]
+        if not ways:
+            return found
+        place, dim = ways[0]
+        refused.add((place, dim))
+        more = [rows(dim) if i == place else share for i, share in enumerate(shares)]
+        with contextlib.suppress(TilingError):
+            other = divided(closed, more, *cut)
+            if other.rows_made_before()[0] < size:
+                found, shares = other, more
 
 
 def _run(stretches: Stretches, tiles: Sequence[TiledStretch], *args: Any) -> list[Any]:
