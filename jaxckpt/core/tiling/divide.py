@@ -176,6 +176,14 @@ def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:
     )
 
 
+def _has_range(jaxpr: Any) -> bool:
+    """Whether all values of a program, those inside of its operations too, have the range of float32."""
+    return all(
+        has_range_of_float32(var.aval.dtype)
+        for var in (*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars))
+    ) and all(_has_range(_compat.open_jaxpr(inner)) for eqn in jaxpr.eqns for inner in _compat.inner_jaxprs(eqn))
+
+
 def _of_whole_values(eqn: Any, passage: Passage, debug_info: Any) -> list[Any]:
     """Returns equations that compute those results of an operation in the tiles that are the same in every tile: a
     counter that a loop carries beside rows, or what a checkpoint makes of a weight alone.
@@ -307,16 +315,11 @@ class _Division:
         depends = differentiable(self.lines.lines, list(self.operands))
         return [key for key in self.results if depends[key]]
 
-    def _has_range(self) -> bool:
-        """Whether all that the tiles compute, and compute it of, has the range of float32."""
-        keys = [*self.operands, *(key for line in self.lines.lines for key in line.outputs)]
-        return all(has_range_of_float32(var.aval.dtype) for var, _ in keys)
-
     def tiling(self, rows: int, parts: int) -> Tiling:
         """Returns the program divided, for tiles of so many rows of so many parts of the axis."""
         tiles = None
         if self.results:
-            scales = not _holds(self.jaxpr.eqns, _unscaled) and self._has_range()
+            scales = not _holds(self.jaxpr.eqns, _unscaled) and _has_range(self.jaxpr)
             rules = _holds(self.jaxpr.eqns, _is_a_rule)
             keys = list(self.operands), list(self.results)
             tiles = Tiles(*keys, self.lines.lines, self.size, rows, parts, scales=scales, rules=rules)
