@@ -4,6 +4,7 @@ agree.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -76,7 +77,8 @@ def time_ratio(first: Callable[[], object], second: Callable[[], object], turns:
 
     Seconds are this process's own work. The two calls of a pair follow one another, so that both find the machine as
     busy; each function runs once before, for what is made once in a process. What another process does to one or two
-    calls moves the least of several turns, and not the median of the pairs.
+    calls moves the least of several turns, and not the median of the pairs. Garbage is not collected meanwhile: late in
+    a suite one collection walks more objects than a short call takes time for, and it falls on one of the pair.
     """
 
     def seconds(call: Callable[[], object]) -> float:
@@ -85,5 +87,10 @@ def time_ratio(first: Callable[[], object], second: Callable[[], object], turns:
         return time.process_time() - start
 
     seconds(first), seconds(second)
-    ratios = sorted(seconds(first) / seconds(second) for _ in range(turns))
+    gc.collect()
+    gc.disable()
+    try:
+        ratios = sorted(seconds(first) / seconds(second) for _ in range(turns))
+    finally:
+        gc.enable()
     return statistics.median(ratios), ratios
