@@ -31,8 +31,8 @@ from jaxckpt._errors import (
 )
 from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, compress, shard
 from jaxckpt.core.bare import without_checkpoints
-from jaxckpt.core.graph import Graph, trace
-from jaxckpt.core.lift import count_flops
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.lift import count_flops, trace
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.regions import Loop, Region, TiledStretch
 from jaxckpt.memory.compare import Comparison, compare

@@ -15,8 +15,8 @@
     │   └── UnreadableDumpError (ValueError)    the compiler's dump of its buffers cannot be read
     ├── MissingPackageError (ImportError)   an optional package is not installed; the extra to install is given
     ├── UnsupportedJaxError (ImportError)   a private part of JAX or Flax is missing or has changed
-    ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to
-    ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least budget that fits is given
+    ├── PlanMismatchError (ValueError)      a plan does not fit the function that it is applied to, or is not valid
+    ├── InfeasibleBudgetError (ValueError)  no plan fits the budget; the least that one needs is given, if known
     ├── StateLostError (MemoryError)        a step ran out of memory after its donated arguments were consumed
     ├── VerificationError (AssertionError)  two functions that should agree differ
     └── FactoryError (ValueError)           the argument of the command line is not a model factory
@@ -185,7 +185,7 @@ class UnsupportedJaxError(JaxckptError, ImportError):
 
 
 class PlanMismatchError(JaxckptError, ValueError):
-    """A plan was made for another function, or for other shapes."""
+    """A plan was made for another function or for other shapes, or it, its file or a part of it is not valid."""
 
 
 class InfeasibleBudgetError(JaxckptError, ValueError):

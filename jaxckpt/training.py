@@ -1,4 +1,4 @@
-"""Training steps for the command line: found by `module:function`, or made with an optimiser of optax.
+"""Training steps for the command line: found by `module:function`, or made with an optimizer of optax.
 
 A maker of a step takes a loss and returns the training step, as the argument `step` of `jaxckpt.plan` does.
 """
@@ -17,27 +17,27 @@ from jaxckpt.core.leaves import is_inexact
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.gradient import made as made_step
 
-OPTIMISERS = ("adam", "adamw", "sgd", "adafactor", "adagrad", "lamb", "lion", "rmsprop")
-"""The optimisers that can be asked for by name: functions of optax that take a learning rate."""
+OPTIMIZERS = ("adam", "adamw", "sgd", "adafactor", "adagrad", "lamb", "lion", "rmsprop")
+"""The optimizers that can be asked for by name: functions of optax that take a learning rate."""
 
 LEARNING_RATE = 1e-3
-"""What the optimisers are made with. No figure of memory depends on it."""
+"""What the optimizers are made with. No figure of memory depends on it."""
 
 
 def optimised(name: str, args: tuple[Any, ...]) -> tuple[StepMaker, tuple[Any, ...]]:
-    """Returns (step, args) for training with an optimiser of optax: `step(loss)(params, state, *batch) -> (params,
+    """Returns (step, args) for training with an optimizer of optax: `step(loss)(params, state, *batch) -> (params,
     state, loss)`. It donates parameters and state.
 
     Args:
-      name: one of OPTIMISERS.
+      name: one of OPTIMIZERS.
       args: arguments of the loss: parameters, and what comes after them. Arrays or shapes.
 
     Returns:
-      The maker of the step, and its arguments: those of the loss, with the optimiser's state after the parameters.
+      The maker of the step, and its arguments: those of the loss, with the optimizer's state after the parameters.
       The state is laid out over devices as the parameters are.
 
     Raises:
-      ArgumentError: there is no such optimiser, or the parameters are a module of nnx.
+      ArgumentError: there is no such optimizer, or the parameters are a module of nnx.
       MissingPackageError: optax is not installed.
 
     >>> import jax.numpy as jnp
@@ -46,8 +46,8 @@ def optimised(name: str, args: tuple[Any, ...]) -> tuple[StepMaker, tuple[Any, .
     >>> len(jax.tree.leaves(state))  # a count and two moments
     3
     """
-    if name not in OPTIMISERS:
-        raise ArgumentError("--optimizer", f"one of {', '.join(OPTIMISERS)}", name, did_you_mean(name, OPTIMISERS))
+    if name not in OPTIMIZERS:
+        raise ArgumentError("--optimizer", f"one of {', '.join(OPTIMIZERS)}", name, did_you_mean(name, OPTIMIZERS))
     if not args:
         raise ArgumentError("--optimizer", "for a loss with parameters as its first argument", name)
     if lift.module_gradient(args[0], values=True) is not None:
@@ -60,7 +60,7 @@ def optimised(name: str, args: tuple[Any, ...]) -> tuple[StepMaker, tuple[Any, .
             "--optimizer needs optax, which is not installed. Install it with: pip install 'jaxckpt[flax]' "
             "(from a clone: pip install -e '.[flax]')."
         ) from error
-    optimiser = getattr(optax, name)(LEARNING_RATE)
+    optimizer = getattr(optax, name)(LEARNING_RATE)
     places = [place for place, leaf in enumerate(jax.tree.leaves(args[0])) if is_inexact(leaf)]
 
     def moving(params: Any) -> list[Any]:
@@ -76,8 +76,8 @@ def optimised(name: str, args: tuple[Any, ...]) -> tuple[StepMaker, tuple[Any, .
 
     first = moving(args[0])
     shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in first)
-    state = (jax.eval_shape if shapes else lambda make, params: make(params))(optimiser.init, first)
-    state = optax.tree.map_params(optimiser, like, state, first)
+    state = (jax.eval_shape if shapes else lambda make, params: make(params))(optimizer.init, first)
+    state = optax.tree.map_params(optimizer, like, state, first)
 
     def step_of(loss: Callable[..., Any]) -> Callable[..., Any]:
         def step(params: Any, state: Any, *rest: Any) -> tuple[Any, Any, Any]:
@@ -91,7 +91,7 @@ def optimised(name: str, args: tuple[Any, ...]) -> tuple[StepMaker, tuple[Any, .
 
             now = moving(params)
             value, gradients = jax.value_and_grad(lambda values: loss(put(values), *rest))(now)
-            updates, state = optimiser.update(gradients, state, now)
+            updates, state = optimizer.update(gradients, state, now)
             return put(optax.apply_updates(now, updates)), state, value
 
         return jax.jit(step, donate_argnums=(0, 1))

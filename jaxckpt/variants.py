@@ -117,24 +117,24 @@ class Built:
         """Returns the training step of a variant."""
         return self.suited_step(name)(self.functions[name])
 
-    def trained(self, step: StepMaker | None, optimiser: str | None) -> Built:
+    def trained(self, step: StepMaker | None, optimizer: str | None) -> Built:
         """Returns this with another training step.
 
         Args:
           step: the maker of the step. The factory's arguments must be those of its steps.
-          optimiser: the name of an optimiser, whose state goes among the arguments: see `training.optimised`.
+          optimizer: the name of an optimizer, whose state goes among the arguments: see `training.optimised`.
 
         Raises:
-          ArgumentError: both are given, or the factory has a step of its own beside the optimiser.
+          ArgumentError: both are given, or the factory has a step of its own beside the optimizer.
         """
-        if optimiser is None:
+        if optimizer is None:
             return self if step is None else replace(self, step=step)
         if step is not None or self.step is not None:
             hint = "The step that is there has its own update."
             raise ArgumentError(
-                "--optimizer", "for a factory without a training step, and without --step", optimiser, hint
+                "--optimizer", "for a factory without a training step, and without --step", optimizer, hint
             )
-        maker, args = training.optimised(optimiser, self.args)
+        maker, args = training.optimised(optimizer, self.args)
         return replace(self, args=args, step=maker)
 
     def check(self, name: str) -> None:

@@ -233,7 +233,7 @@ def test_measure_without_code_on_a_tpu_that_is_not_here(factory, capsys):
         (["measure", "{}:model", "--variant", "segments:0"], "segments:0"),
         (["plan", "{}:model"], "--budget must be given, such as 4GiB or 60%"),
         (["plan", "{}:model", "--budget", "12 GB or so"], "budget must be a number of bytes above 0"),
-        (["plan", "{}:model", "--budget", "140%"], "Without checkpoints it is 100%"),
+        (["plan", "{}:model", "--budget", "140%"], "Without a plan it is 100%"),
         (["plan", "{}:model", "--budget", "0"], "Not even the arguments fit that"),
         (["plan", "{}:model", "--budget", "1KiB", "--target", "cpu"], "more than the arguments alone"),
         (["plan", "{}:model", "--budget", "80KiB", "--target", "cpu"], "least budget found to fit is"),

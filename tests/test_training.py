@@ -122,7 +122,7 @@ def test_a_step_may_be_named_apart_from_the_factory(file, tmp_path, capsys):
     assert apart["plan"] == whole["plan"]
 
 
-def test_an_optimiser_by_name_counts_what_the_hand_written_step_counts(file, tmp_path, capsys):
+def test_an_optimizer_by_name_counts_what_the_hand_written_step_counts(file, tmp_path, capsys):
     whole, *_ = planned(capsys, tmp_path, f"{file}:make_step", "--budget", "80%")
     named, *_ = planned(capsys, tmp_path, f"{file}:model", "--optimizer", "adamw", "--budget", "80%")
     assert named["plan"]["donated_bytes"] == whole["plan"]["donated_bytes"]
@@ -185,11 +185,11 @@ def test_a_file_that_ends_the_program_is_told(tmp_path, capsys):
     assert code == 1 and "if __name__ == '__main__'" in err
 
 
-# ------------------------------------------------------------------------------------------------- optimisers by name
+# ------------------------------------------------------------------------------------------------- optimizers by name
 
 
-@pytest.mark.parametrize("name", training.OPTIMISERS)
-def test_each_optimiser_makes_the_update_of_optax(name):
+@pytest.mark.parametrize("name", training.OPTIMIZERS)
+def test_each_optimizer_makes_the_update_of_optax(name):
     loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"]) ** 2) * params["times"]
     params, x = {"w": jnp.ones((4, 4)) / 3, "times": 2}, jnp.ones((2, 4))
     maker, args = training.optimised(name, (params, x))

@@ -235,12 +235,12 @@ def mapped(checkpoint: common.Transform | None = None, segment_size: int | str =
 
 
 def _with_state(made: common.Model) -> common.Model:
-    """A model whose arguments are those of `adamw`: optimiser's state and all."""
+    """A model whose arguments are those of `adamw`: optimizer's state and all."""
     loss, (parameters, *rest) = made
-    return loss, (parameters, jax.eval_shape(_optimiser().init, parameters), *rest)
+    return loss, (parameters, jax.eval_shape(_optimizer().init, parameters), *rest)
 
 
-def _optimiser() -> optax.GradientTransformation:
+def _optimizer() -> optax.GradientTransformation:
     return optax.adamw(1e-4)
 
 
@@ -249,7 +249,7 @@ def adamw(loss: Callable[..., Array]) -> Callable[..., Any]:
 
     def step(parameters: Any, state: Any, tokens: Array) -> tuple[Any, Any, Array]:
         value, gradients = jax.value_and_grad(loss)(parameters, tokens)
-        updates, state = _optimiser().update(gradients, state, parameters)
+        updates, state = _optimizer().update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
     return step

@@ -110,6 +110,7 @@ from jaxckpt._compat.traces import (
     blank_keys,
     cache_in_context,
     clean_trace,
+    cotangent_aval,
     create_device_mesh,
     explicit_sharding,
     is_linearized,

@@ -106,7 +106,7 @@ NEEDS: tuple[Need, ...] = (
         "describe arrays",
         positional=2,
         keywords=("weak_type",),
-        has=("shape", "dtype", "weak_type", "sharding", "manual_axis_type", "to_tangent_aval"),
+        has=("shape", "dtype", "weak_type", "sharding", "manual_axis_type", "to_tangent_aval", "to_ct_aval"),
     ),
     Need("jax._src.interpreters.ad.LinearizeTracer", "tell what is being differentiated in reverse"),
     Need("jax._src.core.eval_context", "trace programs whatever is being traced around them", positional=0),

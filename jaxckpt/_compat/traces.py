@@ -141,6 +141,11 @@ def tangent_aval(value: Any) -> Any:
     return jax.typeof(value).to_tangent_aval()
 
 
+def cotangent_aval(aval: Any) -> Any:
+    """Returns the abstract value of the cotangents of an array with an abstract value."""
+    return aval.to_ct_aval()
+
+
 def key_implementation(dtype: Any) -> Any:
     """Returns the implementation of random keys of a dtype."""
     if (found := getattr(dtype, "_impl", None)) is None:

@@ -8,8 +8,11 @@ that name.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
+import re
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +140,11 @@ class Action(metaclass=_Kinds):
     keeps: ClassVar[bool] = True
     changes: ClassVar[bool] = False
     on_host: ClassVar[bool] = False
+
+    @property
+    def saves(self) -> bool:
+        """Whether the value itself is kept, in device memory, as `SAVE` keeps it."""
+        return self.keeps and not self.changes and not self.on_host
 
     def admits(self, value: Array) -> bool:
         """Returns whether the action can be used for a value. Other values are saved as they are."""
@@ -413,17 +421,40 @@ def _check_order(parts: Sequence[Action]) -> None:
         raise ArgumentError("parts", rule, shown, hint)
 
 
+_CALL = re.compile(r"\s*(\w+)\s*(?:\(\s*['\"]?(\w+)['\"]?\s*\))?\s*")
+
+
+def _called(kind: str, parameter: str | None, argument: str) -> Action:
+    """Returns the action of a kind, with its first parameter if there is one."""
+    if parameter is None:
+        return action_from(kind, argument)
+    names = list(getattr(KINDS.get(kind.lower()), "__dataclass_fields__", ()))
+    if not names:
+        action_from(kind, argument)  # raises if there is no such action
+        raise ArgumentError(argument, "an action, and with a parameter only if it has one", f"{kind}({parameter})")
+    return action_from({"kind": kind.lower(), names[0]: parameter}, argument)
+
+
 def action_from(value: Any, argument: str = "action") -> Action:
-    """Returns the action for an action, its kind in upper or lower case ("save"), or the result of `Action.to_json`.
+    """Returns the action for an action, for its text, or for the result of `Action.to_json`.
+
+    Args:
+      value: as a text, an action is its kind in upper or lower case, "save"; with its first parameter in brackets,
+        "compress(int8)"; or several such in order, "compress(int8) | offload".
+      argument: the name that an error gives to the action.
 
     Raises:
       ArgumentError: there is no such action, or it does not have these parameters.
 
-    >>> action_from("save")
-    SAVE
+    >>> action_from("save"), action_from("compress(int8) | offload")
+    (SAVE, compress('int8') | OFFLOAD)
     """
     if isinstance(value, Action):
         return value
+    if isinstance(value, str) and not value.strip().isidentifier():
+        calls = [_CALL.fullmatch(part) for part in value.split("|")]
+        if all(calls):
+            return functools.reduce(operator.or_, (_called(call[1], call[2], argument) for call in calls if call))
     kind, parameters = value, {}
     if isinstance(value, Mapping) and "kind" in value:
         kind, parameters = value["kind"], {name: item for name, item in value.items() if name != "kind"}

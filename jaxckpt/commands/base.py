@@ -85,8 +85,8 @@ def factory_options(parser: argparse.ArgumentParser, *, optional: bool = False) 
         parser,
         "--optimizer",
         metavar="NAME",
-        help=f"train a loss with this optimiser of optax, its state counted and donated with the parameters: "
-        f"{', '.join(training.OPTIMISERS)}",
+        help=f"train a loss with this optimizer of optax, its state counted and donated with the parameters: "
+        f"{', '.join(training.OPTIMIZERS)}",
     )
 
 

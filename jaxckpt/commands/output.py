@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxckpt.core.files import check_writable, write_whole
-from jaxckpt.core.shown import telling
+from jaxckpt.core.shown import silent, telling
 from jaxckpt.show import plot, table
 
 _reports: ContextVar[TextIO | None] = ContextVar("_reports", default=None)
@@ -84,4 +84,4 @@ def tell(*parts: Any) -> None:
 def progress() -> Iterator[Callable[[int, int, str], None]]:
     """Yields the function that gets the progress: see `jaxckpt.show.progress`."""
     with telling(None, "starting") as report:
-        yield report or (lambda done, total, what: None)
+        yield report or silent

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import operator
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
 from jaxckpt import factories, variants
 from jaxckpt._errors import ArgumentError
-from jaxckpt.actions import KINDS, RECOMPUTE, SAVE, Action, action_from
+from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
 from jaxckpt.commands import base, output, saved
 from jaxckpt.commands.base import Command
 from jaxckpt.memory.gradient import StepMaker
@@ -92,23 +90,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _actions(text: str) -> list[Action]:
-    """Returns the actions of a list such as "offload, compress(int8)|offload"."""
-    found = []
-    for item in filter(None, map(str.strip, text.split(","))):
-        parts = [re.fullmatch(r"\s*(\w+)\s*(?:\(\s*['\"]?(\w+)['\"]?\s*\))?\s*", part) for part in item.split("|")]
-        if not all(parts):
-            raise ArgumentError("--actions", "a list such as 'offload, compress(int8)'", text)
-        found.append(functools.reduce(operator.or_, (_action(*part.groups()) for part in parts if part is not None)))
-    return found
-
-
-def _action(kind: str, parameter: str | None) -> Action:
-    """Returns the action of a kind, with its first parameter."""
-    names = list(getattr(KINDS.get(kind.lower()), "__dataclass_fields__", ())) if parameter else []
-    if parameter and not names:
-        raise ArgumentError("--actions", "a list of actions, such as 'offload, compress(int8)'", f"{kind}({parameter})")
-    given = {"kind": kind.lower(), names[0]: parameter} if names else kind
-    return action_from(given, "--actions")
+    """Returns the actions of a list such as "offload, compress(int8) | offload"."""
+    return [action_from(item, "--actions") for item in filter(None, map(str.strip, text.split(",")))]
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from jaxckpt.commands import base, output, saved
 from jaxckpt.commands.base import Command
 from jaxckpt.core.bare import bare
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.lift import trace_call
+from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import Plan
 from jaxckpt.planner.observe import observe
 from jaxckpt.show import frontiers, plot
@@ -63,7 +63,7 @@ def _graph(plan: Plan, options: argparse.Namespace) -> Graph:
     built.check(options.factory)
     fun = built.functions["none"]
     seen = observe(fun, built.suited_step("none"), built.args)
-    return trace_call(seen.fun if plan.respect_checkpoints else bare(seen.fun), *seen.args, **seen.kwargs)
+    return trace(seen.fun if plan.respect_checkpoints else bare(seen.fun), *seen.args, **seen.kwargs)
 
 
 def _outline(plan: Plan) -> Iterable[str]:

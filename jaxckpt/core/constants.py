@@ -32,7 +32,7 @@ CPU_CORE_RATE = 48e9
 Judged by half of what a core of about 3 GHz with two 256-bit fused multiply-adds in a cycle does."""
 
 CPU_BANDWIDTH = 40e9
-"""Bytes per second of the local CPU's memory, for the order of magnitude only: two channels of DDR4."""
+"""Bytes per second of the local CPU's memory, for the order of magnitude only. Judged by two channels of DDR4."""
 
 # ------------------------------------------------------------------------------------------------ how a program is cut
 
@@ -65,7 +65,8 @@ Judged by the models of benchmarks/; no measurement of other widths is on record
 
 PERIODS = 32
 """The blocks of a model are looked for at this many distances, those at which most equal matmuls, convolutions and
-loops follow one another. A block of GPT-2 has 6 matmuls, so its own distance is within the first few."""
+loops follow one another. A block of GPT-2 has 6 matmuls, so its own distance is within the first few. No measurement is
+on record."""
 
 REPEATED = 0.25
 """Fewest operations that a model's blocks cover, as a fraction of all. Judged by the U-Net, of which a part of three
@@ -92,10 +93,11 @@ MOST_LOOP_CANDIDATES = 400
 time; no measurement is on record."""
 
 SHORTEST = 16
-"""Fewest iterations of a scan that slots are offered for: of fewer, nested segments keep hardly more."""
+"""Fewest iterations of a scan that slots are offered for: of fewer, nested segments keep hardly more. No measurement is
+on record."""
 
 TURNS_A_SECOND = 1e11
-"""FLOP/s by which `SlotBudget.turn_flops` is seconds: those of the machine that it was measured on."""
+"""FLOP/s by which `SlotBudget.turn_flops` is seconds. Judged by the machine that it was measured on."""
 
 SLOT_LIMITS, SLOT_STEP = 24, 1.35
 """Slots are offered for this many limits of bytes, each smaller than the one before by this factor. No measurement is
@@ -131,8 +133,8 @@ PLANS = 12
 by a scan of scans."""
 
 COMPILES = 4
-"""Maximum number of compilations of the whole training step. Two mostly do: the first prediction of GPT-2 on an H100 is
-off by 1 to 5%, the second by under 0.5%."""
+"""Maximum number of compilations of the whole training step. Two mostly do. Judged by GPT-2 on an H100, whose first
+prediction is off by 1 to 5% and the second by under 0.5%."""
 
 QUICK, QUICK_COMPILES = 500, 6
 """And of programs of so many operations at most, on one device, which mostly compile in seconds, this many. Judged by a
@@ -155,14 +157,16 @@ CLOSE = 0.02
 """Stop once the compiled peak is within this fraction below the budget. Judged by the models of benchmarks/."""
 
 WORTH = 0.003
-"""Compile one more plan after one within `CLOSE` if by the chain it takes less time by this fraction of the step."""
+"""Compile one more plan after one within `CLOSE` if by the chain it takes less time by this fraction of the step. No
+measurement is on record."""
 
 SLIGHT = 0.02
 """What is before and after the blocks is left to JAX, as people leave it, if at most this fraction of its forward run
 is computed again: an embedding's rows are looked up in no time. Judged by language models of few blocks."""
 
 TINY = 0.001
-"""Checkpoints as people write them are compiled if the traced step says that they take less by this fraction."""
+"""Checkpoints as people write them are compiled if the traced step says that they take less by this fraction. No
+measurement is on record."""
 
 AIMS, QUICK_AIMS = 4, 8
 """How many solutions are traced, to predict their peaks, for one that is compiled. Judged by the models of benchmarks/:
@@ -179,7 +183,7 @@ the forward pass. Judged by ResNet-50 and the U-Net, whose compiled peaks do not
 
 FLOORS = 3
 """Where no plan fits, this many checkpoints as people place them are compiled beside the plan that needs least by the
-model."""
+model. No measurement is on record."""
 
 ABOVE = (1.02, 1.05)
 """And the cheapest plans that need this many times as much. The model errs by a few percent of the peak, so one of them
@@ -217,6 +221,52 @@ MUCH = 0.25
 """Views that show at least this fraction of an input lie in the region that reads them. Judged by blocks that read four
 matrices of one array each, and by eight blocks that read their parts of stacked weights."""
 
+TIGHTER = 1 / 8
+"""A plan whose step ran out of memory is followed by one whose peak is less by this fraction at least. The device
+cannot always say how much was missing: free bytes that are scattered serve nobody. No measurement is on record."""
+
+SHARED_PARTS = 2000
+"""Regions that the planner's traces of a program share, at most. A plan has up to a few hundred. It bounds memory. No
+measurement is on record."""
+
+ROOM = 1.5
+"""The step as it is is compiled first where its estimate is at most this many times the budget. The estimate of a step
+without checkpoints is too high by up to a third where XLA fuses. No measurement is on record."""
+
+FAR_BELOW = 2.0
+"""A plan is far below the budget if it needs less by more than this many times `CLOSE`. No measurement is on record."""
+
+AIMED = 0.25
+"""A traced solution is near enough to the budget if it needs less by at most this share of `CLOSE`. No measurement is
+on record."""
+
+MISSED, HIT = 6, 0.5
+"""`MARGIN` is multiplied by the first for each plan after the first that did not fit, as long as none fits; otherwise
+by the second. No measurement is on record."""
+
+CUTS = 24
+"""Candidates of a stretch, at most, of those that differ in what is kept: the convex hull of bytes and seconds. A limit
+of planning time. No measurement is on record."""
+
+# ------------------------------------------------------------------------------------------------------ the host's link
+
+LINK_PRICES = (0.01, 0.05, 0.2, 0.7)
+"""Seconds of work that a second of the host's link may cost where a stretch is looked at for what to move to the host:
+little where the link has room, more where it is nearly full. At 1 a transfer that nothing hides is paid. No
+measurement is on record."""
+
+LINK_STEPS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0)
+"""The same, of a whole plan, rising: the least at which the link is not more than full is taken for the first stages,
+and the one before it for the others. No measurement is on record."""
+
+LINK_FULL = 0.97
+"""How much of the step's seconds the planner's model lets the host's link be at work, so that the traced step, whose
+seconds differ a little, finds it at most full. No measurement is on record."""
+
+LINK_SHARES = (1.0, 0.6, 0.3)
+"""Shares of the link that one stage may take, where plans are also looked for with such a bound: loops would take more
+than all of it. Judged by a scan of six layers on an H100."""
+
 # ------------------------------------------------------------------------------------------------ the liveness model
 
 OPERANDS = 96
@@ -250,31 +300,33 @@ LONGEST_RUN = 64
 """Maximum number of iterations in one run of a binomial schedule. No measurement is on record."""
 
 LOG_BASE = 4
-"""Segments of a level of the schedule "log": 2 and 4 keep equally many carries, and 4 runs iterations half as often."""
+"""Segments of a level of the schedule "log". It follows from the counts: 2 and 4 keep equally many carries, and 4 runs
+iterations half as often."""
+
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 MOST_TILES = 64
-"""Tiles that the planner divides a stretch into, at most. More of them are small matmuls and many loop iterations."""
+"""Tiles that the planner divides a stretch into, at most. More of them are small matmuls and many loop iterations. No
+measurement is on record."""
 
 STANDS_OUT = 2.0
 """The stretch that needs most is tiled alone where it needs at least so many times as much as the next one. The head of
 a GPT with 128,256 words needs ten times as much as an attention. Judged by that model alone."""
 
-SHARED_PARTS = 2000
-"""Regions that the planner's traces of a program share, at most. A plan has up to a few hundred. It bounds memory."""
-
 FAR = 1.1
 """Where the leanest plan is estimated to need this many times a budget, plans with tiles are looked for at once. The
-model errs by a few percent of the peak."""
+model errs by a few percent of the peak. No measurement is on record."""
 
 KEPT_SHARE = 0.98
 """Share of a budget that a plan which keeps everything may need by the planner's own count, when it says how many tiles
-a stretch gets. The model errs by a few percent of the peak. So for the next two."""
+a stretch gets. The model errs by a few percent of the peak. No measurement is on record."""
 
 LEAN_SHARE = 0.97
-"""The same for the leanest plan."""
+"""The same for the leanest plan. No measurement is on record."""
 
 LEANER_SHARE, LEANER_TIMES = 0.85, 2.0
-"""The same for the leanest plan of a second set of tiles, and how many times as many tiles it has as that asks for."""
+"""The same for the leanest plan of a second set of tiles, and how many times as many tiles it has as that asks for. No
+measurement is on record."""
 
 ALIKE = 1.1
 """Axes along which a stretch needs at most so many times what it needs along the best one count as about as good: the
@@ -288,22 +340,25 @@ TILE_REACH = 8
 """Stages by which a stretch that is tiled may reach beyond those that need too much. No measurement is on record."""
 
 DIVISIONS = 64
-"""Divided programs that a tiled function keeps, one for each shape of its arguments: those of the last calls."""
+"""Divided programs that a tiled function keeps, one for each shape of its arguments: those of the last calls. No
+measurement is on record."""
 
 TILED_AXES = 4
-"""Axes along which the planner divides a stretch, of those with which it needs less: each takes a trace of it."""
+"""Axes along which the planner divides a stretch, of those with which it needs less: each takes a trace of it. No
+measurement is on record."""
 
 TRIED_AXES = 12
-"""Axes along which the planner tries to divide a stretch, at most. A head of 4 sequences, whose arguments are those of
-the loss, needs less along two of seven axes: those of labels and weights come first."""
+"""Axes along which the planner tries to divide a stretch, at most. Judged by a head of 4 sequences, whose arguments are
+those of the loss: it needs less along two of seven axes, and those of labels and weights come first."""
 
 TILE_TRIES = 6
-"""Sets of tiles that are planned for one budget, at most: after one that fits, those with fewer tiles."""
+"""Sets of tiles that are planned for one budget, at most: after one that fits, those with fewer tiles. No measurement
+is on record."""
 
 QUICK_TILE_TRIES = 16
 """Sets of tiles that are planned besides, at most, where no plan without tiles fits a program of `QUICK` operations:
 the stretches that need most along each axis, in as many tiles as there can be and in the fewest that fit; `TILE_TRIES`
-where a plan with tiles fits already. An attention has ten such ways."""
+where a plan with tiles fits already. Judged by an attention, which has ten such ways."""
 
 OVERSTATED_TILES = 2.0
 """By how much the estimate of a step with tiles may be above its compiled peak. Judged by an attention on the CPU,
@@ -321,15 +376,12 @@ TILE_ROUNDS = 4
 """Times that tiles are looked for in a function that has some. No measurement is on record."""
 
 MOST_PARTS = 2048
-"""Parts of a tiled axis, at most: over so many devices an axis may be sharded without being gathered."""
+"""Parts of a tiled axis, at most: over so many devices an axis may be sharded without being gathered. No measurement is
+on record."""
 
 RUN = {1: 128, 2: 8}
-"""Dimensions from the tiled one on -> consecutive rows of a part that a tile has at least. A TPU keeps the last two
-dimensions of an array in blocks of 8 by 128."""
-
-TIGHTER = 1 / 8
-"""A plan whose step ran out of memory is followed by one whose peak is less by this fraction at least. The device
-cannot always say how much was missing: free bytes that are scattered serve nobody. No measurement is on record."""
+"""Dimensions from the tiled one on -> consecutive rows of a part that a tile has at least. It follows from how a TPU
+keeps the last two dimensions of an array: in blocks of 8 by 128."""
 
 # ------------------------------------------------------------------------------------------------------ results on disk
 
@@ -337,20 +389,3 @@ CACHE_BYTES = 2**30
 """Bytes of the folder of compilers' results.
 
 Judged by steps of GPT-2 and of the U-Net: 0.1 to 1 MiB each, so a thousand plans and more."""
-
-LINK_PRICES = (0.01, 0.05, 0.2, 0.7)
-"""Seconds of work that a second of the host's link may cost where a stretch is looked at for what to move to the host:
-little where the link has room, more where it is nearly full. At 1 a transfer that nothing hides is paid. No
-measurement is on record."""
-
-LINK_STEPS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0)
-"""The same, of a whole plan, rising: the least at which the link is not more than full is taken for the first stages,
-and the one before it for the others. No measurement is on record."""
-
-LINK_FULL = 0.97
-"""How much of the step's seconds the planner's model lets the host's link be at work, so that the traced step, whose
-seconds differ a little, finds it at most full. No measurement is on record."""
-
-LINK_SHARES = (1.0, 0.6, 0.3)
-"""Shares of the link that one stage may take, where plans are also looked for with such a bound: loops would take more
-than all of it. Judged by a scan of six layers on an H100."""

@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError
 from jaxckpt.core import intervals, primitives, reads
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
@@ -254,20 +253,7 @@ class Graph:
 
 
 def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
-    """Returns the graph of `fun(*args, **kwargs)`, calls written out.
-
-    Args:
-      fun: a function of pytrees of arrays; it may close over arrays, also over ones that are being traced.
-      *args: arrays, or anything with a shape and a dtype; nothing is computed.
-      **kwargs: the same, by name.
-
-    >>> import jax.numpy as jnp
-    >>> graph = trace(lambda x: jnp.sin(x) @ x, jnp.ones((3, 3)))
-    >>> [op.primitive for op in graph.ops], graph.flops
-    (['sin', 'dot_general'], 63)
-    """
-    if not callable(fun):
-        raise ArgumentError("fun", "a function", fun)
+    """Returns the graph of a function of pytrees of arrays; `jaxckpt.core.lift.trace` takes other functions too."""
     closed, in_tree, out_tree, paths = _traced(fun, args, kwargs)
     return graph_of(closed, in_tree=in_tree, out_tree=out_tree, paths=paths, rules=True)
 

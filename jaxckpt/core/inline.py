@@ -235,7 +235,7 @@ def checkpointed(eqn: Any) -> Any:
 def called(eqn: Any) -> Any:
     """Returns the jaxpr that the equation merely calls, or None: it says nothing about placement."""
     params = eqn.params
-    if primitives.of(eqn.primitive.name).holds is not Holds.CALL:
+    if primitives.of(_compat.primitive_name(eqn)).holds is not Holds.CALL:
         return None
     if "in_shardings" not in params:
         return params.get("call_jaxpr", params.get("jaxpr"))

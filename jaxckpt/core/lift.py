@@ -20,7 +20,8 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError
-from jaxckpt.core.graph import Graph, trace
+from jaxckpt.core import graph as graphs
+from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import Whole, is_array, is_given, is_number, is_operand
 from jaxckpt.core.typed import typed
 
@@ -372,9 +373,25 @@ def anything(
     return call
 
 
-def trace_call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
-    """Returns the graph of `fun(*args, **kwargs)`, as `trace` does; the arguments may be anything."""
-    return attempt(fun, args, kwargs, lambda call: trace(call.fun, *call.args, **call.kwargs))
+def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
+    """Returns the graph of `fun(*args, **kwargs)`, calls written out. Nothing is computed.
+
+    Args:
+      fun: any function; see `jaxckpt.checkpoint`. It may close over arrays, also over ones that are being traced.
+      *args: arrays, or anything with a shape and a dtype; modules; other leaves are passed as they are.
+      **kwargs: the same, by name.
+
+    Raises:
+      ArgumentError: `fun` cannot be called.
+
+    >>> import jax.numpy as jnp
+    >>> graph = trace(lambda x: jnp.sin(x) @ x, jnp.ones((3, 3)))
+    >>> [op.primitive for op in graph.ops], graph.flops
+    (['sin', 'dot_general'], 63)
+    """
+    if not callable(fun):
+        raise ArgumentError("fun", "a function", fun)
+    return attempt(fun, args, kwargs, lambda call: graphs.trace(call.fun, *call.args, **call.kwargs))
 
 
 def count_flops(fun: Callable[..., Any], *args: Any) -> int:
@@ -391,9 +408,7 @@ def count_flops(fun: Callable[..., Any], *args: Any) -> int:
     >>> count_flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 4)))
     48
     """
-    if not callable(fun):
-        raise ArgumentError("fun", "a function", fun)
-    return trace_call(fun, *args).flops
+    return trace(fun, *args).flops
 
 
 def result_of(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -66,7 +66,7 @@ _PARTS = 512
 
 
 @dataclass(eq=False)
-class _Slot:
+class _Memory:
     """What may take memory. `last`: the event after which nobody needs it, -1 if nobody ever does. `fill`: whether it
     is an array of one constant.
     """
@@ -76,10 +76,10 @@ class _Slot:
     stored: bool = False
     counted: bool = True
     last: int = -1
-    sources: tuple[_Slot, ...] = ()
-    inside: _Slot | None = None  # shares the memory of that one
+    sources: tuple[_Memory, ...] = ()
+    inside: _Memory | None = None  # shares the memory of that one
 
-    def owner(self) -> _Slot:
+    def owner(self) -> _Memory:
         owner = self
         while owner.inside is not None:
             owner = owner.inside
@@ -92,8 +92,8 @@ class _Slot:
 @dataclass(eq=False)
 class _Event:
     primitive: str
-    inputs: list[_Slot]
-    outputs: list[_Slot]
+    inputs: list[_Memory]
+    outputs: list[_Memory]
     workspace: int = 0
     path: tuple[Op, ...] = ()  # the operation, behind those that it lies in
     facts: Primitive = field(init=False)
@@ -143,9 +143,11 @@ def _program(graph: Graph, platform: str) -> tuple[int, list[_Event], list[int]]
     return given, events, _live(events, outputs)
 
 
-def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[list[_Event], list[_Slot]]:
+def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[list[_Event], list[_Memory]]:
     """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's."""
-    slots: dict[int, _Slot] = {index: _Slot(graph.values[index].bytes, stored=True, counted=False) for index in outside}
+    slots: dict[int, _Memory] = {
+        index: _Memory(graph.values[index].bytes, stored=True, counted=False) for index in outside
+    }
     events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
     events = _needed(events, results)
@@ -156,7 +158,7 @@ def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple
 
 
 def _flatten(
-    graph: Graph, body: Body, slots: dict[int, _Slot], platform: str, around: tuple[Op, ...] = ()
+    graph: Graph, body: Body, slots: dict[int, _Memory], platform: str, around: tuple[Op, ...] = ()
 ) -> Iterator[_Event]:
     """Yields the events of a body, what it calls written out; fills `slots`, index of a value -> its slot. `around`:
     the operations that the body lies in.
@@ -176,7 +178,7 @@ def _flatten(
         one = len(inputs) <= 1 and all(slot.fill for slot in inputs)  # or a literal
         fill = one and facts.linear and facts.kernel is Kernel.AT_USES
         outputs = [
-            _Slot(graph.values[index].bytes, fill=fill, counted=counted) for index, counted in zip(op.outputs, here)
+            _Memory(graph.values[index].bytes, fill=fill, counted=counted) for index, counted in zip(op.outputs, here)
         ]
         slots.update(zip(op.outputs, outputs))
         if op.primitive == "scan" and FUSING[platform].sinks_fills:
@@ -186,7 +188,7 @@ def _flatten(
         yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
 
 
-def _without_fills(op: Op, inputs: list[_Slot]) -> list[_Slot]:
+def _without_fills(op: Op, inputs: list[_Memory]) -> list[_Memory]:
     """Returns what a scan reads, without the arrays of one constant that all of its steps read."""
     consts, _ = _compat.num_scan_consts_carry(op.params)
     given = iter(inputs)
@@ -194,15 +196,15 @@ def _without_fills(op: Op, inputs: list[_Slot]) -> list[_Slot]:
     return [slot for place, slot in enumerate(slots) if slot is not None and not (place < consts and slot.fill)]
 
 
-def _slot(graph: Graph, slots: dict[int, _Slot], index: int) -> _Slot:
+def _slot(graph: Graph, slots: dict[int, _Memory], index: int) -> _Memory:
     """Returns the slot of a value; what no event has made (a constant of an inner program) is its caller's."""
     if index not in slots:
-        slots[index] = _Slot(graph.values[index].bytes, stored=True, counted=False)
+        slots[index] = _Memory(graph.values[index].bytes, stored=True, counted=False)
     return slots[index]
 
 
 def _call(
-    graph: Graph, op: Op, slots: dict[int, _Slot], inputs: list[_Slot], platform: str, around: tuple[Op, ...]
+    graph: Graph, op: Op, slots: dict[int, _Memory], inputs: list[_Memory], platform: str, around: tuple[Op, ...]
 ) -> Iterator[_Event]:
     inner = op.bodies[0]
     barrier = (
@@ -212,7 +214,7 @@ def _call(
     )
     operands = dict(zip(op.inputs, inputs))
     if barrier:
-        behind = {index: _Slot(entry.bytes) for index, entry in operands.items()}
+        behind = {index: _Memory(entry.bytes) for index, entry in operands.items()}
         yield _Event(BARRIER, list(operands.values()), list(behind.values()), 0, (*around, op))
         slots.update(behind)
         operands = behind
@@ -223,14 +225,14 @@ def _call(
         slots.update((own, operands[index]) for own, index in zip(inner.inputs, passed) if index not in (None, own))
     yield from _flatten(graph, inner, slots, platform, (*around, op))
     results = [
-        _slot(graph, slots, index) if index is not None else _Slot(graph.values[outer].bytes)
+        _slot(graph, slots, index) if index is not None else _Memory(graph.values[outer].bytes)
         for outer, index in zip(op.outputs, inner.outputs, strict=True)
     ]
     slots.update(zip(op.inputs, inputs))  # what comes later reads them from before the barrier
     slots.update(zip(op.outputs, results))
 
 
-def _needed(events: list[_Event], results: Iterable[_Slot]) -> list[_Event]:
+def _needed(events: list[_Event], results: Iterable[_Memory]) -> list[_Event]:
     """Returns the events that the results depend on: XLA drops the others."""
     return surgery.live(events, results, lambda event: event.outputs, lambda event: event.inputs)
 
@@ -244,7 +246,7 @@ def _store_shared(events: list[_Event]) -> None:
                 slot.stored = uses[id(slot)] > 1
 
 
-def _decide(events: list[_Event], results: list[_Slot]) -> None:
+def _decide(events: list[_Event], results: list[_Memory]) -> None:
     """Decides what is stored, which slots share memory, and when each is needed for the last time."""
     for slot in results:
         slot.stored = True
@@ -260,7 +262,7 @@ def _decide(events: list[_Event], results: list[_Slot]) -> None:
                 for slot in event.inputs:
                     slot.stored = True
     for time, event in enumerate(events):
-        read: dict[int, _Slot] = {}
+        read: dict[int, _Memory] = {}
         for slot in event.inputs:
             for source in (slot.owner(),) if slot.stored else slot.sources:
                 read[id(source)] = source
@@ -281,18 +283,18 @@ def _decide(events: list[_Event], results: list[_Slot]) -> None:
         slot.owner().last = len(events)
 
 
-def _peak(events: list[_Event], outputs: list[_Slot]) -> int:
+def _peak(events: list[_Event], outputs: list[_Memory]) -> int:
     """Returns the most bytes that are live at once: see `_live`."""
     return max(_live(events, outputs), default=0)
 
 
-def _live(events: list[_Event], outputs: list[_Slot]) -> list[int]:
+def _live(events: list[_Event], outputs: list[_Memory]) -> list[int]:
     """Returns the bytes that are live at each event.
 
     The outputs have buffers of their own from the start. Until one is written, something else may live in it, if that
     is no larger.
     """
-    lives: dict[_Slot, tuple[int, int]] = {}
+    lives: dict[_Memory, tuple[int, int]] = {}
     for time, event in enumerate(events):
         made = [slot for slot in event.outputs if _takes_memory(slot)]
         if event.facts.fused or event.facts.writes_over:
@@ -309,7 +311,7 @@ def _live(events: list[_Event], outputs: list[_Slot]) -> list[int]:
     return [standing + live + event.workspace for live, event in zip(moving, events)]
 
 
-def _write_over(made: list[_Slot], read: list[_Slot], lives: dict[_Slot, tuple[int, int]], time: int) -> None:
+def _write_over(made: list[_Memory], read: list[_Memory], lives: dict[_Memory, tuple[int, int]], time: int) -> None:
     """Ends the lives of operands an event early where a result of the same size takes their place."""
     # In the order of the operands: a set's order would make the estimate another one from run to run.
     dying = dict.fromkeys(source for slot in read for source in ((slot.owner(),) if slot.stored else slot.sources))
@@ -332,7 +334,7 @@ class _Buffers:
       events: how many events there are.
     """
 
-    def __init__(self, written: dict[_Slot, int], events: int) -> None:
+    def __init__(self, written: dict[_Memory, int], events: int) -> None:
         self.written = written
         order = sorted(written, key=lambda slot: -slot.bytes)
         self.sizes = [-slot.bytes for slot in order]
@@ -400,7 +402,7 @@ class _Buffers:
         self.wholly[node] = self.wholly[2 * node] & self.wholly[2 * node + 1]
 
 
-def _takes_memory(slot: _Slot) -> bool:
+def _takes_memory(slot: _Memory) -> bool:
     return slot.stored and slot.counted and slot.inside is None
 
 
@@ -417,7 +419,7 @@ def stretch_peak(
         used is given.
       platform: as of `estimate_peak`.
     """
-    slots = {index: _Slot(graph.values[index].bytes, stored=True) for index in arriving}
+    slots = {index: _Memory(graph.values[index].bytes, stored=True) for index in arriving}
     body = Body(tuple(ops), (), (), None, {})
     events = [_Event("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
     outcome = [slots[index] for index in results if index in slots]
@@ -444,7 +446,7 @@ def passed_on(
     Returns:
       For each buffer its bytes, and the values (indices) that are in it: the same one, in several forms.
     """
-    slots: dict[int, _Slot] = {}
+    slots: dict[int, _Memory] = {}
     events = list(_flatten(graph, Body(tuple(first), (), (), None, {}), slots, platform))
     made = {id(slot): slot for event in events for slot in event.outputs}
     start = len(events)

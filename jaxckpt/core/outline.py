@@ -22,7 +22,7 @@ def region_line(region: Region) -> str:
     """Returns a line on a region, without those nested in it."""
     where = f"ops {region.start}..{region.stop}{_inside(region.body)}"
     if not region.checkpoint:
-        return f"{where}: as they stand"
+        return f"{where}: left to JAX"
     saved = all(action == SAVE for action in region.actions.values())
     kinds = "" if saved else f" ({kept_text([region.actions])})"
     return f"{where}: keeps {counted(len(region.actions), 'value')}{kinds}"
@@ -89,7 +89,7 @@ def _describe(regions: tuple[Region, ...], graph: Graph, indent: str) -> Iterato
         kept = [graph.values[index] for index in region.actions]
         total = format_bytes(_stored(region.actions, graph))
         if not region.checkpoint:
-            yield f"{indent}├─ ops {region.start}..{region.stop}  as they stand"
+            yield f"{indent}├─ ops {region.start}..{region.stop}  left to JAX"
             continue
         yield f"{indent}├─ ops {region.start}..{region.stop}  keeps {len(kept)} of its values, {total}"
         for value in sorted(kept, key=lambda v: -v.kept_bytes)[:8]:
@@ -104,7 +104,7 @@ def _describe_loops(loops: tuple[Loop, ...], ops: Sequence[Op], graph: Graph) ->
         for some in loop.schedule.iterations(op.params["length"]):
             what = f"│  ├─ {counted(some.count, 'iteration')}{some.how}"
             if some.actions is None:
-                yield f"{what}: {some.unsaid or 'as they stand'}"
+                yield f"{what}: {some.unsaid or 'left to JAX'}"
                 continue
             kept = [graph.values[index] for index in some.actions]
             each = format_bytes(_stored(some.actions, graph, each=True))

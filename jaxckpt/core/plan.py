@@ -48,8 +48,8 @@ from jaxckpt.core.units import counted, format_bytes
 FORMAT = 10
 """Version of the JSON form."""
 READ_FORMATS = (7, 8, 9, FORMAT)
-"""Versions that are read. Reports of format 7 say nothing of the host, plans before format 9 nothing of windows, before
-format 10 nothing of parts."""
+"""Versions that are read. Reports of format 7 have no figures of host memory; plans of formats 7 and 8 have no
+`pools_apart`; tiled stretches of formats 7 to 9 have no `parts`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Plan:
       prevent_cse: whether the compiler is kept from merging the recomputation with the forward pass; False is right
         inside a `lax.scan` only.
       notes: a line for each region, for people; they do not count when plans are compared.
-      loops: how scans of the function are run, where not as they stand.
+      loops: how scans of the function are run that are not left to JAX.
       respect_checkpoints: whether the function keeps the checkpoints that are in it. False: the plan is one for
         `jaxckpt.without_checkpoints` of the function.
       tiles: stretches that run tile by tile, the first round's first, and of a round the last one first. Regions and
@@ -155,7 +155,9 @@ class Plan:
 
     @property
     def overhead(self) -> float | None:
-        """Seconds of recomputation over those of a step without any; whose: `report.costs`."""
+        """The seconds that the plan adds to a step, as a share of the step's seconds without a plan: recomputation, and
+        transfers that nothing hides. `report.costs` says whose seconds they are.
+        """
         return None if self.report is None else self.report.overhead
 
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:

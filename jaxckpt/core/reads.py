@@ -117,13 +117,12 @@ def _names(eqns: Sequence[Any], rounds: bool) -> dict[Any, tuple[list[Any], Any]
         if name is not None and name.startswith(INTERNAL) and not isinstance(eqn.invars[0], _compat.Literal):
             if not (rounds and _is_compared(eqn, makers)):
                 found[eqn.invars[0]] = [eqn], eqn.outvars[0]
-        elif eqn.primitive.name == "complex":
+        elif _compat.primitive_name(eqn) == "complex":
             named = [makers.get(var) for var in eqn.invars if not isinstance(var, _compat.Literal)]
             parts = [each.invars[0] for each in named if each is not None and _is_key(each.invars[:1], found)]
             taken = [makers[part] for part in parts if part in makers]
-            if [each.primitive.name for each in taken] != ["real", "imag"] or taken[0].invars[0] is not taken[1].invars[
-                0
-            ]:
+            names = [_compat.primitive_name(each) for each in taken]
+            if names != ["real", "imag"] or taken[0].invars[0] is not taken[1].invars[0]:
                 continue
             naming = [each for part, maker in zip(parts, taken) for each in (maker, *found.pop(part)[0])]
             found[taken[0].invars[0]] = [*naming, eqn], eqn.outvars[0]
@@ -135,7 +134,7 @@ def _is_compared(naming: Any, makers: Mapping[Any, Any]) -> bool:
     of them comes back rounded, that one runs the operation again; it needs the operands in any case.
     """
     maker = makers.get(naming.invars[0])
-    return maker is not None and primitives.of(maker.primitive.name).compares
+    return maker is not None and primitives.of(_compat.primitive_name(maker)).compares
 
 
 def _is_key(atoms: Sequence[Any], mapping: Mapping[Any, Any]) -> bool:
@@ -227,7 +226,7 @@ def is_effect(eqn: Any) -> bool:
 
 def is_call(eqn: Any) -> bool:
     """Whether an equation is the call that `reads_names` makes."""
-    return eqn.primitive.name == "custom_jvp_call" and _title(eqn).startswith(CALL)
+    return _compat.primitive_name(eqn) == "custom_jvp_call" and _title(eqn).startswith(CALL)
 
 
 def _title(eqn: Any) -> str:

@@ -69,7 +69,7 @@ class Rule:
     @classmethod
     def of(cls, eqn: Any) -> Rule | None:
         """Returns the rule that an equation opens; None where it is another operation."""
-        if eqn.primitive.name != "custom_jvp_call":
+        if _compat.primitive_name(eqn) != "custom_jvp_call":
             return None
         title = _compat.jaxpr_title(eqn.params["call_jaxpr"])
         rule = _rule_of(title.removeprefix(TITLE)) if title.startswith(TITLE) else None

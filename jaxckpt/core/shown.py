@@ -21,6 +21,11 @@ from jaxckpt.core.files import write_whole
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, what)` before each task, and after the last task with `what` ""."""
 
+
+def silent(done: int, total: int, what: str) -> None:
+    """The progress that nobody wants to know."""
+
+
 Bar = Callable[[str, bool], contextlib.AbstractContextManager[Progress | None]]
 """Called as `bar(title, wanted)`: see `jaxckpt.show.progress`, which registers the one that there is."""
 

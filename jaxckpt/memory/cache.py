@@ -34,13 +34,13 @@ import platformdirs
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import CACHE_BYTES
 from jaxckpt.core.files import read_whole, write_whole
+from jaxckpt.memory.platforms import PLATFORMS
 
 logger = logging.getLogger("jaxckpt")
 
 FOLDER = "JAXCKPT_CACHE_DIR"
 OFF = "off"
 _SUFFIX = ".report"
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH")
 _NAMED = re.compile(r'loc\("(?:([^"]*/[^"]*)"\(|([^"]*)"\))')
 """Matches names of operations ("jit(loss)/Block_0/dot_general") and arguments in a program's locations. Names of
 functions have no slash.
@@ -56,7 +56,6 @@ _SETTINGS = (
     "jax_use_shardy_partitioner",
 )
 """JAX's settings that become options of its compilers; those that a version does not have are left out."""
-_COMPILERS = ("jax", "jaxlib", "jaxckpt", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +106,12 @@ def surroundings() -> dict[str, str]:
     """Returns what a result depends on, apart from the program: variables with flags, JAX's settings, and versions,
     with "" for missing ones.
     """
-    flags = {name: os.environ.get(name, "") for name in _FLAGS}
+    platforms = PLATFORMS.values()
+    variables = ["XLA_FLAGS", *(name for platform in platforms for name in platform.variables)]
+    packages = ["jax", "jaxlib", "jaxckpt", *(name for platform in platforms for name in platform.packages)]
+    flags = {name: os.environ.get(name, "") for name in variables}
     settings = {name: str(jax.config.values[name]) for name in _SETTINGS if name in jax.config.values}
-    return flags | settings | {name: _version(name) for name in _COMPILERS} | {"reading": _READING}
+    return flags | settings | {name: _version(name) for name in packages} | {"reading": _READING}
 
 
 def entry(folder: pathlib.Path, lowered: Any, target: str, devices: Any, options: Mapping[str, Any]) -> pathlib.Path:

@@ -15,9 +15,9 @@ import jax
 from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
 from jaxckpt.core import lift, shown
 from jaxckpt.core.leaves import is_inexact
-from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.lift import trace
 from jaxckpt.core.liveness import graph_peak
-from jaxckpt.core.shown import Progress, tells
+from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, made, not_a_loss, suited
 from jaxckpt.memory.report import MemoryReport, measure
@@ -171,7 +171,7 @@ def compare(
       *args: the functions' arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       target: what to compile for: see `jaxckpt.Target`; None for the local backend.
       step: makes the training step that is measured from a function: `jax.value_and_grad`, which differentiates with
-        respect to the first argument, or a function that also has the optimiser's update.
+        respect to the first argument, or a function that also has the optimizer's update.
       time: whether to run each step on the local backend, for any target, with `compiler_options()`. Times are medians
         of interleaved runs. Shapes among the arguments are filled with seeded data (`jaxckpt.memory.verify.fill`). A
         step that donates its arguments gets copies of them, which are not timed.
@@ -204,13 +204,13 @@ def compare(
     step = suited(step, first, args)
     steps = {name: step(fun) for name, fun in variants.items()}
     total = len(variants) * (2 if time else 1)
-    report = progress or (lambda done, total, what: None)
+    progress = progress or silent
     measured = []
     left_out: list[tuple[str, str]] = []
     unfit: DoesNotFitError | None = None
     sharded = any(getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1 for leaf in lift.leaves(first, args))
     for done, (name, fun) in enumerate(steps.items()):
-        report(done, total, f"compiling {name}")
+        progress(done, total, f"compiling {name}")
         graph = trace(fun, *args)
         estimate = None if sharded else graph_peak(graph, resolved.platform)
         try:
@@ -223,9 +223,9 @@ def compare(
         raise unfit
     steps = {name: steps[name] for name, *_ in measured}
     seconds = (
-        time_steps(steps, fill(args), lambda done, what: report(len(variants) + done, total, what)) if time else {}
+        time_steps(steps, fill(args), lambda done, what: progress(len(variants) + done, total, what)) if time else {}
     )
-    report(total, total, "")
+    progress(total, total, "")
     return replace(_comparison(measured, seconds, resolved.name), left_out=tuple(left_out))
 
 
@@ -302,7 +302,7 @@ def check_differentiable(name: str, fun: Callable[..., Any], args: tuple[Any, ..
 
 
 def time_steps(
-    steps: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], report: Callable[[int, str], None]
+    steps: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], progress: Callable[[int, str], None]
 ) -> dict[str, float]:
     """Returns the median seconds of each step on the local backend.
 
@@ -311,11 +311,11 @@ def time_steps(
     Args:
       steps: name -> function. A step that donates its arguments gets copies of them, which are not timed.
       args: arrays, the arguments of all steps.
-      report: called as `report(done, what)` before each step is compiled.
+      progress: called as `progress(done, what)` before each step is compiled.
     """
     compiled = {}
     for done, (name, fun) in enumerate(steps.items()):
-        report(done, f"timing {name}")
+        progress(done, f"timing {name}")
         compiled[name] = lift.attempt(fun, args, {}, functools.partial(_runnable, fun))
     runs: dict[str, list[float]] = {name: [] for name in compiled}
     start = clock.perf_counter()

@@ -161,7 +161,7 @@ def _path(path: tuple[Any, ...]) -> str:
 def _passed_on(eqn: Any, place: int) -> int | None:
     """Returns the place of the operand that a call returns as it is at a place of its results; None if it does not."""
     programs = surgery.programs(eqn)
-    if len(programs) != 1 or primitives.of(eqn.primitive.name).holds not in _ONCE:
+    if len(programs) != 1 or primitives.of(_compat.primitive_name(eqn)).holds not in _ONCE:
         return None
     inner = _compat.open_jaxpr(programs[0])
     result = inner.outvars[place]
@@ -194,7 +194,7 @@ class _Makers:
         while (eqn := self.makers.get(var)) is not None:
             place: int | None = eqn.outvars.index(var)
             if _compat.equation_name(eqn) is None and not primitives.is_same(
-                eqn.primitive.name, eqn.params, var.aval.dtype
+                _compat.primitive_name(eqn), eqn.params, var.aval.dtype
             ):
                 place = _passed_on(eqn, eqn.outvars.index(var))
             if place is None or isinstance(eqn.invars[place], _compat.Literal):

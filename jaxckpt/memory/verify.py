@@ -150,7 +150,7 @@ def verify(
         both = functools.partial(_outputs_and_gradients, name=_name(each), seed=seed)
         return lift.attempt(each, args, {}, both)  # type: ignore[no-any-return]
 
-    lossy = stored.lossy_actions(_compat.open_jaxpr(lift.trace_call(alike, *args).jaxpr))
+    lossy = stored.lossy_actions(_compat.open_jaxpr(lift.trace(alike, *args).jaxpr))
     with stored.only_lossy(None) if lossy else contextlib.nullcontext():
         got = run(alike)
     expected = run(reference)
@@ -237,7 +237,7 @@ def _fill(leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
 
 
 def _tolerance(fun: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    dtypes = {value.dtype for value in lift.trace_call(fun, *args).values if value.dtype is not None}
+    dtypes = {value.dtype for value in lift.trace(fun, *args).values if value.dtype is not None}
     inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     return max((TOLERANCES.get(str(dtype), COARSEST) for dtype in inexact), default=0.0)
 

@@ -327,7 +327,7 @@ def _batch(size: Size, mesh: AbstractMesh | Mesh, real: bool) -> tuple[Any, Any]
 # ---------------------------------------------------------------------------------------------------- training step
 
 
-def optimiser() -> optax.GradientTransformation:
+def optimizer() -> optax.GradientTransformation:
     """Returns AdamW with moments in float32."""
     inner = optax.adamw(1e-4)
     wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
@@ -339,9 +339,9 @@ def optimiser() -> optax.GradientTransformation:
 
 
 def state(params: Any) -> Any:
-    """Returns shapes of the optimiser's state, laid out as the parameters."""
+    """Returns shapes of the optimizer's state, laid out as the parameters."""
     like = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of.sharding)
-    return optax.tree.map_params(optimiser(), like, jax.eval_shape(optimiser().init, params), params)
+    return optax.tree.map_params(optimizer(), like, jax.eval_shape(optimizer().init, params), params)
 
 
 def training(loss: Callable[..., Array]) -> Callable[..., Any]:
@@ -349,7 +349,7 @@ def training(loss: Callable[..., Array]) -> Callable[..., Any]:
 
     def step(params: Any, state: Any, inputs: Array, targets: Array) -> tuple[Any, Any, Array]:
         value, gradients = jax.value_and_grad(loss)(params, inputs, targets)
-        updates, state = optimiser().update(gradients, state, params)
+        updates, state = optimizer().update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
     return jax.jit(step, donate_argnums=(0, 1))

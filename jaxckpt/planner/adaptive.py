@@ -40,8 +40,8 @@ def adaptive(step: Any = None, /, *, tries: int = 4, wait: bool = True) -> Any:
     The step calls a function of `jaxckpt.autocheckpoint`, inside of `jax.jit` or not. If a call ends with JAX's
     RESOURCE_EXHAUSTED, at compile time or at run time, then
 
-    1. the peak that the next plan may have is that of the last plan less the bytes that were missing, where the error
-       and the device say how many; otherwise, and at least, less an eighth of it;
+    1. the next plan may have the peak of the last plan, lowered by the missing bytes if the error and the device say
+       how many there are, and by at least an eighth;
     2. JAX forgets all that it compiled (`jax.clear_caches()`), for a trace anywhere may hold the old plan;
     3. the step runs again with the same arguments.
 

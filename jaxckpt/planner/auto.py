@@ -109,7 +109,7 @@ def autocheckpoint(
 
     Args:
       fun: a loss: the first argument is differentiated by `step`. Left out: a decorator is returned.
-      budget: bytes, "12GiB", "60%" (of the peak without checkpoints) or "device" (what is free when it is planned); it
+      budget: bytes, "12GiB", "60%" (of the peak without a plan) or "device" (what is free when it is planned); it
         bounds the compiled peak of `step(fun)` of the arguments. See `jaxckpt.plan`. `jaxckpt.adaptive` around the
         training step plans again where a step runs out of memory all the same.
       target: None for the local backend.

@@ -1,4 +1,4 @@
-"""Converts budgets to bytes: "4GiB", "60%" of the peak without checkpoints, "device"."""
+"""Converts budgets to bytes: "4GiB", "60%" of the peak without a plan, "device"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from jaxckpt.core.units import format_bytes, parse_bytes
 from jaxckpt.memory.targets import Target, target_of
 
 DEVICE = "device"
-RULE = "a number of bytes above 0, a size such as '12GiB', a share of the peak without checkpoints such as '60%', or 'device'"
+RULE = (
+    "a number of bytes above 0, a size such as '12GiB', a share of the peak without a plan such as '60%', or 'device'"
+)
 _SHARE = re.compile(r"\s*(-?\d+(?:\.\d*)?|-?\.\d+)\s*%\s*")
 
 
@@ -29,9 +31,9 @@ def budget_bytes(
     """Returns a budget in bytes.
 
     Args:
-      budget: bytes (an int); a size, "12GiB"; a share of the peak without checkpoints, "60%"; or "device": what is free
+      budget: bytes (an int); a size, "12GiB"; a share of the peak without a plan, "60%"; or "device": what is free
         on the local device now, or all of the memory of one that is not here.
-      unplanned: returns the peak without checkpoints in bytes; called only for a share, since it takes a compile.
+      unplanned: returns the peak without a plan in bytes; called only for a share, since it takes a compile.
       target: what the budget is for: see `jaxckpt.Target`.
       resident: bytes of the step's arguments that are on the device already. They count in the peak that the budget
         bounds, so they are added to what is free: see `resident_bytes`.
@@ -78,7 +80,7 @@ def _check_text(budget: str) -> None:
     if found := _SHARE.fullmatch(budget):
         share = float(found[1])
         if not 0 < share <= 100:
-            hint = "Without checkpoints it is 100%." if share > 100 else ""
+            hint = "Without a plan it is 100%." if share > 100 else ""
             raise ArgumentError("budget", "a share above 0% and of at most 100%", budget, hint)
         return
     try:

@@ -30,7 +30,7 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner import held, mincut
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, keeping, link_seconds, passes, roofline, scaled, timer, total, written
+from jaxckpt.planner.costs import Time, link_seconds, passes, roofline, scaled, storing, timer, total, written
 from jaxckpt.planner.timing import run_seconds
 
 
@@ -94,7 +94,7 @@ def candidates_of(
     if context.timed and (expected := total(map(time, joint.forward)).seconds):
         factor = run_seconds(named.stretch(start, stop, outputs)[0]) / expected
         time = scaled(time, factor)
-    operations = [mincut.Operation(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
+    operations = [mincut.Node(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
     stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index)))
 
@@ -301,7 +301,7 @@ def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time
     found = []
     for action in dict.fromkeys(given(action, value) for action in actions):
         cost = action.cost(value)
-        time, link = keeping(cost, target) + write, link_seconds(cost, target)
+        time, link = storing(cost, target) + write, link_seconds(cost, target)
         found.append(_Store(action, action.device_bytes(value), action.host_bytes(value), time, link))
     return found
 

@@ -29,7 +29,8 @@ class Candidate:
 
     Attributes:
       kept: bytes kept, besides the segment's inputs and what later stages use of it.
-      time: seconds of the recomputation that its backward pass begins with, weighed: `planner.costs.Time.effort`.
+      time: seconds of the recomputation that its backward pass begins with, weighed as `planner.costs.Time.effort`.
+        Solvers minimise it. All times of a chain are weighed in this way.
       work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later
         stages have written are not counted. Less than 0 where what is counted so is no longer there by then.
       seconds: the same seconds by the target's rates, not weighed.
@@ -59,7 +60,7 @@ class Segment:
     """Stages start..stop taken as one.
 
     Attributes:
-      forward_time: seconds of one forward run.
+      forward_time: seconds of one forward run, weighed as `Candidate.time`.
       forward_work: bytes that one forward run needs at once, its outputs included, its inputs not.
       gradient: bytes of gradients that its backward pass writes, of arguments that no later stage has written one of.
       candidates: ways to run it, by what they keep.
@@ -161,7 +162,12 @@ Solution = tuple[Keep | Drop, ...]
 
 @dataclass(frozen=True)
 class SolutionCost:
-    """What a solution costs: seconds of recomputation, and bytes at the peak besides the program's arguments."""
+    """What a solution costs.
+
+    Attributes:
+      time: seconds of recomputation, weighed as `Candidate.time`.
+      peak: bytes at the peak, besides the program's arguments.
+    """
 
     time: float
     peak: int
@@ -225,14 +231,14 @@ def _walk(
 
 
 def _time(chain: Chain, items: Sequence[Keep | Drop]) -> float:
-    """Returns the seconds of recomputation."""
-    seconds = 0.0
+    """Returns the seconds of recomputation, weighed as `Candidate.time`."""
+    time = 0.0
     for item in reversed(items):
         if isinstance(item, Keep):
-            seconds += chain.candidate(item).time
+            time += chain.candidate(item).time
         else:
-            seconds += chain.segment(item.start, item.stop).forward_time + _time(chain, item.again)
-    return seconds
+            time += chain.segment(item.start, item.stop).forward_time + _time(chain, item.again)
+    return time
 
 
 def covers(chain: Chain, solution: Sequence[Keep | Drop]) -> bool:

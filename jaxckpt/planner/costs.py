@@ -133,7 +133,7 @@ def written(graph: Graph, target: Target) -> Callable[[int], Time]:
     return time
 
 
-def keeping(cost: Cost, target: Target, devices: int = 1) -> Time:
+def storing(cost: Cost, target: Target, devices: int = 1) -> Time:
     """Returns what it takes to store a value and to bring it back, one resource after the other, but for the host's
     link: see `link_seconds`.
 

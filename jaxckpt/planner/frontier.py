@@ -14,10 +14,9 @@ import jax
 from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
-from jaxckpt.core.lift import refuse_traced
-from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.lift import refuse_traced, trace
 from jaxckpt.core.plan import SECONDS_BY, Plan, PlanReport
-from jaxckpt.core.shown import Progress, tells
+from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
@@ -187,6 +186,7 @@ def frontier(
     others: Mapping[str, Callable[..., Any]] | None = None,
     reverse_only: bool = True,
     respect_checkpoints: bool = True,
+    tile: bool = False,
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | bool | None = None,
 ) -> Frontier:
@@ -194,7 +194,7 @@ def frontier(
 
     Args:
       fun: see `jaxckpt.plan`, and so for target, step, actions, host_budget, costs, verify, solver, reverse_only,
-        respect_checkpoints, cache.
+        respect_checkpoints, tile, cache.
       *args: arguments of the training step.
       budgets: each as for `jaxckpt.plan`. The result also has the budgets that no plan fits, with the reason.
       others: name -> function of the same arguments, to compare with the plans: the same loss with checkpoints placed
@@ -234,6 +234,7 @@ def frontier(
         costs=costs,
         reverse_only=reverse_only,
         respect_checkpoints=respect_checkpoints,
+        tile=tile,
         cache=cache,
         progress=progress,
     )
@@ -252,8 +253,8 @@ def sweep(
     """Returns the frontier of a function that is already analysed; arguments as of `frontier`."""
     others = others or {}
     total = 1 + len(budgets) + len(others)
-    report = progress or (lambda done, total, what: None)
-    report(0, total, "compiling the step as it is")
+    progress = progress or silent
+    progress(0, total, "compiling the step as it is")
     shards, cycles = problem.model.shards, problem.asked.cycles
     unplanned = way(
         "as it is",
@@ -269,7 +270,7 @@ def sweep(
     points: dict[int, Point] = {}
     # The least budget first: a plan that was compiled for it is one for those above it too.
     for done, place in enumerate(sorted(range(len(budgets)), key=lambda i: problem.budget_bytes(budgets[i])), start=1):
-        report(done, total, f"planning for {budgets[place]}")
+        progress(done, total, f"planning for {budgets[place]}")
         points[place] = point(problem, budgets[place], verify=verify, solver=solver)
     for place, found in points.items() if verify else ():  # what was compiled for a larger budget may fit a smaller one
         points[place] = _or_recalled(problem, found, solver)
@@ -277,7 +278,7 @@ def sweep(
         points = {place: _or_cheaper(found, points.values()) for place, found in points.items()}
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
-        report(done, total, f"compiling {name}")
+        progress(done, total, f"compiling {name}")
         ways.append(
             way(
                 name,
@@ -290,7 +291,7 @@ def sweep(
                 cache=problem.asked.cache,
             )
         )
-    report(total, total, "")
+    progress(total, total, "")
     return Frontier(
         problem.target.name,
         unplanned,

@@ -14,7 +14,7 @@ from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
-from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.lift import trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.looks import Looks
 from jaxckpt.core.plan import Plan
@@ -110,8 +110,8 @@ def step_graph(step: Callable[..., Any], args: tuple[Any, ...], target: Target) 
     """Returns a training step as traced for a target: JAX traces one that is jitted with compiler options in no other
     way.
     """
-    stage: Any = traced_for(step, args, target) if hasattr(step, "trace") else None
-    return graph_of(stage.jaxpr, rules=True) if hasattr(stage, "jaxpr") else trace(step, *args)
+    traced: Any = traced_for(step, args, target) if hasattr(step, "trace") else None
+    return graph_of(traced.jaxpr, rules=True) if hasattr(traced, "jaxpr") else trace(step, *args)
 
 
 class Measured:
@@ -137,7 +137,7 @@ class Measured:
         self.known_unplanned: MemoryReport | None = None
         self.tries: dict[tuple[Solution, bool], Try] = {}
         self._traced: dict[tuple[Solution, bool], Traced] = {}
-        self._stages: dict[Plan | None, tuple[Callable[..., Any], Any]] = {}  # traced and not compiled yet
+        self._steps: dict[Plan | None, tuple[Callable[..., Any], Any]] = {}  # traced and not compiled yet
         self._solvers: dict[str, Solver] = {}
 
     @property
@@ -191,11 +191,11 @@ class Measured:
         step, shards = self.step(self.fun) if made is None else self.planned(made), self.model.shards
         scoped = made is not None and not self.divided  # of several devices a trace does not say what one holds
         with self._looks.another(scoped):
-            stage = self._stage(step)
+            traced = self._traced_step(step)
             with self._one_signature():
-                graph = trace(step, *self.args) if stage is None else graph_of(stage.jaxpr, rules=True)
+                graph = trace(step, *self.args) if traced is None else graph_of(traced.jaxpr, rules=True)
         if not scoped:
-            self._stages[made] = step, stage
+            self._steps[made] = step, traced
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
         profile = graph_profile(graph, self.target.platform)
         peak = max((size for _, size in profile), default=self.argument_bytes)
@@ -204,21 +204,21 @@ class Measured:
         elsewhere = Time(shards.sent.elsewhere, shards.sent.elsewhere)
         return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments)
 
-    def _stage(self, step: Callable[..., Any]) -> Any:
+    def _traced_step(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as
         within a mapped function, where types say how arrays vary over its mesh.
         """
         try:
-            stage = traced_for(step, self.args, self.target)
+            traced = traced_for(step, self.args, self.target)
         except PlanMismatchError:
             return None
-        return stage if hasattr(stage, "jaxpr") else None
+        return traced if hasattr(traced, "jaxpr") else None
 
     def _compile(self, made: Plan | None) -> MemoryReport:
-        step, stage = self._stages.pop(made, (None, None))
-        self._stages.clear()  # the others were only looked at
-        if step is not None and stage is not None:
-            return measure_traced(stage, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
+        step, traced = self._steps.pop(made, (None, None))
+        self._steps.clear()  # the others were only looked at
+        if step is not None and traced is not None:
+            return measure_traced(traced, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
         with self._one_signature(), self._looks.another():
             step = self.step(self.fun) if made is None else self.planned(made)
             return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
@@ -328,5 +328,5 @@ class Measured:
         )
 
     def shares(self, solver: str | Solver) -> bool:
-        """Whether a solver's plans for one budget may be those for another; other solvers answer for what they find."""
-        return isinstance(self.solver(solver), Optimal)
+        """Whether a plan that is asked of a solver may be another one: see `Solver.own_only`."""
+        return not self.solver(solver).own_only

@@ -18,6 +18,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxckpt.actions import SAVE, Action
+from jaxckpt.core.constants import CUTS
 
 _SCALE = 2**30
 """The sum of all capacities: scipy's maximum flow is of 32-bit integers."""
@@ -26,12 +27,12 @@ _CHEAPEST = 1e-6
 
 
 @dataclass(frozen=True)
-class Operation:
+class Node:
     """An operation that could run again.
 
     Attributes:
       inputs, outputs: keys of values.
-      seconds: of one run.
+      seconds: of one run, weighed as `planner.costs.Time.effort`.
     """
 
     inputs: tuple[int, ...]
@@ -65,11 +66,11 @@ class Cut:
 
 
 def hull(
-    operations: Sequence[Operation],
+    operations: Sequence[Node],
     needed: Collection[int],
     ways: Mapping[int, Sequence[Storage]],
     free: Collection[int] = (),
-    most: int = 24,
+    most: int = CUTS,
 ) -> list[Cut]:
     """Returns the convex hull of kept bytes and seconds of recomputation, the least bytes first.
 
@@ -90,7 +91,7 @@ def hull(
 
 
 def of_values(
-    operations: Sequence[Operation],
+    operations: Sequence[Node],
     needed: Collection[int],
     ways: Mapping[int, Sequence[Storage]],
     kept: Collection[int],
@@ -137,7 +138,7 @@ class _Problem:
     """The cut for one price; nodes are values "there", then operations "again", then source and sink."""
 
     def __init__(
-        self, operations: Sequence[Operation], needed: Collection[int], ways: Mapping[int, Sequence[Storage]]
+        self, operations: Sequence[Node], needed: Collection[int], ways: Mapping[int, Sequence[Storage]]
     ) -> None:
         self.operations, self.ways = operations, ways
         self.needed = list(dict.fromkeys(needed))

@@ -20,7 +20,7 @@ from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import FUSING
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.regions import Address
-from jaxckpt.core.shown import Progress
+from jaxckpt.core.shown import Progress, silent
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
@@ -29,10 +29,10 @@ from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import Time
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
+from jaxckpt.planner.preferences import barest, fastest, leanest, on_device, tightest
 from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates, lean_loops, loop_candidates_of
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.optimal import Optimal, Table
-from jaxckpt.planner.solvers.sqrt import barest, fastest, leanest, on_device, tightest
 from jaxckpt.policies import PRESETS
 
 BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
@@ -66,7 +66,7 @@ class Model:
       mapped: whether that body is what one device of several runs.
       quick: whether the program is small, and on one device: see `jaxckpt.planner.context.is_quick`.
       active: the values that a derivative goes through.
-      units: where the blocks of the function begin, and where the last ends: numbers of stages; see `stages.repeats`.
+      block_ends: the stages at which the blocks of the function begin, and the last ends; see `stages.repeats`.
       presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
         what it keeps.
       pools_apart: as of `Plan`.
@@ -81,7 +81,7 @@ class Model:
     fingerprint: str
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
-    units: tuple[int, ...] = ()
+    block_ends: tuple[int, ...] = ()
     presets: Mapping[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
@@ -97,14 +97,14 @@ class Model:
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
-        for run in _runs(len(self.units) - 1):
-            whole = (len(self.units) - 1) // run * run
-            ends = [*self.units[:whole:run], *self.units[whole:]]
+        for run in _runs(len(self.block_ends) - 1):
+            whole = (len(self.block_ends) - 1) // run * run
+            ends = [*self.block_ends[:whole:run], *self.block_ends[whole:]]
             if not all(self.chain.segment(a, b).candidates for a, b in itertools.pairwise(ends)):
                 continue  # too many operations to look at
             for inside, outside in itertools.product(insides, (fastest, leanest)):
                 yield self._around([self._kept(a, b, inside) for a, b in itertools.pairwise(ends)], outside)
-        pairs = list(itertools.pairwise(self.units))
+        pairs = list(itertools.pairwise(self.block_ends))
         for name in BLOCK_PRESETS:
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
                 yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
@@ -123,7 +123,7 @@ class Model:
         return replace(made, regions=tuple(replace(region, tied=False) for region in made.regions))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        if not isinstance(item, Keep) or item.start in self.units[:-1]:
+        if not isinstance(item, Keep) or item.start in self.block_ends[:-1]:
             return True
         return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
 
@@ -220,8 +220,7 @@ def build(inside: Inside, context: Context, progress: Progress | None = None, *,
       looped: whether it is a loop's body. All iterations run forward before the last one's backward pass begins, so
         the compiler moves nothing between the two.
     """
-    report = progress or (lambda done, total, what: None)
-    return _Builder(inside, context, report, looped).build()
+    return _Builder(inside, context, progress or silent, looped).build()
 
 
 def _untied(region: Region) -> Region:
@@ -283,12 +282,12 @@ class _Builder:
                     self._found(start, stop)
         cuts = stages.cuts(graph, blocks, unlike=not blocks)
         places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
-        self.units = _units(places, blocks)
+        self.block_ends = _block_ends(places, blocks)
         length = len(places) - 1
         carried = self._carried(places)
         segments: dict[tuple[int, int], Segment] = {}
         singles: list[tuple[Time, Time, int]] = []
-        self.blocks = {(places[s], places[t]) for s, t in itertools.pairwise(self.units)}
+        self.blocks = {(places[s], places[t]) for s, t in itertools.pairwise(self.block_ends)}
         ends = self._segments_with_candidates(places)
         found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
         for done, (s, t) in enumerate(ends):
@@ -331,7 +330,7 @@ class _Builder:
             fingerprint=graph.fingerprint,
             shards=self.context.shards,
             loops=self.loops,
-            units=self.units,
+            block_ends=self.block_ends,
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
@@ -389,8 +388,8 @@ class _Builder:
                 break
             known |= new.keys()
             ends += here
-        for run in _runs(len(self.units) - 1):
-            here = [(s, t) for s, t in zip(self.units, self.units[run:]) if t - s > 1 and (s, t) not in ends]
+        for run in _runs(len(self.block_ends) - 1):
+            here = [(s, t) for s, t in zip(self.block_ends, self.block_ends[run:]) if t - s > 1 and (s, t) not in ends]
             new = {self._stretch(places[s], places[t])[0]: places[t] - places[s] for s, t in here}
             operations += sum(size for text, size in new.items() if text not in known)
             if operations > 2 * OPERATIONS:
@@ -525,7 +524,7 @@ def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
     ]
 
 
-def _units(places: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+def _block_ends(places: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
     """Returns the numbers of the stages at which blocks begin, and the last ends. Where stages were joined to be fewer,
     a unit is several blocks.
     """

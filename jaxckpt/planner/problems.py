@@ -26,10 +26,10 @@ from jaxckpt.core.constants import (
     INNERMOST_SHARE,
 )
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
-from jaxckpt.core.shown import Progress, tells
+from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.core.units import counted
 from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
@@ -86,7 +86,7 @@ def plan(
       target: the hardware that it will run on, which this machine need not have: see `jaxckpt.Target`. None for the
         local backend.
       step: makes the training step from the loss: `jax.value_and_grad`, or a function whose step also has the
-        optimiser's update. The step must call and differentiate the loss.
+        optimizer's update. The step must call and differentiate the loss.
       actions: the allowed actions: RECOMPUTE, SAVE, and any others. For each value that is kept, the planner takes the
         cheapest of them. One that changes gradients, such as `compress("int8")`, is used only if it is named here:
         `jaxckpt.verify` says by how much. `OFFLOAD` moves values to the host; transfers count as free until they take
@@ -94,9 +94,9 @@ def plan(
       host_budget: bytes of host memory that the plan may take of each device's host, or "200GiB"; None for no bound.
         Only a target with host memory of its own can have one.
       costs: "roofline": seconds from the target's rates; or "measured": each distinct stretch runs on the local device,
-        which must be the target, and the measured times correct the rates; or "compiler": each distinct stretch is
-        compiled to the end, and the cost model of the compiler says what its operations take. Only XLA for TPUs has
-        one that it tells.
+        which must be the target, and the measured times correct what candidates cost (the seconds of a verified plan
+        stay those of the rates); or "compiler": each distinct stretch is compiled to the end, and the cost model of
+        the compiler says what its operations take. Only XLA for TPUs has one that it tells.
       verify: whether the step is compiled, and the plan corrected until it fits. False returns the first prediction, in
         seconds.
       solver: the name of one of `jaxckpt.planner.solvers.SOLVERS`, or an instance of a subclass of
@@ -361,11 +361,10 @@ class Problem(Tileable):
     ) -> Plan:
         """Returns the cheapest plan within a budget; see `jaxckpt.plan`."""
         chosen = self.solver(solver)
-        report = progress or (lambda done, total, what: None)
         wanted = self.budget_bytes(budget)
         if wanted < self.argument_bytes and wanted < (needed := self.used_argument_bytes):
             raise refusal.below_arguments(budget, wanted, needed)
-        within = Within(wanted, chosen, verify, report)
+        within = Within(wanted, chosen, verify, progress or silent)
         found = (self.best(within) if self.tiled is None else self.tiled.or_tiled(within)).report
         assert found is not None, "the planner's plans have reports"
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
@@ -378,7 +377,7 @@ class Problem(Tileable):
         errors: list[InfeasibleBudgetError] = []
 
         def look(problem: Problem) -> None:
-            asked = within.budget, within.solver, within.verify, within.report
+            asked = within.budget, within.solver, within.verify, within.progress
             search = Search(problem, *asked, thorough=within.thorough)
             try:
                 plan = search.run()
@@ -411,7 +410,7 @@ class Problem(Tileable):
         """
         if not self.shares(solver):
             return None
-        wanted, silent = self.budget_bytes(budget), lambda done, total, what: None
+        wanted = self.budget_bytes(budget)
         searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
         found = [known.plan for search in searches if (known := search.known()) is not None]
         if self.tiled is not None:

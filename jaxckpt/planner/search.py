@@ -24,18 +24,23 @@ from jaxckpt._errors import (
 from jaxckpt.core import purity
 from jaxckpt.core.constants import (
     ABOVE,
+    AIMED,
     AIMS,
     BETWEEN,
     CLOSE,
     COMPILES,
+    FAR_BELOW,
     FLOORS,
+    HIT,
     LEANER,
     MARGIN,
+    MISSED,
     MORE,
     NESTED,
     OVERTIMED,
     QUICK_AIMS,
     QUICK_COMPILES,
+    ROOM,
     STEEP,
     TINY,
     UNITS,
@@ -52,8 +57,8 @@ from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.host import Host, HostUse, host_use
 from jaxckpt.planner.measured import Measured, Traced, Try
+from jaxckpt.planner.preferences import leanest, on_device, single
 from jaxckpt.planner.solvers import Solver
-from jaxckpt.planner.solvers.sqrt import leanest, on_device, single
 
 logger = logging.getLogger("jaxckpt")
 
@@ -80,11 +85,11 @@ class Search:
         budget: int,
         solver: Solver,
         verify: bool,
-        report: Progress,
+        progress: Progress,
         *,
         thorough: bool = True,
     ) -> None:
-        self.problem, self.budget, self.solver, self.verify, self.report = problem, budget, solver, verify, report
+        self.problem, self.budget, self.solver, self.verify, self.progress = problem, budget, solver, verify, progress
         self.free, self.thorough = problem.shares(solver), thorough
         self.chain = problem.model.chain
         self.host = problem.host(solver)
@@ -118,7 +123,7 @@ class Search:
         best = self._search(least, standing)
         if best is None:
             best = self._floor(least, standing)
-        self.report(self.most, self.most, "")
+        self.progress(self.most, self.most, "")
         if best is None:
             raise self._infeasible()
         self.effort = best.effort
@@ -199,7 +204,7 @@ class Search:
         fitting = [solution for solution in between if over[solution] <= 0]
         if fitting:
             return min(fitting, key=self.problem.effort)
-        far = low.compiled < self.budget * (1 - 2 * CLOSE)
+        far = low.compiled < self.budget * (1 - FAR_BELOW * CLOSE)
         return min(between, key=lambda solution: over[solution]) if far or self._is_steep() else None
 
     def _aimed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
@@ -263,7 +268,7 @@ class Search:
                 found = solution
                 if over <= 0 and (cheapest is None or self._effort(solution) < self._effort(cheapest)):
                     cheapest = solution
-            if -CLOSE / 4 * self.budget <= over <= 0 and not self.quick:
+            if -AIMED * CLOSE * self.budget <= over <= 0 and not self.quick:
                 break
             low, high = (limit, high) if over <= 0 else (low, limit)
             step = max(abs(over), 2 * step if 2 * abs(over) > abs(off) else 0, 1)
@@ -280,8 +285,8 @@ class Search:
         if self.quick and not self.tries:  # a compilation costs little, and a plan may need all of the budget
             return 0
         misses = sum(not each.fits(self.budget) for each in self.tries)
-        fewer = 6 ** (misses - 1) if misses and misses == len(self.tries) else 0.5
-        return int(MARGIN * self.budget * fewer)
+        factor = MISSED ** (misses - 1) if misses and misses == len(self.tries) else HIT
+        return int(MARGIN * self.budget * factor)
 
     def _predicted(self, solution: Solution, standing: int) -> int:
         """Predicts the compiled peak: by the chain or by a trace of the step, whichever the compiled plans are more
@@ -424,7 +429,7 @@ class Search:
             before = leanest = min(self._compiled_peaks())
             for share in (None, *LEANER):  # at first for the leanest itself, as the caller will
                 budget = leanest if share is None else int(leanest * share) - 1
-                Search(self.problem, budget, self.solver, self.verify, self.report)._search(least, standing)
+                Search(self.problem, budget, self.solver, self.verify, self.progress)._search(least, standing)
                 if (found := self._known(standing)) is not None:
                     return found
                 leanest = min(self._compiled_peaks())
@@ -465,7 +470,7 @@ class Search:
 
     def _compiled_as_it_is(self) -> Plan | None:
         problem = self.problem
-        self.report(0, self.most, f"compiling the step as it is for {self.problem.target.name}")
+        self.progress(0, self.most, f"compiling the step as it is for {self.problem.target.name}")
         if problem.known_unplanned is None:
             self.compiles += 1
         try:
@@ -476,11 +481,11 @@ class Search:
             return None
         estimate = MemoryEstimate(report.peak_bytes, problem.argument_bytes, 0, 0)
         empty = Plan((), problem.graph.fingerprint, notes=("fits as it is",))
-        self.report(self.most, self.most, "")
+        self.progress(self.most, self.most, "")
         return self._record(empty, estimate, report, problem.plain)
 
     def _may_fit(self) -> bool:
-        return self._peak_as_it_is() - self.problem.merged_bytes <= 1.5 * self.budget
+        return self._peak_as_it_is() - self.problem.merged_bytes <= ROOM * self.budget
 
     def _peak_as_it_is(self) -> int:
         """Estimates the peak of the step without a plan."""
@@ -500,7 +505,7 @@ class Search:
         return self._record(empty, MemoryEstimate(peak, self.problem.argument_bytes, 0, 0), None, self.problem.plain)
 
     def standing(self, solution: Solution) -> int:
-        """Estimates the bytes that the chain does not count: arguments, the optimiser's work, results."""
+        """Estimates the bytes that the chain does not count: arguments, the optimizer's work, results."""
         problem = self.problem
         return max(problem.estimate(solution) - cost(self.chain, solution).peak, problem.argument_bytes)
 
@@ -541,7 +546,7 @@ class Search:
             known = problem.tries.get((solution, by_hand))
         if known is None:
             most = max(self.most, self.compiles + 1)  # the leanest plans come after these
-            self.report(self.compiles, most, f"compiling plan {self.compiles + 1} for {self.problem.target.name}")
+            self.progress(self.compiles, most, f"compiling plan {self.compiles + 1} for {self.problem.target.name}")
             self.compiles += 1
             model, modelled = problem.model, cost(self.chain, solution).peak
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)

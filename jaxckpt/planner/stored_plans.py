@@ -16,7 +16,7 @@ from jaxckpt.actions import Action
 from jaxckpt.core import lift
 from jaxckpt.core.bare import trace_bare
 from jaxckpt.core.constants import STALE
-from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.shown import Progress
 from jaxckpt.memory.cache import surroundings

@@ -34,9 +34,9 @@ from jaxckpt.core.shown import Progress
 from jaxckpt.planner import refusal
 from jaxckpt.planner.chain import Solution, cost
 from jaxckpt.planner.measured import Measured
+from jaxckpt.planner.preferences import fastest, on_device, single
 from jaxckpt.planner.search import Search
 from jaxckpt.planner.solvers import Solver
-from jaxckpt.planner.solvers.sqrt import fastest, on_device, single
 from jaxckpt.planner.tiles import Tiler
 
 TileSet = tuple[TiledStretch, ...]
@@ -50,7 +50,7 @@ class Within:
     budget: int
     solver: Solver
     verify: bool
-    report: Progress
+    progress: Progress
     thorough: bool = True
 
 
@@ -263,7 +263,7 @@ class _Look:
         most = len(self.seen) + (TILE_TRIES if self.plans else QUICK_TILE_TRIES)
         solutions = [single(chain, on_device(fastest)), self.whole.host(self.within.solver).least()]
         tiler = _tiler(self.whole)
-        self.within.report(0, 1, "looking for what can be tiled")
+        self.within.progress(0, 1, "looking for what can be tiled")
         ways = tiler.ways([solution for solution in solutions if solution is not None])
         for way in sorted(ways, key=lambda way: self._overhead((way,))):
             size = self.whole.graph.values[way.value].shape[way.axis]
@@ -310,7 +310,7 @@ class _Look:
 
     def _standing(self, problem: Tileable, solution: Solution) -> int:
         within = self.within
-        return Search(problem, within.budget, within.solver, within.verify, within.report).standing(solution)
+        return Search(problem, within.budget, within.solver, within.verify, within.progress).standing(solution)
 
     def _tiles(self, extent: _Extent) -> TileSet:
         """Returns the tiles that a budget asks for. What stands in the way of the most tiles is in `refused`."""
@@ -322,7 +322,7 @@ class _Look:
             if solution is None:
                 break
             standing = self._standing(problem, solution)
-            self.within.report(0, 1, "looking for what can be tiled")
+            self.within.progress(0, 1, "looking for what can be tiled")
             tiler = _tiler(problem, place)
             if extent.tiles is not None:
                 standing += _left_out(problem, cost(chain, solution).peak + standing)

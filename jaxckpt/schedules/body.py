@@ -48,7 +48,7 @@ def take_apart(
     with reads.in_loop():
         traced, shape = jax.make_jaxpr(run, return_shape=True)(init, xs)
     outer = _compat.open_jaxpr(traced)
-    where = [i for i, eqn in enumerate(outer.eqns) if eqn.primitive.name == "scan"]
+    where = [i for i, eqn in enumerate(outer.eqns) if _compat.primitive_name(eqn) == "scan"]
     if not where or outer.eqns[where[-1]].params["length"] == 0 or _compat.jit_is_disabled():
         return None
     scan = outer.eqns[where[-1]]

@@ -255,9 +255,9 @@ def working_bytes(body: ScanBody, work: Backward) -> int:
     them.
     """
     consts, carry, xs = _inputs(body)
-    cts = [aval.to_ct_aval() for aval in (*body.carry_avals, *body.y_avals)]
+    cts = [_compat.cotangent_aval(aval) for aval in (*body.carry_avals, *body.y_avals)]
     flags = [*work.wanted.carry, *work.wanted.ys]
-    sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
+    sums = [_compat.cotangent_aval(aval) for aval, flag in zip(consts, work.wanted.consts) if flag]
     rows = list(work.stacks[: work.rows]) if work.defers else [carry[i] for i in work.carry_rows]
     args = consts, rows, xs, [ct for ct, flag in zip(cts, flags) if flag], sums
     forward = graph_of(_compat.close_jaxpr(body.jaxpr, ()))
@@ -275,7 +275,7 @@ def settling_bytes(body: ScanBody, work: Backward, run: int) -> int:
         return 0
     consts, _, xs = _inputs(body)
     rows = lambda avals: [jax.ShapeDtypeStruct((run, *aval.shape), aval.dtype) for aval in avals]
-    sums = [aval.to_ct_aval() for aval, flag in zip(consts, work.wanted.consts) if flag]
+    sums = [_compat.cotangent_aval(aval) for aval, flag in zip(consts, work.wanted.consts) if flag]
     graph = graph_of(jax.make_jaxpr(work.settle)(consts, rows(work.stacks), rows(xs), sums))
     return _live(graph) + run * sum(map(aval_bytes, work.gathered))
 

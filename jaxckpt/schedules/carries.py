@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxckpt.actions import OFFLOAD, Action
+from jaxckpt.actions import Action
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros
 from jaxckpt.schedules.optimum import Binomial, places
@@ -182,7 +182,7 @@ class Home:
     """Where kept carries lie: in device memory, or in the host's."""
 
     def __init__(self, carry: Action, leaves: Sequence[Any]) -> None:
-        self.away = carry == OFFLOAD
+        self.away = carry.on_host
         self.leaves = leaves  # a carry's abstract values
 
     def buffer(self, value: Any, count: int) -> Any:

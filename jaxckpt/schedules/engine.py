@@ -187,8 +187,8 @@ class _Engine:
 
         state = _State(
             ct=[zeros(ct.aval) if isinstance(ct, zero) else ct for ct in pick(ct_carry, wanted.carry)],
-            totals=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(operands.consts, wanted.consts)],
-            ct_xs=[zeros(jax.typeof(value).to_ct_aval()) for value in pick(operands.xs, wanted.xs)],
+            totals=[zeros(_compat.cotangent_aval(jax.typeof(value))) for value in pick(operands.consts, wanted.consts)],
+            ct_xs=[zeros(_compat.cotangent_aval(jax.typeof(value))) for value in pick(operands.xs, wanted.xs)],
             stacks=[],
         )
         # Each of the two programs has stacks of its own length; the loop hands them on from turn to turn.

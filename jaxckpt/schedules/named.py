@@ -13,7 +13,7 @@ from jaxckpt.schedules.segments import log_lengths, nested, plain, segmented, sq
 from jaxckpt.schedules.slots import Slots, is_int
 
 NAMES = ("none", "every", "sqrt", "log")
-_RULE = "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints or Slots(n)"
+_RULE = "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints, Slots(n) or another LoopSchedule"
 
 Schedule = str | int | Sequence[int] | LoopSchedule
 
@@ -67,12 +67,12 @@ class Description:
     """What a schedule costs.
 
     Attributes:
-      length: steps of the scan.
+      length: iterations of the scan.
       schedule: what was described, as text.
       kept_carries: carries kept from the forward to the backward pass.
       peak_carries: most carries kept at once, in the backward pass.
-      residual_steps: most steps whose residuals are kept at once.
-      forward_steps: runs of the step over a forward and a backward pass; `length` of them are the forward pass.
+      residual_steps: most iterations whose residuals are kept at once.
+      forward_steps: iterations that a forward and a backward pass run; `length` of them are the forward pass.
       host_carries: most carries kept at once in host slots; the others are in device memory.
       transfers: carries moved between device and host, both ways.
     """
@@ -88,7 +88,7 @@ class Description:
 
     @property
     def overhead(self) -> float:
-        """Runs of the step beyond the forward pass, for each step."""
+        """Iterations that run beyond the forward pass, for each iteration."""
         return (self.forward_steps - self.length) / self.length if self.length else 0.0
 
     def __str__(self) -> str:
@@ -98,11 +98,9 @@ class Description:
             moved = counted(self.transfers, "transfer")
             host = f"; besides, at most {self.host_carries} at once on the host, in {moved}"
         return (
-            f"{self.schedule} over {counted(self.length, 'step')}: keeps {carries}, at most {self.peak_carries} at "
-            f"once and the residuals "
-            f"of {counted(self.residual_steps, 'step')}; runs the step {counted(self.forward_steps, 'time')}, "
-            f"{self.overhead:.2f} again "
-            f"for each{host}."
+            f"{self.schedule} over {counted(self.length, 'iteration')}: keeps {carries}, at most {self.peak_carries} "
+            f"at once and the residuals of {counted(self.residual_steps, 'iteration')}; runs "
+            f"{counted(self.forward_steps, 'iteration')}, {self.overhead:.2f} again for each{host}."
         )
 
 
@@ -110,22 +108,22 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     """Returns what a schedule costs, without tracing or compiling anything.
 
     Args:
-      length: steps, at least 0.
+      length: iterations, at least 0.
       schedule: as of `jaxckpt.scan`.
-      row: for `Slots`: bytes that a run of several steps keeps of each, in carries (3 for an LSTM). Infinite: runs of
-        one step, revolve itself; `jaxckpt.scan` knows the step and so may do better, never worse.
+      row: for `Slots`: bytes that a run of several iterations keeps of each, in carries (3 for an LSTM). Infinite: runs
+        of one iteration, revolve itself; `jaxckpt.scan` knows the scan body and so may do better, never worse.
 
     Raises:
       ArgumentError: the length or the schedule is invalid.
 
     >>> print(describe(100, "sqrt"))
-    'sqrt' over 100 steps: keeps 10 carries, at most 10 at once and the residuals of 10 steps; runs the step 200 times,
-    1.00 again for each.
+    'sqrt' over 100 iterations: keeps 10 carries, at most 10 at once and the residuals of 10 iterations; runs 200
+    iterations, 1.00 again for each.
     >>> describe(1000, Slots(10)).forward_steps
     4637
     >>> print(describe(10_007, Slots(32, host=1024), row=3.0))
-    Slots(32, host=1024) over 10007 steps: keeps 2 carries, at most 2 at once and the residuals of 6 steps; runs the
-    step 23860 times, 1.38 again for each; besides, at most 1024 at once on the host, in 2048 transfers.
+    Slots(32, host=1024) over 10007 iterations: keeps 2 carries, at most 2 at once and the residuals of 6 iterations;
+    runs 23860 iterations, 1.38 again for each; besides, at most 1024 at once on the host, in 2048 transfers.
     """
     if not is_int(length) or length < 0:
         raise ArgumentError("length", "an int of at least 0", length)

@@ -51,7 +51,7 @@ def dear_values(body: ScanBody) -> list[Any] | None:
     function with a derivative of its own, jax.custom_jvp, brings that along.)
     """
     dear = [eqn for eqn in body.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
-    if any(surgery.programs(eqn) and eqn.primitive.name != "custom_jvp_call" for eqn in dear):
+    if any(surgery.programs(eqn) and _compat.primitive_name(eqn) != "custom_jvp_call" for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
     return _carried_on(body.jaxpr.eqns, kept, body.jaxpr.outvars)
@@ -70,7 +70,7 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
     chosen = dict.fromkeys(kept)
     for eqn in eqns:  # in order, so a value is carried on as far as it goes
         operands = [v for v in eqn.invars if isinstance(v, _compat.Var) and v in chosen]
-        if not operands or not primitives.of(eqn.primitive.name).linear or len(eqn.outvars) != 1:
+        if not operands or not primitives.of(_compat.primitive_name(eqn)).linear or len(eqn.outvars) != 1:
             continue
         only_here = all(uses[v] == [eqn] and v not in finals for v in operands)
         if only_here and aval_bytes(eqn.outvars[0].aval) <= sum(aval_bytes(v.aval) for v in operands):
@@ -226,7 +226,7 @@ class _Inputs:
     def of(body: ScanBody, wanted: Wanted, kept: Sequence[Any]) -> _Inputs:
         inputs = [var.aval for var in body.jaxpr.invars]
         cts = [pick(body.carry_avals, wanted.carry), pick(body.y_avals, wanted.ys)]
-        cts = [[aval.to_ct_aval() for aval in part] for part in cts]
+        cts = [[_compat.cotangent_aval(aval) for aval in part] for part in cts]
         parts = [[var.aval for var in kept], *cts]
         return _Inputs(
             [*inputs, *(aval for part in parts for aval in part)],
@@ -322,7 +322,7 @@ class _Splitter:
         while waiting:
             var = waiting.pop()
             eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
-            if eqn is not None and eqn.primitive.name == "add_any":
+            if eqn is not None and _compat.primitive_name(eqn) == "add_any":
                 waiting.extend(reversed(eqn.invars))
             else:
                 found.append(var)
@@ -343,7 +343,7 @@ class _Splitter:
         leaf = var
         while isinstance(leaf, _compat.Var) and leaf in self.made:
             eqn = self.made[leaf]
-            name = eqn.primitive.name
+            name = _compat.primitive_name(eqn)
             moving = [v for v in eqn.invars if isinstance(v, _compat.Var) and v in self.moving]
             if name == "dot_general" and len(moving) == 2:
                 return _Term(const, var, leaf, eqn, tuple(eqn.invars))
@@ -447,10 +447,10 @@ class _Splitter:
         For it becomes the sum so far, which nothing else may take for the summand.
         """
         eqn = self.made.get(var) if isinstance(var, _compat.Var) else None
-        if eqn is None or eqn.primitive.name != "scatter-add":
+        if eqn is None or _compat.primitive_name(eqn) != "scatter-add":
             return False
         target = self.made.get(eqn.invars[0])
-        if target is None or target.primitive.name != "broadcast_in_dim":
+        if target is None or _compat.primitive_name(target) != "broadcast_in_dim":
             return False
         fill = target.invars[0]
         alone = reads[id(var)] == reads[id(eqn.invars[0])] == 1
@@ -483,7 +483,7 @@ class _Splitter:
 
 def _is_layout(eqn: Any) -> bool:
     """Whether an equation only says how its operand lies in memory."""
-    return primitives.of(eqn.primitive.name).result >= Result.REORDERED and len(eqn.invars) == 1
+    return primitives.of(_compat.primitive_name(eqn)).result >= Result.REORDERED and len(eqn.invars) == 1
 
 
 def _contract(dot: Any, left: Any, right: Any) -> Any:

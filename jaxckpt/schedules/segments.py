@@ -142,7 +142,7 @@ class Nested(LoopSchedule):
     def __str__(self) -> str:
         segments = "".join(f" in {size}s" for size in self.lengths)
         if not self._plain.remat:
-            return f"{counted(self.length, 'iteration')}{segments} as they stand"
+            return f"{counted(self.length, 'iteration')}{segments} left to JAX"
         actions = self._plain.actions
         kept = f", each keeps {counted(len(actions), 'value')}" if actions else ""
         return f"{counted(self.length, 'iteration')}{segments}{kept}"

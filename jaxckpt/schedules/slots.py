@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxckpt._errors import ArgumentError, PlanMismatchError
-from jaxckpt.actions import SAVE, Action
+from jaxckpt.actions import Action
 from jaxckpt.core.constants import TRANSFER
 from jaxckpt.core.regions import checked_actions, set_fields
 from jaxckpt.core.scans import ScanRun, Values
@@ -59,7 +59,7 @@ class Slots(LoopSchedule):
 
     def __post_init__(self) -> None:
         if not is_int(self.count) or self.count < 1:
-            raise ArgumentError("Slots", "an int of at least 1, the number of carries to keep", self.count)
+            raise ArgumentError("count", "an int of at least 1, the number of carries to keep", self.count)
         if not is_int(self.host) or self.host < 0:
             raise ArgumentError("host", "an int of at least 0, the number of carries to keep in host memory", self.host)
         number = isinstance(self.transfer, (int, float)) and not isinstance(self.transfer, bool)
@@ -72,10 +72,10 @@ class Slots(LoopSchedule):
             return
         set_fields(self, actions=checked_actions(self.actions))
         for action in self.actions.values():
-            if action.changes or action.on_host or not action.keeps:
+            if not action.saves:
                 raise PlanMismatchError(
-                    f"What a run of Slots keeps of its iterations must be SAVE: it is needed at once; got "
-                    f"{action!r}. Plan anew."
+                    "Slots can only SAVE values, because its backward pass reads them at once; "
+                    f"got {action!r}. Plan anew."
                 )
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class Slots(LoopSchedule):
         Raises:
           ArgumentError: carries are to be offloaded as a whole, and there are host slots.
         """
-        if self.host and scan.carry != SAVE:
+        if self.host and not scan.carry.saves:
             rule = "SAVE where the schedule has host slots, which say what is kept on the host"
             raise ArgumentError("carry", rule, scan.carry, "Leave it out, or use Slots(n) without host.")
         scan, kept = scan.keeping(self.actions)

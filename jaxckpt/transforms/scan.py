@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
-from jaxckpt.actions import OFFLOAD, SAVE, Action, action_from
+from jaxckpt.actions import SAVE, Action, action_from
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
@@ -105,8 +105,8 @@ def scan(
     policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
     known = schedule_of(0, schedule)
-    if (action.changes or action not in (SAVE, OFFLOAD)) and (budget is not None or not isinstance(known, Nested)):
-        rule = "SAVE or OFFLOAD with Slots, with schedules of your own, and with a budget"
+    if action.changes and (budget is not None or not isinstance(known, Nested)):
+        rule = "SAVE, OFFLOAD or another that keeps the carry as it is, with Slots, your own schedules, and a budget"
         raise ArgumentError("carry", rule, action, "Use a schedule of segments, such as 'sqrt'.")
     taken = take_apart(f, init, xs, length, reverse, unroll)
     if taken is None:
@@ -144,7 +144,7 @@ def _first_name(jaxpr: Any, carry: Action) -> int | None:
 
     Numbers go up from those in the body: the same program has the same names wherever it is traced.
     """
-    if carry == SAVE:
+    if carry.saves:
         return None
     tags = {tag for value in graph_of(_compat.close_jaxpr(jaxpr, ())).values for tag in value.tags}
     numbers = [tag.removeprefix(_CARRY) for tag in tags if tag.startswith(_CARRY)]
@@ -166,7 +166,7 @@ class _Call(ScanRun):
     def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
         # Inside a scan the compiler cannot merge the recomputation with the forward pass, so prevent_cse is not needed.
         if actions:
-            hint = "Values have numbers in plans; here a policy says what is kept."
+            hint = "Actions by the numbers of values are for plans; in jaxckpt.scan, use policy=."
             raise ArgumentError("schedule", "one without actions", dict(actions), hint)
         body = lambda state, x: self.body.run(self.consts, state, x)
         if actions is None:
@@ -200,7 +200,7 @@ class _Call(ScanRun):
 
     def keeping(self, actions: Mapping[int, Action] | None) -> tuple[_Call, list[Any] | None]:
         if actions:
-            hint = "Values have numbers in plans; here a policy says what is kept."
+            hint = "Actions by the numbers of values are for plans; in jaxckpt.scan, use policy=."
             raise ArgumentError("schedule", "one without actions", dict(actions), hint)
         if self.policy is None:
             return self, None
@@ -210,7 +210,7 @@ class _Call(ScanRun):
         body = self.body
         graph = trace(lambda *flat: _compat.eval_jaxpr(body.jaxpr, [], *flat), *(var.aval for var in body.jaxpr.invars))
         decided = rules.decide(graph)
-        if others := {action for action in decided.values() if action.keeps and action != SAVE}:
+        if others := {action for action in decided.values() if action.keeps and not action.saves}:
             named = " or ".join(sorted(map(repr, others)))
             rule = f"without {named} where the schedule is Slots(n): what a run keeps is needed at once"
             raise ArgumentError("policy", rule, self.policy, "carry=OFFLOAD moves the carries.")

@@ -51,7 +51,7 @@ def tile(
       tiles: the number of tiles. If it does not divide the axis, the tiles have ceil(rows / tiles) rows, and the last
         one has what is left.
       out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. It is checked,
-        but for an axis of one row, of which nothing says where it went.
+        except for an axis of one row.
         None says that a result does not have the axis. Sums and whole values fit any int.
       parts: where the axis is sharded, into how many equal parts of consecutive rows it is cut. Each tile has rows of
         every part, so that each device computes a part of every tile. It must be a multiple of the number of shards;

@@ -312,6 +312,57 @@ def test_under_a_schedule_of_scan_and_never_silently_saved_in_slots():
         run(X, schedule=jaxckpt.Slots(3), policy=Policy({"hidden": HALF}))
 
 
+def test_an_action_that_moves_values_as_they_are_is_offload_in_scans_too(monkeypatch):
+    monkeypatch.setitem(KINDS, "away", None)  # so that the kind is taken away again
+    del KINDS["away"]
+    away = type("Away", (Action,), {"kind": "away", "on_host": True})()
+
+    def moved(carry, schedule):
+        body = lambda x, _: (jnp.sin(jnp.tanh(x @ W) @ W.T) + x, None)
+        loss = lambda x: jnp.sum(jaxckpt.scan(body, x, None, length=12, schedule=schedule, carry=carry)[0])
+        return str(jax.make_jaxpr(jax.grad(loss))(X)).count("<host>"), jax.grad(loss)(X)
+
+    for schedule in ("every", 3, jaxckpt.Slots(4)):
+        (count, gradient), (expected, exact), (none, _) = (moved(each, schedule) for each in (away, OFFLOAD, SAVE))
+        assert count == expected > none == 0
+        assert jnp.array_equal(gradient, exact)
+    with pytest.raises(ArgumentError, match="carry must be SAVE where the schedule has host slots"):
+        moved(away, jaxckpt.Slots(4, host=4))
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("save", SAVE),
+        (" OFFLOAD ", OFFLOAD),
+        ("compress(int8)", compress("int8")),
+        ("Compress( 'int8' )", compress("int8")),
+        ("compress(int8) | offload", compress("int8") | OFFLOAD),
+        ("save|offload", OFFLOAD),
+    ],
+)
+def test_an_action_as_text(text, action):
+    assert action_from(text) == action
+    assert Policy({"hidden": text}) == Policy({"hidden": action})
+    assert jaxckpt.policies.parse(f"hidden={text}, op(dot_general)=save").rules[0][1] == action
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("save(int8)", "with a parameter only if it has one; got 'save\\(int8\\)'"),
+        ("compres(int8)", "one of recompute, save.* got 'compres'. Did you mean 'compress'"),
+        ("compress(int9)", "form must be one of .* got 'int9'"),
+        ("compress(int8", "one of recompute, save"),
+        ("|", "one of recompute, save"),
+        ("offload | compress(int8)", "Write compress"),
+    ],
+)
+def test_a_text_that_is_no_action_is_refused(text, message):
+    with pytest.raises(ArgumentError, match=message):
+        action_from(text)
+
+
 @pytest.mark.parametrize("name", ["a@b", "@", "jaxckpt@x", "a:b@{}"])
 def test_any_tag_names_what_is_kept(name):
     fun = lambda w, x: jnp.sum(jnp.sin(tag(jnp.tanh(x @ w), name)))

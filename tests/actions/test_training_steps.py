@@ -54,14 +54,14 @@ def batches() -> Any:
 
 
 def trained(fun: Any) -> list[float]:
-    optimiser = optax.adam(1e-2)
+    optimizer = optax.adam(1e-2)
     params = init()
-    state, losses = optimiser.init(params), []
+    state, losses = optimizer.init(params), []
 
     @jax.jit
     def step(params, state, batch):
         value, gradient = jax.value_and_grad(fun)(params, *batch)
-        updates, state = optimiser.update(gradient, state)
+        updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state, value
 
     for batch in batches():

@@ -43,7 +43,7 @@ def small(monkeypatch):
 
 
 def _called(kind, args):
-    """The arguments of a kind's loss; its step takes the optimiser's state too."""
+    """The arguments of a kind's loss; its step takes the optimizer's state too."""
     return (args[0], args[-1]) if kind in mixed.STEPS else args
 
 

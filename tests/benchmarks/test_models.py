@@ -254,14 +254,14 @@ def test_lstm_in_sqrt_segments_keeps_a_state_a_segment():
 @pytest.mark.parametrize("name", ["gpt.gpt2", "resnet.small", "unet.small", "lstm.small", "moe.small", "chain.chain"])
 def test_loss_falls_on_real_data(name):
     step, (params, *rest) = plain(name), real_args(name)
-    optimiser = optax.adam(1e-2)
+    optimizer = optax.adam(1e-2)
 
     @jit
     def update(grads, state, params):
-        updates, state = optimiser.update(grads, state)
+        updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state
 
-    state, losses = optimiser.init(params), []
+    state, losses = optimizer.init(params), []
     for _ in range(8):
         value, grads = step(params, *rest)
         params, state = update(grads, state, params)

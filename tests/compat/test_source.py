@@ -21,7 +21,15 @@ PUBLIC = re.compile(
 SEMI_PRIVATE = ("jax.core", "jax.extend", "jax.interpreters", "jax.experimental", "jax._src", "jax.config.jax_")
 """What is not: private, or with names that come and go."""
 
-FOREIGN = ("manual_axis_type", "to_tangent_aval", "_impl", "method_handler_wrapped", "memory_analysis", "user_frames")
+FOREIGN = (
+    "manual_axis_type",
+    "to_tangent_aval",
+    "to_ct_aval",
+    "_impl",
+    "method_handler_wrapped",
+    "memory_analysis",
+    "user_frames",
+)
 """Attributes of objects of JAX's and Flax's that are not public."""
 
 OPTION = re.compile(r"xla_\w+")
@@ -87,7 +95,9 @@ def problems(tree):
         elif isinstance(node, ast.Import):
             named = [each.name for each in node.names if re.match(r"(jax|flax)(\.|$)", each.name)]
             found += [name for name in named if not PUBLIC.fullmatch(name)]
-        elif isinstance(node, ast.Attribute) and node.attr in FOREIGN:
+        elif isinstance(node, ast.Attribute) and (
+            node.attr in FOREIGN or ast.unparse(node).endswith(".primitive.name")
+        ):
             found.append(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OPTION.fullmatch(node.value):
             found.append(node.value)
@@ -117,6 +127,8 @@ def test_only_compat_uses_what_is_private(path):
         "from jax import lax\nlax._where",
         "import jax\njax.config.jax_remat3",
         "aval.manual_axis_type",
+        "aval.to_ct_aval()",
+        "eqn.primitive.name",
         "from flax.core import lift\nlift.pack",
         "from flax.linen import module",
         "from flax.nnx import graphlib",

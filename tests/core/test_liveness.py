@@ -178,7 +178,7 @@ def test_what_is_offloaded_does_not_count_and_what_is_saved_does():
 
 
 def buffers(written, steps):
-    slots = [liveness._Slot(size) for size, _ in written]
+    slots = [liveness._Memory(size) for size, _ in written]
     return liveness._Buffers({slot: time for slot, (_, time) in zip(slots, written)}, steps)
 
 

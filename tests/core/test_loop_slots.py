@@ -177,7 +177,7 @@ def test_a_planned_loop_with_slots_within_regions_and_loops():
 
 
 def test_what_slots_cannot_do_is_refused_in_plans_too():
-    with pytest.raises(PlanMismatchError, match="must be SAVE.*OFFLOAD"):
+    with pytest.raises(PlanMismatchError, match="can only SAVE values.*OFFLOAD"):
         Slots(3, actions={DOT: OFFLOAD})
     fun, args = planned(Slots(3)), arguments()
     with pytest.raises(ForwardModeError, match="forward mode.*nor can a plan that has it"):
@@ -189,7 +189,7 @@ def test_what_slots_cannot_do_is_refused_in_plans_too():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"count": 0}, "Slots must be an int of at least 1"),
+        ({"count": 0}, "count must be an int of at least 1"),
         ({"kind": "spots"}, "of a kind that is defined.*'spots'"),
         ({"size": 3}, "size"),
     ],

@@ -131,8 +131,8 @@ def test_a_loop_goes_through_json_and_prints():
         == stands
         != Plan((), graph.fingerprint, loops=(Loop(place, in_turn(checkpointed(9), checkpointed(3))),))
     )
-    assert "3 iterations: as they stand" in stands.describe(graph)
-    assert "9 iterations, then 3 iterations as they stand" in str(stands)
+    assert "3 iterations: left to JAX" in stands.describe(graph)
+    assert "9 iterations, then 3 iterations left to JAX" in str(stands)
 
 
 @pytest.mark.parametrize(

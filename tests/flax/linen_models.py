@@ -153,7 +153,7 @@ def around(name: str, block: Any) -> Any:
 
 def train_steps(model: nn.Module, xs: Any, steps: int) -> Any:
     state = model.init(KEY, xs[0], True)
-    optimiser = optax.sgd(0.05)
+    optimizer = optax.sgd(0.05)
 
     @jax.jit
     def step(state: Any, opt: Any, x: Any) -> Any:
@@ -164,10 +164,10 @@ def train_steps(model: nn.Module, xs: Any, steps: int) -> Any:
             return ((y - 1.0) ** 2).mean(), updated
 
         (_, updated), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
-        updates, opt = optimiser.update(grads, opt)
+        updates, opt = optimizer.update(grads, opt)
         return {"params": optax.apply_updates(state["params"], updates), **updated}, opt
 
-    opt = optimiser.init(state["params"])
+    opt = optimizer.init(state["params"])
     for x in xs[:steps]:
         state, opt = step(state, opt, x)
     return state

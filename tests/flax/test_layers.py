@@ -569,7 +569,7 @@ def test_a_block_that_does_not_return_what_it_takes_is_an_error():
 def test_bad_arguments_are_errors_at_once(block, length, options, message):
     with pytest.raises(ArgumentError, match=message):
         scan_layers(block, length, **options)
-    with pytest.raises(ArgumentError, match="Slots must be an int of at least 1"):
+    with pytest.raises(ArgumentError, match="count must be an int of at least 1"):
         scan_layers(Block, 3, schedule=Slots(0))
 
 

@@ -13,6 +13,7 @@ from jaxckpt import Target, UnknownTargetError
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.liveness import FUSING, Fusing, estimate_peak
 from jaxckpt.memory import targets
+from jaxckpt.memory.cache import surroundings
 from jaxckpt.memory.chips import CHIPS, Chip
 from jaxckpt.memory.platforms import PLATFORMS, Place, add
 from jaxckpt.memory.platforms.base import Figures
@@ -154,6 +155,15 @@ def test_a_platform_compiles_measures_and_plans_in_its_own_way(toy):
     plan = jaxckpt.plan(loss, WS, X, budget="70%", target="toy:one")
     assert plan.target == "toy:one" and plan.measured_bytes <= 0.7 * report.peak_bytes
     assert jaxckpt.compiler_options("toy:one") == jaxckpt.compiler_options("cpu")
+
+
+def test_the_versions_and_variables_of_its_compiler_decide_what_is_stored(toy, monkeypatch):
+    before = surroundings()
+    assert {"libtpu", "LIBTPU_INIT_ARGS", "jax-cuda12-pjrt"} <= before.keys()
+    toy.packages, toy.variables = ("numpy",), ("TOY_FLAGS",)
+    assert surroundings().keys() - before.keys() == {"numpy", "TOY_FLAGS"} and surroundings()["numpy"]
+    monkeypatch.setenv("TOY_FLAGS", "--fast")
+    assert surroundings()["TOY_FLAGS"] == "--fast"
 
 
 def test_a_platform_says_how_its_compiler_fuses(toy):

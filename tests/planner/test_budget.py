@@ -55,7 +55,7 @@ def test_what_is_no_budget_is_an_error_before_anything_is_compiled(budget):
 def test_the_error_says_what_was_meant():
     with pytest.raises(ArgumentError, match="A share is text: '60%'"):
         check_budget(0.6)
-    with pytest.raises(ArgumentError, match="at most 100%.*'140%'.*Without checkpoints it is 100%"):
+    with pytest.raises(ArgumentError, match="at most 100%.*'140%'.*Without a plan it is 100%"):
         check_budget("140%")
     with pytest.raises(ArgumentError, match="'12GiB'.*'60%'.*'device'; got '12 GB or so'"):
         check_budget("12 GB or so")

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt.core.lift import trace_call as trace
+from jaxckpt.core.lift import trace
 from jaxckpt.memory.collectives import by_kind
 from jaxckpt.planner.collectives import place_of
 from jaxckpt.planner.problems import problem_of

@@ -84,6 +84,14 @@ def test_checkpoint_takes_leaves_that_are_no_arrays(policy):
     assert_trees_close(gradient(checkpointed), gradient(loss))
 
 
+def test_a_plan_for_leaves_that_are_no_arrays_names_what_it_keeps():
+    made, x = model(), jnp.ones((512, 32))
+    plan = jaxckpt.plan(loss, made, x, budget="60%", step=eqx.filter_value_and_grad)
+    kept = sum(len(region.actions) for region in plan.regions)
+    told = plan.describe(jaxckpt.trace(loss, made, x))
+    assert kept and told.count("SAVE") == kept
+
+
 def test_a_number_is_a_model():
     assert jaxckpt.plan(lambda p: p, 1.0, budget=10**6).regions == ()
     assert jaxckpt.plan(lambda p: p["a"] ** 2, {"a": 1.0, "b": None}, budget=10**6).measured_bytes <= 64

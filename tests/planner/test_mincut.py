@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt.actions import OFFLOAD, SAVE
-from jaxckpt.planner.mincut import Operation, Storage, cheapest_first, hull
+from jaxckpt.planner.mincut import Node, Storage, cheapest_first, hull
 
 
 @st.composite
@@ -17,7 +17,7 @@ def programs(draw):
     operations = []
     for place in range(count):
         inputs = draw(st.sets(st.integers(0, place), min_size=1, max_size=3))
-        operations.append(Operation(tuple(inputs), (place + 1,), draw(st.integers(0, 50)) / 10))
+        operations.append(Node(tuple(inputs), (place + 1,), draw(st.integers(0, 50)) / 10))
     size = {place + 1: draw(st.integers(0, 40)) for place in range(count) if draw(st.booleans())}
     needed = draw(st.sets(st.integers(0, count), min_size=1))
     free = draw(st.sets(st.sampled_from(sorted(size)))) if size else set()
@@ -60,18 +60,18 @@ def test_no_choice_is_cheaper_at_any_price(program):
 
 
 def test_what_is_kept_anyway_costs_nothing():
-    operations = [Operation((0,), (1,), 5.0), Operation((1,), (2,), 1.0)]
+    operations = [Node((0,), (1,), 5.0), Node((1,), (2,), 1.0)]
     (choice,) = cheapest_first(hull(operations, [2], saved({1: 100, 2: 10}), free=[1, 2]))
     assert choice.kept == {2: SAVE} and choice.bytes == 0 and choice.seconds == 0.0
 
 
 def test_an_operation_with_two_results_runs_once():
-    operations = [Operation((0,), (1, 2), 5.0)]
+    operations = [Node((0,), (1, 2), 5.0)]
     assert hull(operations, [1, 2], {})[0].seconds == 5.0
 
 
 def test_large_sizes_and_small_times_do_not_overflow():
-    operations = [Operation((i,), (i + 1,), 1e-9) for i in range(200)]
+    operations = [Node((i,), (i + 1,), 1e-9) for i in range(200)]
     size = {i + 1: 2**50 for i in range(200)}
     found = hull(operations, list(size), saved(size))
     assert found[0].bytes == 0 and found[-1].seconds == 0.0

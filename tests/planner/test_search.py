@@ -25,8 +25,8 @@ from jaxckpt.core.plan import FORMAT
 from jaxckpt.models import gpt, lstm, moe, resnet, unet
 from jaxckpt.planner import model, search
 from jaxckpt.planner.chain import cost
+from jaxckpt.planner.preferences import fastest, single
 from jaxckpt.planner.problems import problem_of
-from jaxckpt.planner.solvers.sqrt import fastest, single
 from tests.helpers import chain_in_segments
 
 pytestmark = pytest.mark.usefixtures("shared_answers")
@@ -332,16 +332,16 @@ def test_measured_costs_need_the_device_here():
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-def test_a_train_step_counts_with_its_optimiser_and_donated_arguments():
-    optimiser = optax.adam(1e-3)
+def test_a_train_step_counts_with_its_optimizer_and_donated_arguments():
+    optimizer = optax.adam(1e-3)
     weights, x = ARGS
-    state = (weights, optimiser.init(weights))
+    state = (weights, optimizer.init(weights))
 
     def step(fun):
         def train(state, x):
             weights, memory = state
             value, gradient = jax.value_and_grad(fun)(weights, x)
-            updates, memory = optimiser.update(gradient, memory)
+            updates, memory = optimizer.update(gradient, memory)
             return (optax.apply_updates(weights, updates), memory), value
 
         return jax.jit(train, donate_argnums=0)

@@ -82,6 +82,16 @@ def test_a_budget_below_every_plan_without_tiles_has_one_with_tiles(problem, lea
     same(language, half.apply(language), real())
 
 
+def test_a_frontier_has_plans_with_tiles_too(half, least):
+    budgets = half.budget, int(1.1 * least)
+    found = jaxckpt.frontier(language, *arguments(), budgets=budgets, target="cuda:h100", tile=True)
+    tiled, whole = (point.plan for point in found.points)
+    assert tiled.tiles and tiled.measured_bytes <= half.budget
+    assert whole.overhead <= tiled.overhead
+    (point,) = jaxckpt.frontier(language, *arguments(), budgets=budgets[:1], target="cuda:h100").points
+    assert point.plan is None and point.why
+
+
 def test_the_head_costs_hardly_a_flop(problem, half):
     flops = lambda fun: trace(jax.value_and_grad(fun), *arguments()).flops
     assert half.report.flops == pytest.approx(flops(half.apply(language)), rel=1e-6)

@@ -275,11 +275,11 @@ def test_describe_counts_what_each_schedule_does() -> None:
     for length, slots, steps in KNOWN:
         slotted = describe(length, Slots(slots))
         assert slotted.forward_steps == length + 1 + steps and slotted.peak_carries == slots
-    assert "runs the step 200 times" in str(describe(100, "sqrt"))
-    assert "over 1 step: keeps 1 carry, at most 1 at once and the residuals of 1 step; runs" in str(
+    assert "runs 200 iterations" in str(describe(100, "sqrt"))
+    assert "over 1 iteration: keeps 1 carry, at most 1 at once and the residuals of 1 iteration; runs" in str(
         describe(1, Slots(3))
     )
-    assert "runs the step 1 time, 0.00 again" in str(describe(1, "none"))
+    assert "runs 1 iteration, 0.00 again" in str(describe(1, "none"))
 
 
 @pytest.mark.parametrize("length", [0, 1])
@@ -291,7 +291,7 @@ def test_describe_of_nothing_and_of_one_step(length: int, schedule: object) -> N
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
 def test_slots_must_be_an_int_of_at_least_one(count: object) -> None:
-    with pytest.raises(ArgumentError, match=r"Slots must be an int of at least 1, the number of carries to keep; got"):
+    with pytest.raises(ArgumentError, match=r"count must be an int of at least 1, the number of carries to keep; got"):
         Slots(count)  # type: ignore[arg-type]
 
 
@@ -301,7 +301,7 @@ def test_slots_must_be_an_int_of_at_least_one(count: object) -> None:
         ("sqr", "Did you mean 'sqrt'"),
         (0, "at least 1 where it is an int"),
         (-3, "at least 1 where it is an int"),
-        (2.5, "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints or Slots"),
+        (2.5, "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints, Slots(n) or another LoopSchedule"),
         (True, "one of 'none'"),
         ((), "one of 'none'"),
         ((4, 0), "of ints of at least 1"),

@@ -19,7 +19,9 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import TilingError
+from jaxckpt.core import primitives
 from jaxckpt.core.inline import inline
+from jaxckpt.core.primitives import Holds
 from jaxckpt.core.tiling.axes import rule
 from jaxckpt.core.tiling.follow import Followed, error, joined
 from jaxckpt.core.tiling.shares import (
@@ -43,14 +45,14 @@ _TRIES = 50
 # --------------------------------------------------------------------------------------------------- calls, checkpoints
 
 
-@rule("jit", "pjit", "closed_call", "core_call", mixed=True)
+@rule(*primitives.holding(Holds.CALL), mixed=True)
 def _call(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     params = _compat.equation_params(eqn)
     body: Followed = axis.follow(params.get("call_jaxpr", params.get("jaxpr")), shares)
     return Passage(shares, body.outs, run=body)
 
 
-@rule("checkpoint", "remat", "remat2", mixed=True)
+@rule(*primitives.holding(Holds.CHECKPOINT), mixed=True)
 def _checkpoint(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     params = _compat.equation_params(eqn)
     body: Followed = axis.follow(params["jaxpr"], shares)

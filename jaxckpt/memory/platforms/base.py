@@ -67,6 +67,8 @@ class Platform(abc.ABC):
       lowering: its name in XLA.
       extra: the extra of jaxckpt that compiles for a device that is not in this machine.
       local_extra: the extra of jaxckpt that uses a device of this machine.
+      packages: the packages that have its compiler, besides JAX's own. Their versions are in the key of stored results.
+      variables: the environment's variables that its compiler reads, besides XLA_FLAGS. They are in that key, too.
       fusing: how its compiler fuses.
       needs_assignment: whether figures of memory depend on the buffer assignment that the compiler dumps.
       host_is_apart: whether host memory is another one than the device's.
@@ -79,6 +81,8 @@ class Platform(abc.ABC):
     backend: str
     extra: str = ""
     local_extra: str = ""
+    packages: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     fusing: Fusing = Fusing()
     needs_assignment: bool = False
     host_is_apart: bool = True

@@ -26,6 +26,7 @@ class Cuda(Platform):
     backend = "gpu"
     extra = "aot-cuda"
     local_extra = "cuda12"
+    packages = "jax-cuda12-pjrt", "jax-cuda13-pjrt"
     overstated = OVERSTATED_BY_CUDA
     fusing = Fusing(shares_zeros=True, sinks_fills=True)
 

@@ -28,6 +28,8 @@ class Tpu(Platform):
     backend = "tpu"
     extra = "aot-tpu"
     local_extra = "aot-tpu"
+    packages = ("libtpu",)
+    variables = "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH"
     needs_assignment = True
     code_in_memory = True
 

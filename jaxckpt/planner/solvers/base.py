@@ -7,6 +7,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxckpt.planner.chain import Chain, Solution, cost
 
@@ -53,6 +54,8 @@ class Solver(abc.ABC):
 
     Attributes:
       name: what to call it in messages; `jaxckpt.autocheckpoint(path=...)` also tells stored plans apart by it.
+      own_only: whether a plan must be one that this solver found for its budget. If not, the search may also return
+        what was found for another budget, or what people do by hand, if that fits and is cheaper.
 
     >>> from jaxckpt.planner.chain import Keep
     >>> class Lean(Solver):
@@ -66,6 +69,7 @@ class Solver(abc.ABC):
     """
 
     name: str
+    own_only: ClassVar[bool] = True
     _known: tuple[Chain, Solution | None] | None = None
 
     @abc.abstractmethod

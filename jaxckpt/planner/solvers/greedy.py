@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxckpt.planner.chain import Chain, Drop, Keep, Solution, cost
+from jaxckpt.planner.preferences import leanest, single
 from jaxckpt.planner.solvers.base import Infeasible, Solver
-from jaxckpt.planner.solvers.sqrt import leanest, segmented, single
+from jaxckpt.planner.solvers.sqrt import segmented
 
 
 class Greedy(Solver):

@@ -42,10 +42,10 @@ import numpy as np
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.planner.chain import Chain, Drop, Keep, Solution, cost
+from jaxckpt.planner.preferences import leanest, single
 from jaxckpt.planner.solvers.base import Infeasible, Solver
 from jaxckpt.planner.solvers.bound import NONE, Bound, bound
 from jaxckpt.planner.solvers.optimal import Optimal
-from jaxckpt.planner.solvers.sqrt import leanest, single
 
 logger = logging.getLogger("jaxckpt")
 

@@ -35,7 +35,7 @@ from jaxckpt.planner.solvers.base import Infeasible, Solver
 from jaxckpt.planner.solvers.staircase import DONE, Staircase, envelope, joined, thin
 
 STEPS = 800
-
+"""Steps that a function of bytes has, at most; see the top of this file."""
 
 ENDLESS = 2**62
 """Bytes that hold anything; the arithmetic is in 64 bits."""
@@ -45,6 +45,7 @@ class Optimal(Solver):
     """The cheapest solution; solves a chain once for all limits."""
 
     name = "chain"
+    own_only = False
 
     def __init__(self) -> None:
         self._table: Table | None = None

@@ -8,12 +8,11 @@ guarantee. It may find nothing where there is something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from jaxckpt.planner.chain import Candidate, Chain, Drop, Keep, Solution
+from jaxckpt.planner.chain import Chain, Drop, Solution
+from jaxckpt.planner.preferences import fastest, leanest, single
 from jaxckpt.planner.solvers.base import Infeasible, Solver, cheapest
-
-Preference = Callable[[Candidate], tuple[float, ...]]
 
 
 class Sqrt(Solver):
@@ -39,37 +38,3 @@ def segmented(chain: Chain) -> Iterator[Solution]:
                 *(Drop(at, at + size, keeps[at : at + size]) for at in range(0, last, size)),
                 *keeps[last:],
             )
-
-
-def single(chain: Chain, preference: Preference) -> tuple[Keep, ...]:
-    """Returns each stage with the candidate that `preference` puts first."""
-    return tuple(
-        Keep(stage, stage + 1, min(range(len(candidates)), key=lambda o: preference(candidates[o])))
-        for stage in range(chain.length)
-        for candidates in [chain.segment(stage, stage + 1).candidates]
-    )
-
-
-def fastest(candidate: Candidate) -> tuple[float, float]:
-    """Puts the candidate first that recomputes the least."""
-    return candidate.time, candidate.kept
-
-
-def tightest(candidate: Candidate) -> tuple[float, float]:
-    """Puts the candidate first that needs the fewest bytes at once."""
-    return candidate.kept + candidate.work, candidate.time
-
-
-def leanest(candidate: Candidate) -> tuple[float, float]:
-    """Puts the candidate first that keeps the fewest bytes."""
-    return candidate.kept, candidate.time
-
-
-def barest(candidate: Candidate) -> tuple[float, float]:
-    """Puts the candidate first that keeps nothing, as a checkpoint without a policy does; then as `leanest`."""
-    return candidate.kept + bool(candidate.how), candidate.time
-
-
-def on_device(preference: Preference) -> Callable[[Candidate], tuple[float, ...]]:
-    """Returns the preference with candidates that have something on the host put last."""
-    return lambda candidate: (candidate.on_host, *preference(candidate))

@@ -81,6 +81,16 @@ def test_it_answers_for_its_own_feasibility(problem, verify):
     assert (found.measured_bytes or found.predicted.peak_bytes) <= own
 
 
+def test_a_solver_may_let_the_search_take_what_others_found():
+    class Open(Lean):
+        own_only = False
+
+    problem = problem_of(loss, WS, X, target="cpu")
+    others = problem.plan("60%")
+    assert problem.plan("80%", solver=Lean()).measured_bytes < others.measured_bytes
+    assert problem.recall("60%", Open()) == others and problem.recall("60%", Lean()) is None
+
+
 def least(problem, solver, verify):
     with pytest.raises(InfeasibleBudgetError) as caught:
         problem.plan(problem.argument_bytes + 1, solver=solver, verify=verify)
