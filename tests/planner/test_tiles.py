@@ -456,3 +456,19 @@ def test_all_that_has_the_axis_is_tiled_with_the_value_that_it_is_followed_from(
     assert least < 0.4 * peak(make(message))
     found = jaxckpt.plan(make(message), *args, budget=least, target="cuda:h100", tile=True)
     assert found.measured_bytes <= least
+
+
+@pytest.mark.parametrize(("batch", "runs"), [(32, 1), (128, 8)])
+def test_few_rows_of_large_weights_are_made_before_the_tiles(batch, runs):
+    """As the embeddings of a diffusion's times: each tile would read the weights again, and hold gradients of them."""
+
+    def loss(weights, x, times):
+        embedding = jnp.tanh(times @ weights)
+        return jnp.mean(jnp.sin(x * embedding[:, None, :]) ** 2)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, F)
+    problem = problem_of(loss, shape(64, 32), shape(batch, 16, 32), shape(batch, 64), target="cpu", tile=True)
+    x = next(value.index for value in problem.graph.values if value.shape == (batch, 16, 32))
+    tiled = problem.tiled.with_tiles((TiledStretch(0, len(problem.graph.ops), x, 0, 8),))
+    assert {op.repeats for op in tiled.graph.walk() if op.primitive == "sin"} == {8}
+    assert {op.repeats for op in tiled.graph.walk() if op.primitive == "tanh"} == {runs}

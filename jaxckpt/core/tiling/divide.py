@@ -77,8 +77,10 @@ class Tiling:
         self._extend(env, self.after, [var for var in dict.fromkeys(ending) if var not in env])
         return [atom.val if isinstance(atom, _compat.Literal) else env[atom] for atom in self.program.outvars]
 
-    def rows_made_before(self) -> tuple[int, set[Any]]:
-        """Returns the bytes of what runs before the tiles and is taken by rows, and what it is computed of."""
+    def rows_made_before(self) -> tuple[int, set[int]]:
+        """Returns the bytes of what runs before the tiles and is taken by rows, and the places of the arguments that it
+        is computed of.
+        """
         makers = {var: eqn for eqn in self.before for var in eqn.outvars}
         operands = [] if self.tiles is None else self.tiles.operands
         taken = {var for var, share in operands if share.kind is Kind.ROWS and var in makers}
@@ -88,7 +90,8 @@ class Tiling:
             new = [] if eqn is None else [atom for atom in eqn.invars if isinstance(atom, _compat.Var)]
             todo += [var for var in new if var not in sources]
             sources.update(new)
-        return sum(aval_bytes(var.aval) for var in taken), sources
+        places = {place for place, var in enumerate(self.program.invars) if var in sources}
+        return sum(aval_bytes(var.aval) for var in taken), places
 
     def _extend(self, env: dict[Any, Any], eqns: Sequence[Any], wanted: Sequence[Any]) -> None:
         """Computes variables, and adds them to those that are known."""

@@ -15,7 +15,7 @@ from jaxckpt._errors import PlanMismatchError, TilingError
 from jaxckpt.core import surgery
 from jaxckpt.core.emit import grouped
 from jaxckpt.core.emit import run as run_emitted
-from jaxckpt.core.graph import Graph, trace
+from jaxckpt.core.graph import Graph, aval_bytes, trace
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.tiling.divide import Tiling, divided
 from jaxckpt.core.tiling.shares import WHOLE, Share, rows, rows_of_tile
@@ -120,6 +120,8 @@ class Stretches:
 def _with_more_rows(closed: Any, shares: Sequence[Share], cut: tuple[int, int, int]) -> Tiling:
     """Returns a program divided along an axis of one argument, and of others that have the axis too: those of which
     rows of all tiles would be computed at once, before the tiles. Edges of a graph have several: their ends, and more.
+    Not where these rows take fewer bytes than the whole values that they are computed of, as the embeddings of a few
+    examples and their weights: each tile would read the weights again, and hold gradients of them.
 
     Args:
       closed: the program.
@@ -130,15 +132,15 @@ def _with_more_rows(closed: Any, shares: Sequence[Share], cut: tuple[int, int, i
       TilingError: an operation couples the rows, whatever else has the axis.
     """
     found, shares = divided(closed, shares, *cut), list(shares)
+    avals = [var.aval for var in found.program.invars]
     refused: set[tuple[int, int]] = set()
     while True:
         size, sources = found.rows_made_before()
-        places = [place for place, var in enumerate(found.program.invars) if var in sources and shares[place] == WHOLE]
         ways = [
             (place, dim)
-            for place in places
-            for dim, length in enumerate(found.program.invars[place].aval.shape)
-            if length == cut[0] and (place, dim) not in refused
+            for place in sorted(sources)
+            for dim, length in enumerate(avals[place].shape)
+            if length == cut[0] and shares[place] == WHOLE and (place, dim) not in refused
         ]
         if not ways:
             return found
@@ -147,7 +149,9 @@ def _with_more_rows(closed: Any, shares: Sequence[Share], cut: tuple[int, int, i
         more = [rows(dim) if i == place else share for i, share in enumerate(shares)]
         with contextlib.suppress(TilingError):
             other = divided(closed, more, *cut)
-            if other.rows_made_before()[0] < size:
+            rest, still = other.rows_made_before()
+            read = sum(aval_bytes(avals[i]) for i in sources - still if more[i] == WHOLE)
+            if size - rest > read:
                 found, shares = other, more
 
 
