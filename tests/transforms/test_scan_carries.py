@@ -70,7 +70,7 @@ def test_what_carries_cannot_be():
     for carry, schedule in ((compress("int8"), Slots(3)), (RECOMPUTE, "sqrt")):
         with pytest.raises(ArgumentError, match="carry must be SAVE"):
             run(W, X, schedule, carry=carry)
-    with pytest.raises(ArgumentError, match="with a budget"):
+    with pytest.raises(ArgumentError, match="and a budget"):
         jaxckpt.scan(lambda c, x: (c, None), X, None, 4, budget="1MiB", carry=compress("int8"))
     with pytest.raises(ArgumentError, match=r"None with schedule='every' and carry=compress"):
         run(W, X, "every", carry=compress("int8"), policy="dots")

@@ -133,8 +133,9 @@ WRITTEN_DIFFERENTLY = {
 """Some version of JAX makes other primitives of these functions, or uses these outside of the tiles, too."""
 
 ELSEWHERE = {
-    "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "device_put", "jaxckpt_tie",
-    "jit", "optimization_barrier", "pjit", "psum_invariant", "pvary", "remat", "remat2", "scan", "shard_map", "while",
+    "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "device_put", "eval_jaxpr",
+    "jaxckpt_tie", "jit", "optimization_barrier", "pjit", "psum_invariant", "pvary", "remat", "remat2", "scan",
+    "shard_map", "while",
 }  # fmt: skip
 """Operations that hold programs, and those that jax.shard_map puts in: test_tile.py, test_tile_sharded.py and
 test_tile_random.py tile them.
