@@ -168,7 +168,8 @@ class Tiler:
 
     def couplings(self, rows: int) -> list[TilingError]:
         """Returns what stands in the way of tiles of the stretch that needs most, along all axes but one of so many
-        rows; nothing if another axis goes through.
+        rows; nothing if it needs less along another axis, too. An axis of a small weight may go through and spare
+        nothing.
         """
         start, stop, _ = self.model.widest()
         program, ins, outs = self.stretches.program(start, stop)
@@ -178,7 +179,7 @@ class Tiler:
         whole = self._whole(start, stop, program, ins, moves)
         if whole is None:
             return []
-        ways = list(self._all(start, stop, ins, moves, MOST_TILES, whole))
+        ways = [way for way in self._all(start, stop, ins, moves, MOST_TILES, whole) if way.bytes < MUCH_LESS * whole]
         return self.refused if all(ins[way.place].aval.shape[way.axis] == rows for way in ways) else []
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
