@@ -472,3 +472,18 @@ def test_few_rows_of_large_weights_are_made_before_the_tiles(batch, runs):
     tiled = problem.tiled.with_tiles((TiledStretch(0, len(problem.graph.ops), x, 0, 8),))
     assert {op.repeats for op in tiled.graph.walk() if op.primitive == "sin"} == {8}
     assert {op.repeats for op in tiled.graph.walk() if op.primitive == "tanh"} == {runs}
+
+
+def test_an_axis_that_spares_nothing_does_not_hide_what_couples():
+    """A weight's axis goes through, since the sum over it is complete before all that takes memory."""
+    batch = 4
+
+    def loss(weights, x, times):
+        x = jnp.sin(x * (times @ weights)[:, None, :])
+        return jnp.mean(jnp.sin(x - x.sum((1, 2), keepdims=True)) ** 2)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, F)
+    args = shape(64, 128), shape(batch, 256, 128), shape(batch, 64)
+    problem = problem_of(loss, *args, target="cpu", tile=True)
+    with pytest.raises(InfeasibleBudgetError, match=r"in 4 microbatches\..*couple the rows.*sub at test_tiles\.py"):
+        problem.plan(problem.argument_bytes + 1000)
