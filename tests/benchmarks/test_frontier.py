@@ -114,11 +114,15 @@ def test_what_the_step_takes_by_itself_is_no_gain():
 
 @pytest.mark.once
 @pytest.mark.usefixtures("optimised")
-def test_a_plan_runs_in_a_process_of_its_own_and_takes_what_it_was_compiled_to_take():
-    rows = gpu.measure_model("gpt2", ["50%"], 1, lambda line: None)
-    assert [row["budget"] for row in rows] == [None, "50%"]
+def test_a_plan_runs_in_a_process_of_its_own_and_takes_what_it_was_compiled_to_take(tmp_path):
+    wanted = [gpu.Case("gpt2"), gpu.Case("gpt2", "50%")]
+    kept = []
+    rows = gpu.prepare(wanted, gpu.chip(), str(tmp_path), lambda line: None)
+    rows = gpu.run(rows, str(tmp_path), 1, 1, lambda line: None, lambda rows: kept.append(len(rows)))
+    assert [row["case"]["budget"] for row in rows] == ["as it is", "50%"] and kept == [1, 2]
+    assert rows[0]["ratio"] is None and 0 < rows[1]["ratio"] < 4
     for row in rows:
         assert row["peak_bytes"] == pytest.approx(row["compiled_bytes"], rel=0.25)
     assert rows[1]["peak_bytes"] < 0.75 * rows[0]["peak_bytes"]
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
-    assert "as it is" in gpu.table(rows)
+    assert "gpt2 as it is" in gpu.report(rows, 1)
