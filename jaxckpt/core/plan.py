@@ -389,9 +389,11 @@ class PlanReport:
       unplanned_flops, unplanned_seconds: the same of the step without the plan.
       host_bytes: in host memory, as the planner's model has them: of all that the plan moves there.
       measured_host_bytes: in host memory, as the compiler says.
-      host_seconds: of the link to the host, both ways, by the target's rates. Other work hides them as far as it goes:
-        `seconds` counts what it does not.
-      host_share: how full the link is: `host_seconds` over the seconds that the planned step computes.
+      host_seconds: of the link to the host, both ways, by the target's rates. Other work hides them as far as it goes,
+        but for `host_waits`: `seconds` counts what it does not hide.
+      host_waits: seconds of `host_seconds` that the step waits for the link, because the target's compiler does not
+        run such transfers beside other work: those of unrolled layers on a GPU.
+      host_share: how full the link is: `host_seconds` over the seconds of the planned step.
       compiler_options: (name, value) of the options of XLA without which the target's compiler undoes checkpoints, as
         `jaxckpt.compiler_options` gives them; empty for most targets.
       times: median seconds of (the planned step, the step without the plan), where they were run.
@@ -418,6 +420,7 @@ class PlanReport:
     host_bytes: int | None = None
     measured_host_bytes: int | None = None
     host_seconds: float | None = None
+    host_waits: float | None = None
     host_share: float | None = None
     costs: str = "roofline"
     compiler_options: tuple[tuple[str, str], ...] = ()
@@ -470,7 +473,8 @@ class PlanReport:
         if not self.host_bytes:
             return ""
         size = self.host_bytes if self.measured_host_bytes is None else self.measured_host_bytes
-        return f"in host memory {format_bytes(size)}, its link {self.host_share or 0.0:.0%} full"
+        waits = ", and the step waits for it" if self.host_waits else ""
+        return f"in host memory {format_bytes(size)}, its link {self.host_share or 0.0:.0%} full{waits}"
 
     @property
     def options_line(self) -> str:
@@ -503,6 +507,7 @@ class PlanReport:
                 "host_bytes": self.measured_host_bytes,
                 "predicted_host_bytes": self.host_bytes,
                 "host_seconds": self.host_seconds,
+                "host_waits": self.host_waits,
                 "host_share": self.host_share,
             },
             "unplanned": {
@@ -584,7 +589,7 @@ _REPORT: dict[str, Any] = {
     "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "donated_bytes": int, "unplanned_bytes": int,
     "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
     "unplanned_seconds": (int, float), "timed_on": str, "host_bytes": int, "measured_host_bytes": int,
-    "host_seconds": (int, float), "host_share": (int, float), "costs": str,
+    "host_seconds": (int, float), "host_waits": (int, float), "host_share": (int, float), "costs": str,
 }  # fmt: skip
 
 

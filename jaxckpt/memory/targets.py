@@ -116,6 +116,13 @@ class Target:
         return PLATFORMS[self.platform].host_is_apart
 
     @property
+    def hides_transfers(self) -> bool:
+        """Whether transfers between device and host run beside other work outside of loops, too: not on a GPU, whose
+        compiler waits for them there.
+        """
+        return PLATFORMS[self.platform].hides_transfers
+
+    @property
     def link_bandwidth(self) -> float:
         """Bandwidth from one device to others along one axis of a mesh in bytes/s, in one direction."""
         return self._chip.link_bandwidth

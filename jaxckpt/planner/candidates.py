@@ -96,7 +96,8 @@ def candidates_of(
         time = scaled(time, factor)
     operations = [mincut.Node(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
-    stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index)))
+    hides = context.in_loop or target.hides_transfers
+    stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index), hides))
 
     def ways_at(price: float | None) -> dict[int, list[mincut.Storage]]:
         return {index: [each.at(price or 0.0) for each in _here(stored(index), price)] for index in joint.origin}
@@ -115,8 +116,8 @@ def candidates_of(
         kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
         own_ways = [next(each for each in stored(index) if each.action == cut.kept[index]) for index in own]
         spent = total(map(time, again)) + total(each.time for each in own_ways)
-        link, host = sum(each.link for each in own_ways), sum(each.host for each in own_ways)
-        return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept, link, host)
+        link, host, waits = (sum(getattr(each, name) for each in own_ways) for name in ("link", "host", "waits"))
+        return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept, link, host, waits)
 
     cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
     if anyway.intersection(cuts[0].kept):  # a checkpoint without a policy: what goes out is not there for longer
@@ -276,7 +277,8 @@ class _Store:
     Attributes:
       action: by which it is kept.
       bytes, host: on the device and on the host.
-      time: of storing it and bringing it back, but for the host's link, of which that takes `link` seconds.
+      time: of storing it and bringing it back, but for the host's link, of which that takes `link` seconds that other
+        work may hide; `waits`, in `time`, are those that nothing hides.
     """
 
     action: Action
@@ -284,6 +286,7 @@ class _Store:
     host: int
     time: Time
     link: float
+    waits: float = 0.0
 
     @property
     def on_host(self) -> bool:
@@ -294,15 +297,17 @@ class _Store:
         return mincut.Storage(self.action, self.bytes, self.time.effort + price * self.link)
 
 
-def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time) -> Sequence[_Store]:
+def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time, hides: bool) -> Sequence[_Store]:
     """Returns the ways to keep a value, which takes `write` to have in memory; one that no action admits is saved as it
-    is.
+    is. `hides`: whether transfers to the host run beside other work.
     """
     found = []
     for action in dict.fromkeys(given(action, value) for action in actions):
         cost = action.cost(value)
-        time, link = storing(cost, target) + write, link_seconds(cost, target)
-        found.append(_Store(action, action.device_bytes(value), action.host_bytes(value), time, link))
+        link = link_seconds(cost, target)
+        link, waits = (link, 0.0) if hides else (0.0, link)
+        time = storing(cost, target) + write + Time(waits, waits)
+        found.append(_Store(action, action.device_bytes(value), action.host_bytes(value), time, link, waits))
     return found
 
 

@@ -38,6 +38,7 @@ class Candidate:
         is.
       link: seconds of the link to the host, in both directions; not counted in `time` and `seconds`, for other work
         hides them.
+      waits: seconds of the link that nothing hides, in both directions; counted in `time` and `seconds`.
       host: bytes kept in host memory.
     """
 
@@ -48,6 +49,7 @@ class Candidate:
     how: Any = field(default=None, hash=False)
     link: float = 0.0
     host: int = 0
+    waits: float = 0.0
 
     @property
     def on_host(self) -> bool:

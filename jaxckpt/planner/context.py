@@ -26,6 +26,7 @@ class Context:
       actions: the ways to keep a value.
       programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
         and those.
+      in_loop: whether the stretches are of a loop's body.
       quick: whether the program is small, and on one device: see `is_quick`.
       once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
     """
@@ -37,6 +38,7 @@ class Context:
     actions: tuple[Action, ...] = (SAVE,)
     once: bool = True
     quick: bool = False
+    in_loop: bool = False
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(
         default_factory=dict, compare=False
     )

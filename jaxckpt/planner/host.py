@@ -1,7 +1,8 @@
 """The host's link and the host's memory: one resource of each for a whole step, which a plan's values share.
 
-Transfers run beside other work until the link is full: until it is at work for as long as the step computes. So they
-are free for a plan that leaves room, and what they cost beyond that is found as a price: of all plans within a limit of
+Where a compiler hides transfers (`Target.hides_transfers`, and in loops), they run beside other work until the link is
+full: until it is at work for as long as the step computes. So they are free for a plan that leaves room, and what they
+cost beyond that is found as a price: of all plans within a limit of
 device memory, one that is cheapest in seconds of work plus the price times seconds of the link uses less of the link
 the higher the price is (H. Everett 1963, "Generalized Lagrange multiplier method"). At a price a chain is a chain like
 any other, and every solver solves it.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +28,7 @@ from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import LINK_FULL, LINK_SHARES, LINK_STEPS
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner.chain import Chain, Drop, Keep, Segment, Solution, cost
+from jaxckpt.planner.chain import Candidate, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.solvers import Infeasible, Solver
 from jaxckpt.planner.solvers.base import NOTHING
 
@@ -66,15 +68,29 @@ class HostUse:
     """What a solution takes of the host.
 
     Attributes:
-      link: seconds of its link, in both directions.
+      link: seconds of its link, in both directions, that other work may hide.
       bytes: of its memory, at most.
+      waits: seconds of its link that nothing hides.
     """
 
     link: float = 0.0
     bytes: int = 0
+    waits: float = 0.0
 
     def __add__(self, other: HostUse) -> HostUse:
-        return HostUse(self.link + other.link, self.bytes + other.bytes)
+        return HostUse(self.link + other.link, self.bytes + other.bytes, self.waits + other.waits)
+
+    def covers(self, candidate: Candidate) -> bool:
+        """Whether a candidate takes no more of the link that is to be hidden, and of the memory."""
+        return candidate.link <= self.link and candidate.host <= self.bytes
+
+    def exposed(self, computed: float) -> float:
+        """Returns the seconds that a step waits for the link, if it computes for so many."""
+        return max(self.link - computed, 0.0) + self.waits
+
+
+ANY = HostUse(math.inf, sys.maxsize)
+"""More than any candidate takes."""
 
 
 def host_use(chain: Chain, solution: Sequence[Keep | Drop]) -> HostUse:
@@ -83,7 +99,7 @@ def host_use(chain: Chain, solution: Sequence[Keep | Drop]) -> HostUse:
     for item in solution:
         if isinstance(item, Keep):
             candidate = chain.candidate(item)
-            total += HostUse(candidate.link, candidate.host)
+            total += HostUse(candidate.link, candidate.host, candidate.waits)
         else:
             total += host_use(chain, item.again)
     return total
@@ -97,7 +113,7 @@ class _Priced:
       prices: of each stage, of a second of the link; None where nothing may be on the host.
       weight: seconds that a byte on the host counts as.
       solver: solves it, and keeps what it solved.
-      most: seconds of the link that one candidate may take.
+      most: what one candidate may take of the host.
     """
 
     def __init__(
@@ -106,7 +122,7 @@ class _Priced:
         prices: Sequence[float | None],
         weight: float,
         solver: Solver,
-        most: float = math.inf,
+        most: HostUse = ANY,
     ) -> None:
         self.solver, self._most = copy.copy(solver), most
         self._numbers: dict[tuple[int, int], list[int]] = {}
@@ -120,7 +136,7 @@ class _Priced:
         chosen = [
             (number, each)
             for number, each in enumerate(segment.candidates)
-            if not each.on_host or (price is not None and each.link <= self._most)
+            if not each.on_host or (price is not None and self._most.covers(each))
         ]
         self._numbers[start, stop] = [number for number, _ in chosen]
         charge = lambda each: replace(each, time=each.time + (price or 0.0) * (each.link + weight * each.host))
@@ -156,7 +172,7 @@ class Host:
     def __init__(self, chain: Chain, solver: Solver, step_seconds: float, budget: int | None = None) -> None:
         self.chain, self.solver, self.step_seconds, self.budget = chain, solver, step_seconds, budget
         self.used = any(each.on_host for segment in chain.segments.values() for each in segment.candidates)
-        self._known: dict[tuple[int, int, float], _Priced] = {}
+        self._known: dict[tuple[int, int, HostUse], _Priced] = {}
 
     def solve(self, limit: int) -> Solution | None:
         """Returns a solution within a limit of device bytes, or None; see the module."""
@@ -184,28 +200,39 @@ class Host:
             middle = (low + high) // 2
             low, high = (low, middle) if look(middle) else (middle, high)
         best = [looked[high]] + [each for each in looked.values() if each is not None and self.admits(each)]
-        few, many = 0, self.chain.length  # of so many stages that pay the lower price the link has room, or has none
+        best += self._mixed(high, limit)
+        for share in LINK_SHARES:
+            best += self._shared(share, high, limit)
+        return min((each for each in best if each is not None), key=self._time)
+
+    def _mixed(self, step: int, limit: int, most: HostUse = ANY) -> Iterator[Solution]:
+        """Yields admitted solutions in which the first stages pay the price before number `step`: ever more of them, as
+        long as the host has room.
+        """
+        few, many = 0, self.chain.length
         while many - few > 1:
             middle = (few + many) // 2
-            solution = self._priced(high, middle).solve(limit)
+            solution = self._priced(step, middle, most).solve(limit)
             if solution is not None and self.admits(solution):
-                best.append(solution)
+                yield solution
                 few = middle
             else:
                 many = middle
-        best += [self._shared(share, limit) for share in LINK_SHARES]
-        return min((each for each in best if each is not None), key=self._time)
 
-    def _shared(self, share: float, limit: int) -> Solution | None:
-        """Returns an admitted solution in which no candidate takes more than a share of the link, or None, also where
-        none would: a loop has many iterations, which change their minds at one price too.
+    def _shared(self, share: float, step: int, limit: int) -> Iterator[Solution]:
+        """Yields admitted solutions in which no candidate takes more than a share of the host; none where none would: a
+        loop has many iterations, and a long stretch many values, which change their minds at one price too.
         """
-        most = share * LINK_FULL * self.step_seconds
-        links = (each.link for segment in self.chain.segments.values() for each in segment.candidates)
-        if all(link <= most for link in links):
-            return None
+        most = HostUse(
+            share * LINK_FULL * self.step_seconds, ANY.bytes if self.budget is None else int(share * self.budget)
+        )
+        if all(most.covers(each) for segment in self.chain.segments.values() for each in segment.candidates):
+            return
         solution = self._priced(0, most=most).solve(limit)
-        return solution if solution is not None and self.admits(solution) else None
+        if solution is not None and self.admits(solution):
+            yield solution
+        else:
+            yield from self._mixed(step, limit, most)
 
     def least(self) -> Solution | None:
         """Returns the solution with the least bytes that the solver knows of, within the budget of host memory."""
@@ -245,9 +272,9 @@ class Host:
     def _time(self, solution: Solution) -> float:
         return cost(self.chain, solution).time
 
-    def _priced(self, step: int, first: int = 0, most: float = math.inf) -> _Priced:
+    def _priced(self, step: int, first: int = 0, most: HostUse = ANY) -> _Priced:
         """Returns the chain whose stages pay the price number `step`, its `first` ones the price before it; the number
-        after the last is no price, and nothing on the host. No candidate takes more than `most` seconds of the link.
+        after the last is no price, and nothing on the host. No candidate takes more than `most` of the host.
         """
         if (step, first, most) not in self._known:
             prices = [self._price(step - (stage < first)) for stage in range(self.chain.length + 1)]

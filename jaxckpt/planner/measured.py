@@ -278,7 +278,7 @@ class Measured:
         by.
         """
         traced = self.traced(solution, by_hand).time
-        exposed = max(host_use(self.model.chain, solution).link - traced.seconds, 0.0)
+        exposed = host_use(self.model.chain, solution).exposed(traced.seconds)
         return traced.effort - self.plain.time.effort + exposed
 
     @functools.cached_property

@@ -235,7 +235,9 @@ def _planned(
     """
     if not stages.loops(body) and len(stages.repeats(body)) < 3:
         return None
-    inner = replace(build(whole(body, differentiated), replace(context, timed=False), looped=True), address=address)
+    inner = replace(
+        build(whole(body, differentiated), replace(context, timed=False, in_loop=True), looped=True), address=address
+    )
     host = Host(inner.chain, Optimal(), inner.step_seconds)
     solutions: list[Solution] = []
     for chain, original in host.priced_chains():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxckpt import _compat
@@ -137,7 +137,7 @@ def loop_candidates_of(
     made = {index for inner in body.ops for index in inner.outputs}
     outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
     named = Named(graph, body)
-    found = candidates_of(named, 0, len(body.ops), outputs, inside, context)
+    found = candidates_of(named, 0, len(body.ops), outputs, inside, replace(context, in_loop=True))
     length = op.params["length"]
 
     def total(indices: Collection[int], moving: bool = False) -> int:

@@ -618,22 +618,24 @@ class Search:
             unplanned_bytes=None if problem.known_unplanned is None else problem.known_unplanned.peak_bytes,
             host_bytes=host.bytes,
             measured_host_bytes=None if report is None else report.host_bytes,
-            host_seconds=host.link,
+            host_seconds=host.link + host.waits,
+            host_waits=host.waits,
             costs="roofline" if problem.asked.cycles is None else "compiler",
             compiler_options=tuple(compiler_options(problem.target).items()),
         )
         if traced is None:
             step = problem.model.step_seconds
             computed = step + seconds
-            found = replace(found, host_share=host.link / computed if computed else 0.0)
+            found = replace(found, host_share=(host.link + host.waits) / computed if computed else 0.0)
             added = seconds + max(host.link - computed, 0.0)
             return replace(found, overhead=added / step if step else 0.0).plan
         plain = problem.plain
+        seconds = traced.time.seconds + host.exposed(traced.time.seconds)
         found = replace(
             found,
             flops=traced.flops,
-            seconds=max(traced.time.seconds, host.link),
-            host_share=host.link / traced.time.seconds if traced.time.seconds else 0.0,
+            seconds=seconds,
+            host_share=(host.link + host.waits) / seconds if seconds else 0.0,
             unplanned_flops=plain.flops,
             unplanned_seconds=plain.time.seconds,
         )

@@ -52,9 +52,9 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
         beside = "" if report.measured_host_bytes is None else f"predicted {format_bytes(report.host_bytes)}"
         there = report.host_bytes if report.measured_host_bytes is None else report.measured_host_bytes
         cells.append(("in host memory", format_bytes(there), beside))
-        cells.append(
-            ("the host's link", table.format_seconds(report.host_seconds or 0.0), f"{report.host_share:.0%} full")
-        )
+        waits = f", the step waits {table.format_seconds(report.host_waits)} for it" if report.host_waits else ""
+        full = f"{report.host_share:.0%} full{waits}"
+        cells.append(("the host's link", table.format_seconds(report.host_seconds or 0.0), full))
     if report.recompute is not None:
         more = (report.flops or 0) - (report.unplanned_flops or 0)
         cells.append(("recomputation", f"{table.format_count(more)}FLOPs", f"{report.recompute:+.1%} of the step's"))

@@ -222,6 +222,7 @@ FULL = PlanReport(
     BARE, budget=1000, asked="50%", target="cpu", predicted=MemoryEstimate(4, 3, 2, 1), measured_bytes=900,
     unplanned_bytes=2000, overhead=0.25, flops=1100, seconds=1.1, unplanned_flops=1000, unplanned_seconds=1.0,
     times=(0.5, 0.25), timed_on="cpu", donated_bytes=3, host_bytes=5, measured_host_bytes=6, host_seconds=0.5, host_share=0.25,
+    host_waits=0.125,
     costs="compiler",
     compiler_options=(("xla_some_passes", "off"),),
 ).plan  # fmt: skip
@@ -260,7 +261,17 @@ def test_a_file_with_any_value_edited_is_an_error_and_never_another_plan():
 
 FREE = (
     *("fingerprint", "digest", "format"),
-    *("overhead", "seconds", "unplanned_seconds", "host_seconds", "host_share", "target", "asked", "timed_on"),
+    *(
+        "overhead",
+        "seconds",
+        "unplanned_seconds",
+        "host_seconds",
+        "host_waits",
+        "host_share",
+        "target",
+        "asked",
+        "timed_on",
+    ),
 )
 """Where some of the edits below have a type that a plan of another function could have."""
 

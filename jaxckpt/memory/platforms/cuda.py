@@ -28,6 +28,7 @@ class Cuda(Platform):
     local_extra = "cuda12"
     packages = "jax-cuda12-pjrt", "jax-cuda13-pjrt"
     overstated = OVERSTATED_BY_CUDA
+    hides_transfers = False  # XLA's schedule ends 90% of their bytes right where they begin: see docs/actions.md
     fusing = Fusing(shares_zeros=True, sinks_fills=True)
 
     def parse(self, text: str) -> Place | None:
