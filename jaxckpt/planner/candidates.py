@@ -152,7 +152,8 @@ def candidates_of(
         numbers = {name: len(candidates) + i for i, name in enumerate(presets)}
         candidates += [look({index: SAVE for index in values if index in own}) for values in presets.values()]
     seen = [cut.kept for cut in cuts]
-    for price in LINK_PRICES if any(each.on_host for index in joint.origin for each in stored(index)) else ():
+    away = [each for index in joint.origin for each in stored(index) if each.on_host]
+    for price in LINK_PRICES if any(each.link for each in away) else (0.0,) if away else ():
         for cut in mincut.hull(operations, joint.needed, ways_at(price), anyway):
             if cut.kept not in seen:
                 seen.append(cut.kept)

@@ -2,10 +2,10 @@
 
 Where a compiler hides transfers (`Target.hides_transfers`, and in loops), they run beside other work until the link is
 full: until it is at work for as long as the step computes. So they are free for a plan that leaves room, and what they
-cost beyond that is found as a price: of all plans within a limit of
-device memory, one that is cheapest in seconds of work plus the price times seconds of the link uses less of the link
-the higher the price is (H. Everett 1963, "Generalized Lagrange multiplier method"). At a price a chain is a chain like
-any other, and every solver solves it.
+cost beyond that is found as a price: of all plans within a limit of device memory, one that is cheapest in seconds of
+work plus the price times seconds of the link uses less of the link the higher the price is (H. Everett 1963,
+"Generalized Lagrange multiplier method"). At a price a chain is a chain like any other, and every solver solves it.
+Where nothing hides them, a candidate's own seconds have them.
 
 Equal layers change their minds at one price, all together. So the last stages pay the least price at which the link is
 not more than full, and the first ones the price before it; how many these are is found too. What the first stages keep
