@@ -97,6 +97,7 @@ def test_a_step_waits_for_what_nothing_hides():
         assert host_use(made, solution).exposed(100.0) == float(moves)
 
 
+@pytest.mark.cuda
 def test_a_gpu_waits_for_transfers_outside_of_loops():
     """To compute these small layers again takes less than to move what they keep: a plan that waits moves nothing."""
     moving, ask = {"actions": (RECOMPUTE, SAVE, OFFLOAD)}, {"target": "cuda:h100", "verify": False}
@@ -110,6 +111,7 @@ def test_a_gpu_waits_for_transfers_outside_of_loops():
     assert looped.host_seconds > 0 and looped.host_waits == 0.0
 
 
+@pytest.mark.tpu
 def test_a_tpu_moves_beside_other_work():
     ask = {"budget": "90%", "target": "tpu:v5e:2x2", "verify": False}
     made, plain = (
@@ -169,6 +171,7 @@ def test_a_scan_moves_what_its_iterations_keep():
     assert made.report.measured_host_bytes > 0 and made.report.host_share <= 1
 
 
+@pytest.mark.tpu
 def test_a_plan_with_moved_values_trains_as_the_function_does():
     """Planned for a TPU and run here; a CPU's host memory is its own."""
     actions = (RECOMPUTE, SAVE, OFFLOAD)
