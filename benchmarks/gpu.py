@@ -23,7 +23,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 import resource
 import statistics
 import subprocess
@@ -42,6 +41,7 @@ from benchmarks import reporting
 from jaxckpt.core.files import write_whole
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.chips import CHIPS
+from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, start_backend, target_of
 from jaxckpt.models import gpt, resnet, unet
 from jaxckpt.planner.frontier import cost_of
@@ -368,14 +368,17 @@ def main() -> None:
             rows = json.loads(pathlib.Path(folder, "rows.json").read_text())
         else:
             target = Target(options.target) if options.target else chip()
-            wanted = [case for case in cases(target.platform) if not options.only or case.name in options.only]
+            known = {case.name: case for case in cases(target.platform)}
+            if missing := [name for name in options.only if name not in known]:
+                parser.error(f"--only: there is no {missing[0]!r}; there are {', '.join(map(repr, known))}")
+            wanted = [case for name, case in known.items() if not options.only or name in options.only]
             rows = prepare(wanted, target, folder, say)
         if options.prepare:
             return
         rows = [row for row in rows if not options.only or Case(**row["case"]).name in options.only]
         save = functools.partial(_save, steps=options.steps)
         rows = run(rows, folder, options.steps, options.jobs, say, (lambda rows: None) if options.no_save else save)
-    print(report(rows, options.steps))
+    print(report(rows, options.steps) if rows else "Nothing ran.")
 
 
 def _save(rows: list[dict[str, Any]], steps: int) -> None:
@@ -406,13 +409,11 @@ def chip() -> Target:
     cannot do that.
     """
     local = target_of()
-    if local.platform != "cpu":
-        kind = local.devices[0].device_kind
-        for status in jaxckpt.targets():
-            platform, _, name = status.name.partition(":")
-            row = CHIPS.get(name.partition(":")[0])
-            if status.available and row is not None and platform == local.platform and re.search(row.kind, kind):
-                return Target(status.name)
+    row = PLATFORMS[local.platform].local_chip(lambda: local.devices)
+    for status in jaxckpt.targets():
+        _, _, name = status.name.partition(":")
+        if status.available and name and CHIPS[name.partition(":")[0]] is row:
+            return Target(status.name)
     return local
 
 

@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import jaxckpt
+from benchmarks import gpu
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, Policy, Slots, compress, tag
 from jaxckpt.cli import main
 from jaxckpt.memory.chips import CHIPS
@@ -36,17 +37,12 @@ def exact():
         yield
 
 
-def chip():
-    """The name of this machine's GPU as a target that need not be here."""
-    kind = jax.devices()[0].device_kind
-    return next(f"cuda:{name}" for name, row in CHIPS.items() if row.platform == "cuda" and row.kind in kind)
-
-
 def needs_compiler():
-    named = chip()
-    if not next(status.available for status in jaxckpt.targets() if status.name == named):
-        pytest.skip(f"no compiler for {named}")
-    return named
+    """The name of this machine's GPU as a target that need not be here."""
+    named = gpu.chip()
+    if named.local:
+        pytest.skip(f"no compiler for {jax.devices()[0].device_kind} as one that is elsewhere")
+    return named.name
 
 
 def layers(policy, scanned=True):
@@ -84,7 +80,7 @@ def assert_like(actual, expected, rtol=1e-4):
 def test_the_device_is_known():
     target = target_of()
     assert target.name == "cuda" and target.local and target.count == len(jax.devices())
-    row = CHIPS[chip().partition(":")[2]]
+    row = CHIPS[needs_compiler().partition(":")[2]]
     assert target.flops == row.flops and target.bandwidth == row.bandwidth
     # An allocator takes a share of the memory: 75% by default.
     assert 0.1 * row.memory_bytes < target.memory_bytes <= 1.02 * row.memory_bytes
