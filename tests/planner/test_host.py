@@ -19,6 +19,8 @@ MIB = 2**20
 LAYERS = 6
 WIDE = {"rows": 32768, "width": 16384, "hidden": 16384, "dtype": jnp.bfloat16}
 """Sizes of layers whose matmuls take longer than to move a value to the host and back."""
+ROUNDING = 1e-12
+"""Two plans of one price add their seconds up in different orders."""
 
 
 def loss(ws, x):
@@ -102,7 +104,7 @@ def test_a_gpu_waits_for_transfers_outside_of_loops():
     """To compute these small layers again takes less than to move what they keep: a plan that waits moves nothing."""
     moving, ask = {"actions": (RECOMPUTE, SAVE, OFFLOAD)}, {"target": "cuda:h100", "verify": False}
     small, plain = (jaxckpt.plan(loss, *shapes(), budget="65%", **ask, **more) for more in (moving, {}))
-    assert small.report.host_bytes == 0 and small.overhead == plain.overhead
+    assert small.report.host_bytes == 0 and small.overhead == pytest.approx(plain.overhead, ROUNDING)
     wide, plain = (jaxckpt.plan(loss, *shapes(**WIDE), budget="90%", **ask, **more) for more in (moving, {}))
     assert wide.report.host_waits == wide.report.host_seconds > 0 and wide.overhead < plain.overhead
     ws, x = shapes(rows=8192)
@@ -156,9 +158,9 @@ def test_a_host_budget_bounds_what_is_moved():
     free = jaxckpt.plan(loss, *args, **ask)
     assert free.report.host_bytes > 2100 * MIB
     bounded = jaxckpt.plan(loss, *args, **ask, host_budget="2100MiB")
-    assert 0 < bounded.report.host_bytes <= 2100 * MIB and bounded.overhead >= free.overhead
+    assert 0 < bounded.report.host_bytes <= 2100 * MIB and bounded.overhead >= free.overhead * (1 - ROUNDING)
     assert jaxckpt.plan(loss, *args, **ask, host_budget=0).report.host_bytes == 0
-    assert jaxckpt.plan(loss, *args, **ask, host_budget="1TiB").overhead == free.overhead
+    assert jaxckpt.plan(loss, *args, **ask, host_budget="1TiB").overhead == pytest.approx(free.overhead, ROUNDING)
 
 
 @pytest.mark.cuda
