@@ -22,9 +22,9 @@ from jaxckpt.core.plan import Plan
 from jaxckpt.core.shown import Progress, check_progress
 from jaxckpt.memory.cache import folder_of
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner import problems
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.planned_calls import PlannedCalls
+from jaxckpt.planner.settings import PlanSettings
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
 from jaxckpt.planner.stored_plans import AutoSettings
@@ -127,8 +127,8 @@ def autocheckpoint(
     beforehand: that plan then serves calls of the same shapes.
 
     Raises:
-      ArgumentError: at once: the budget is invalid, or `path` is a file; at the call: an argument that is not an array
-        cannot be hashed.
+      ArgumentError: at once: the budget or another option is invalid, or `path` is a file; at the call: an option does
+        not suit the target, or an argument that is not an array cannot be hashed.
       InfeasibleBudgetError and the other errors of `jaxckpt.plan`: at the call.
 
     >>> import jax, jax.numpy as jnp
@@ -139,27 +139,24 @@ def autocheckpoint(
     (4, 4)
     """
     solver_for(solver)
-    check_flags(verify=verify, respect_checkpoints=respect_checkpoints, tile=tile)
+    check_flags(verify=verify)
     folder_of(cache)
     check_progress(progress)
     numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         raise ArgumentError("static_argnums", "a number of an argument, or a sequence of them", static_argnums)
-    settings = AutoSettings(
-        budget,
+    planning = PlanSettings(
         target,
         step,
-        problems.actions_of(actions),
+        actions,
         host_budget,
         costs,
-        verify,
-        solver,
-        respect_checkpoints,
-        tile,
-        cache,
-        static_argnums,
-        progress,
+        reverse_only=False,  # what it returns may be differentiated in any way
+        respect_checkpoints=respect_checkpoints,
+        tile=tile,
+        cache=cache,
     )
+    settings = AutoSettings(budget, planning, verify, solver, static_argnums, progress)
     check_budget(budget)
     if fun is None:
         return functools.partial(_wrapper, settings=settings, path=path)

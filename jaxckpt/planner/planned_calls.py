@@ -194,14 +194,14 @@ class PlannedCalls:
             )
             if normal(budget).endswith("%"):
                 budget = budget_bytes(
-                    budget, unplanned=lambda: self._estimate(fun, shapes), target=settings.target, resident=0
+                    budget, unplanned=lambda: self._estimate(fun, shapes), target=settings.planning.target, resident=0
                 )
         if normal(budget) == DEVICE:
             here = self._resident(call, shapes)
-            budget = budget_bytes(budget, unplanned=_unasked, target=settings.target, resident=here)
+            budget = budget_bytes(budget, unplanned=_unasked, target=settings.planning.target, resident=here)
         cap = self.caps.get(key)
         if cap is not None:  # so the last plan was within the budget: a share needs no look at the unplanned peak
-            bytes_ = functools.partial(budget_bytes, budget, unplanned=_unasked, target=settings.target)
+            bytes_ = functools.partial(budget_bytes, budget, unplanned=_unasked, target=settings.planning.target)
             budget = cap if normal(budget).endswith("%") else min(bytes_(), cap)
         file = None if self.folder is None else PlanFile(self.folder, settings, self.name, fun, shapes)
         vain = key in self.given_up
@@ -214,34 +214,28 @@ class PlannedCalls:
             problems.plan,
             fun,
             *shapes,
-            target=settings.target,
-            step=settings.step,
-            actions=settings.actions,
-            host_budget=settings.host_budget,
-            costs=settings.costs,
             verify=settings.verify and not closed.bound,
             solver=settings.solver,
-            respect_checkpoints=settings.respect_checkpoints,
-            tile=settings.tile,
-            cache=settings.cache,
             progress=settings.progress,
-            reverse_only=False,  # what it returns may be differentiated in any way
+            **settings.planning.keywords(),
         )
-        plan = make(budget=budget) if cap is None else self._leaner(make, budget, self.peaks.get(key, 0))
+        plan = self._within(make, budget, 0 if cap is None else self.peaks.get(key, 0))
         self.peaks[key] = peak = peak_of(plan)
         logger.info("planned %s within %s: peak %s", self.name, format_bytes(plan.budget or 0), format_bytes(peak))
         if file is not None:
             file.save(plan)
         return plan
 
-    def _leaner(self, make: Callable[..., Plan], budget: int, peak: int) -> Plan:
-        """Returns the plan for a budget, or else the one that needs least, if that is less than the last one's peak."""
+    def _within(self, make: Callable[..., Plan], budget: int | str, peak: int) -> Plan:
+        """Returns the plan for a budget, or else the one that needs least, if that is less than the last one's peak; 0
+        where there was none that is to be left.
+        """
         while True:
             try:
                 return make(budget=budget)
             except InfeasibleBudgetError as error:
                 least = error.least_bytes
-                if least is None or not budget < least < peak:
+                if least is None or isinstance(budget, str) or not budget < least < peak:
                     raise
                 budget = least
 
@@ -249,7 +243,7 @@ class PlannedCalls:
         """Returns the bytes of the arguments that are on the device already: of a call within a trace, as many of them
         as the arguments of the step around it have there.
         """
-        target, watch = self.settings.target, watch_here()
+        target, watch = self.settings.planning.target, watch_here()
         here = any(isinstance(leaf, jax.Array) and not _compat.is_tracer(leaf) for leaf in call.arrays)
         if watch is None or here:
             return resident_bytes(call.arrays, target)
@@ -258,8 +252,8 @@ class PlannedCalls:
 
     def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
         """Returns the peak of the step without a plan, as its trace lets one expect."""
-        step = suited(self.settings.step, fun, shapes)
-        target = target_of(self.settings.target)
+        step = suited(self.settings.planning.step, fun, shapes)
+        target = target_of(self.settings.planning.target)
         return graph_peak(step_graph(step(fun), shapes, target), target.platform)
 
     @property

@@ -8,51 +8,37 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxckpt._errors import (
-    ArgumentError,
-    InfeasibleBudgetError,
-    check_flags,
-)
-from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
-from jaxckpt.core import garbage, lift, purity
-from jaxckpt.core.bare import bare, has_checkpoints
-from jaxckpt.core.constants import (
-    INNERMOST_SHARE,
-)
+from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, check_flags
+from jaxckpt.actions import RECOMPUTE, SAVE, Action
+from jaxckpt.core import garbage, lift
+from jaxckpt.core.bare import bare
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.core.tiling.stretches import tiled
-from jaxckpt.core.units import counted
-from jaxckpt.memory.gradient import PLAIN, StepMaker, not_a_loss, suited
-from jaxckpt.memory.gradient import made as made_step
-from jaxckpt.memory.targets import Target, target_of
+from jaxckpt.memory.gradient import StepMaker
+from jaxckpt.memory.targets import Target
 from jaxckpt.planner import refusal
 from jaxckpt.planner.budget import check_budget
-from jaxckpt.planner.context import Context, is_quick
 from jaxckpt.planner.cycles import Cycles
-from jaxckpt.planner.host import host_budget_bytes
-from jaxckpt.planner.inside import Inside, innermost, whole
+from jaxckpt.planner.inside import Inside
 from jaxckpt.planner.measured import Asked
-from jaxckpt.planner.model import Model, build
-from jaxckpt.planner.observe import observe
+from jaxckpt.planner.model import Model
 from jaxckpt.planner.search import Search
-from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, read
+from jaxckpt.planner.settings import PlanSettings
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
+from jaxckpt.planner.subject import Subject
 from jaxckpt.planner.tiled import Tileable, Tiled, Within
 
 logger = logging.getLogger("jaxckpt")
-
-COSTS = ("roofline", "measured", "compiler")
 
 
 @tells("analysing the function")
@@ -162,106 +148,28 @@ def plan(
 def problem_of(
     fun: Callable[..., Any],
     *args: Any,
-    target: Target | str | None = None,
-    step: StepMaker = jax.value_and_grad,
-    actions: Sequence[Action | str] = (RECOMPUTE, SAVE),
-    host_budget: int | str | None = None,
-    costs: str = "roofline",
-    reverse_only: bool = True,
-    respect_checkpoints: bool = True,
-    tile: bool = False,
-    cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | None = None,
     cycles: Cycles | None = None,
     collectives: bool = True,
+    **settings: Any,
 ) -> Problem:
-    """Returns the analysis of a function, which plans for all budgets share. The arguments are those of `plan`.
+    """Returns the problem of a function: what plans for all budgets share.
 
-    `cycles`: what the compiler has said already, where `costs` is "compiler". `collectives`: whether those that the
-    compiler puts in take time.
+    Args:
+      fun, *args, progress: as of `plan`.
+      cycles: what the compiler has said already, where `costs` is "compiler".
+      collectives: whether those that the compiler puts in take time.
+      **settings: as of `PlanSettings`.
     """
-    if not callable(fun):
-        raise ArgumentError("fun", "a function", fun)
-    wanted = actions_of(actions)
-    check_flags(reverse_only=reverse_only, respect_checkpoints=respect_checkpoints, tile=tile)
     if progress is not None and not callable(progress):
         raise ArgumentError("progress", "a function of (done, total, what), or None", progress)
-    if costs not in COSTS:
-        raise ArgumentError("costs", f"one of {', '.join(COSTS)}", costs)
-    resolved = target_of(target)
-    host_bytes = host_budget_bytes(host_budget, resolved)
-    for action in wanted:
-        if refusal := action.refusal(resolved):
-            raise ArgumentError("actions", f"actions that {resolved.name} can take", action, refusal)
-    if costs == "measured" and not resolved.local:
-        hint = "Leave out the target to plan for this machine."
-        raise ArgumentError("costs", f"'roofline' for {resolved.name}, which is not here", costs, hint)
-    if costs == "compiler" and not resolved.clock:
-        hint = f"XLA for {resolved.platform} writes no estimates into its programs; XLA for TPUs does."
-        raise ArgumentError(
-            "costs", f"'roofline' or, on the device itself, 'measured' for {resolved.name}", costs, hint
-        )
-    if not args:
-        raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
-    plain = step in PLAIN
-    if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
-        rule = "the arguments of the function, one by one"
-        raise ArgumentError("args", rule, f"one {type(args[0]).__name__}", "Write plan(fun, *args, budget=...).")
-    made_step(step, fun, args)
-    step = suited(step, fun, args)
-    try:
-        seen = observe(fun, step, args)
-    except TypeError as error:
-        if plain and not lift.accepts(fun, args):  # asked when it fails: what is lifted takes more than it says
-            rule = f"the arguments of the function, {lift.signature_of(fun)}"
-            raise ArgumentError("args", rule, counted(len(args), "argument")) from error
-        if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
-            raise wrong from error
-        raise
-    if not respect_checkpoints:
-        if not has_checkpoints(seen.fun, seen.args, seen.kwargs):
-            logger.warning("%s has no checkpoints: respect_checkpoints=False changes nothing", lift.title(fun))
-        seen = replace(seen, fun=bare(seen.fun))
-    graph = trace(seen.fun, *seen.args, **seen.kwargs)
-    purity.refuse_refs(fun, graph)
-    arguments = [value.index for value in graph.values if value.kind == "argument"]
-    differentiated = [arguments[place] for place in seen.differentiated]
-    keeping = tuple(action for action in wanted if action.keeps)
+    wanted = PlanSettings(**settings)
+    subject = Subject(fun, args, wanted, progress, cycles)
+    bodies = subject.bodies()
 
-    if costs == "compiler" and cycles is None:
-        cycles = Cycles(resolved, cache)
-    asked = Asked(fun, args, step, resolved, respect_checkpoints, cache, cycles, host_bytes)
-
-    def problem(inside: Inside, kept: tuple[Action, ...] = keeping) -> Problem:
-        shards, traced = WHOLE, graph
-        if inside.mapped:  # its bytes are those of one device
-            if costs != "roofline":
-                rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
-                raise ArgumentError("costs", rule, costs, hint)
-        elif is_sharded(args):
-            if cycles is not None:
-                rule, hint = "'roofline' for sharded arguments", "Stretches are compiled for one device."
-                raise ArgumentError("costs", rule, costs, hint)
-            if progress is not None:
-                progress(0, 1, "reading how the compiler shards")
-            shards = read(inside.graph, lift.leaves(fun, args), jax.tree.leaves((seen.args, seen.kwargs)), resolved)
-            traced, inside = shards.applied(graph), replace(inside, graph=shards.applied(inside.graph))
-        once = reverse_only and not seen.again
-        quick = is_quick(graph) and not is_sharded(args)
-
-        def made(shards: Shards) -> Problem:
-            context = Context(resolved, shards, costs == "measured", cycles, kept, once, quick)
-            model = inside.run(lambda: build(inside, context, progress))
-            placed = replace(
-                model,
-                fingerprint=graph.fingerprint,
-                address=inside.address,
-                outside_bytes=inside.outside_bytes,
-                mapped=inside.mapped,
-            )
-            return Problem(asked, traced, placed)
-
-        first = made(shards)
+    def problem(inside: Inside, keeping: tuple[Action, ...] = wanted.keeping) -> Problem:
+        shards = subject.shards(inside)
+        first = Problem(subject.asked, *subject.model(inside, keeping, shards))
         if not shards.fractions or not collectives:
             return first
         if progress is not None:
@@ -269,63 +177,31 @@ def problem_of(
         sent = first.sent()
         if not sent.rates:
             return first
-        counted = made(replace(shards, sent=sent))
+        counted = Problem(subject.asked, *subject.model(inside, keeping, shards, sent))
         counted.known_unplanned = first.known_unplanned
         return counted
 
-    all_of_it = whole(graph, differentiated, [graph.body.outputs[place] for place in seen.results])
-    inner, smaller = (innermost(all_of_it, share) for share in (INNERMOST_SHARE, 0.0))
-    other: Inside | None = all_of_it
-    if inner.address:
-        purity.refuse_refs(fun, inner.graph)
-    else:
-        enters = smaller.address and costs == "roofline" and purity.ref_in(smaller.graph) is None
-        other = smaller if enters else None
-    found = problem(inner)
+    found, other = problem(bodies.first), bodies.other
     found.other = None if other is None else functools.cache(lambda: problem(other))
-    found.saving = None if keeping == (SAVE,) else functools.cache(lambda: problem(inner, (SAVE,)))
-    if tile and inner.mapped:
+    found.saving = None if wanted.keeping == (SAVE,) else functools.cache(lambda: problem(bodies.first, (SAVE,)))
+    if wanted.tile and bodies.first.mapped:
         logger.warning(
             "most of %s is in a jax.shard_map, in which the planner tiles nothing: tile=True changes nothing. Use "
             "jaxckpt.tile in what it maps",
             lift.title(fun),
         )
-    elif tile:
-        source = (lambda plain: plain) if respect_checkpoints else bare
+    elif wanted.tile:
+        source = (lambda plain: plain) if wanted.respect_checkpoints else bare
+        of_tiled = replace(
+            wanted, target=subject.asked.target, step=subject.asked.step, respect_checkpoints=True, tile=False
+        ).keywords()
 
         def with_tiles(tiles: tuple[TiledStretch, ...]) -> Problem:
-            made = problem_of(
-                lift.transformed(lambda plain: tiled(source(plain), tiles), fun),
-                *args,
-                target=resolved,
-                step=step,
-                actions=wanted,
-                host_budget=host_budget,
-                costs=costs,
-                reverse_only=reverse_only,
-                cache=cache,
-                progress=progress,
-                cycles=cycles,
-            )
-            return made.whole()
+            function = lift.transformed(lambda plain: tiled(source(plain), tiles), fun)
+            return problem_of(function, *args, progress=progress, cycles=subject.asked.cycles, **of_tiled).whole()
 
         found.tiled = Tiled(found, with_tiles)
     return found
-
-
-def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
-    """Returns the actions that a planner is allowed, each once.
-
-    Raises:
-      ArgumentError: `actions` is not a sequence of actions, or lacks RECOMPUTE or SAVE.
-    """
-    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
-        raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
-    wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
-    if RECOMPUTE not in wanted or SAVE not in wanted:
-        hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
-        raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)
-    return wanted
 
 
 class Problem(Tileable):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt._errors import JaxckptError, PlanMismatchError
-from jaxckpt.actions import Action
 from jaxckpt.core import lift
 from jaxckpt.core.bare import trace_bare
 from jaxckpt.core.constants import STALE
@@ -25,6 +23,7 @@ from jaxckpt.memory.report import devices_of
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.budget import DEVICE, normal
 from jaxckpt.planner.measured import step_graph
+from jaxckpt.planner.settings import PlanSettings
 from jaxckpt.planner.solvers import Solver
 
 logger = logging.getLogger("jaxckpt")
@@ -32,20 +31,13 @@ logger = logging.getLogger("jaxckpt")
 
 @dataclass(frozen=True)
 class AutoSettings:
-    """The settings of `jaxckpt.plan`, and which arguments are static."""
+    """What `autocheckpoint` is asked for, each as of `jaxckpt.plan`, and which arguments are static."""
 
-    budget: Any
-    target: Any
-    step: Callable[..., Any]
-    actions: tuple[Action, ...]
-    host_budget: int | str | None
-    costs: str
-    verify: bool
-    solver: str | Solver
-    respect_checkpoints: bool
-    tile: bool
-    cache: str | os.PathLike[str] | bool | None
-    static_argnums: int | Sequence[int]
+    budget: int | str
+    planning: PlanSettings
+    verify: bool = True
+    solver: str | Solver = "chain"
+    static_argnums: int | Sequence[int] = ()
     progress: Progress | bool | None = None
 
     @property
@@ -107,24 +99,24 @@ class PlanFile:
             logger.warning("the plan of %s could not be kept in %s: %s", self.name, self.path, error)
 
     def _file_name(self) -> str:
-        settings, fun, shapes = self.settings, self.fun, self.shapes
-        step = suited(settings.step, fun, shapes)
+        settings, planning, fun, shapes = self.settings, self.settings.planning, self.fun, self.shapes
+        step, target = suited(planning.step, fun, shapes), target_of(planning.target)
         facts = {
             "format": FORMAT,
             "compilers": surroundings(),
-            "step": step_graph(step(fun), shapes, target_of(settings.target)).fingerprint,
+            "step": step_graph(step(fun), shapes, target).fingerprint,
             "shardings": [
                 str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None
             ],
             "budget": normal(settings.budget),
-            "target": target_of(settings.target).name,
-            "devices": devices_of(lift.leaves(fun, shapes), target_of(settings.target)),
-            "actions": [repr(action) for action in settings.actions],
-            "host_budget": str(settings.host_budget),
-            "costs": str(settings.costs),
+            "target": target.name,
+            "devices": devices_of(lift.leaves(fun, shapes), target),
+            "actions": [repr(action) for action in planning.wanted],
+            "host_budget": str(planning.host_budget),
+            "costs": planning.costs,
             "solver": _solver_title(settings.solver),
-            "respect_checkpoints": settings.respect_checkpoints,
-            "tile": settings.tile,
+            "respect_checkpoints": planning.respect_checkpoints,
+            "tile": planning.tile,
             "verify": settings.verify,
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -93,14 +93,14 @@ def test_keyword_only_arrays_come_after_the_others(planner):
 
 
 def test_what_the_planner_is_asked(planner):
-    autocheckpoint(loss, budget=12345, target="cuda:h100", step=jax.grad, costs="flops", verify=False, solver="greedy")(
-        WS, X
-    )
+    autocheckpoint(
+        loss, budget=12345, target="cuda:h100", step=jax.grad, costs="measured", verify=False, solver="greedy"
+    )(WS, X)
     ((args, settings),) = planner
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), args) == jax.tree.map(lambda a: (a.shape, a.dtype), (WS, X))
     assert {name: settings[name] for name in ("budget", "target", "step", "costs", "verify", "solver")} == {
-        "budget": 12345, "target": "cuda:h100", "step": jax.grad, "costs": "flops", "verify": False, "solver": "greedy",
+        "budget": 12345, "target": "cuda:h100", "step": jax.grad, "costs": "measured", "verify": False, "solver": "greedy",
     }  # fmt: skip
 
 
@@ -548,6 +548,12 @@ def test_what_is_no_budget_is_an_error_at_once(budget):
         autocheckpoint(loss, budget=budget)
     with pytest.raises(ArgumentError, match="budget must be"):
         autocheckpoint(budget=budget)
+
+
+@pytest.mark.parametrize("option", [{"costs": "flops"}, {"tile": 1}, {"actions": ("save",)}, {"solver": "best"}])
+def test_what_is_no_option_is_an_error_at_once(option):
+    with pytest.raises(ArgumentError, match=f"{next(iter(option))} must be"):
+        autocheckpoint(loss, budget="60%", **option)
 
 
 def test_what_is_no_function_or_no_folder_is_an_error_at_once(tmp_path):

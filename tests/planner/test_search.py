@@ -590,7 +590,7 @@ def test_a_step_that_calls_its_function_with_other_shapes_is_refused_by_name():
     "wrong", [{"budget": "12 Gibb"}, {"solver": "zzz"}, {"actions": jaxckpt.SAVE}, {"actions": "save"}]
 )
 def test_settings_that_are_wrong_are_said_before_anything_is_traced(monkeypatch, ask, wrong):
-    monkeypatch.setattr("jaxckpt.planner.problems.build", lambda *args: pytest.fail("analysed"))
+    monkeypatch.setattr("jaxckpt.planner.subject.build", lambda *args: pytest.fail("analysed"))
     (name,) = wrong
     with pytest.raises(ArgumentError, match=f"^{name}"):
         ask(**wrong)

@@ -1,0 +1,186 @@
+"""A function as the planner sees it: what its step does with it, its graph, and the model of each body in it that may
+be planned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.actions import Action
+from jaxckpt.core import lift, purity
+from jaxckpt.core.bare import bare, has_checkpoints
+from jaxckpt.core.constants import INNERMOST_SHARE
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.lift import trace
+from jaxckpt.core.shown import Progress
+from jaxckpt.core.units import counted
+from jaxckpt.memory.gradient import PLAIN, StepMaker, made, not_a_loss, suited
+from jaxckpt.memory.targets import target_of
+from jaxckpt.planner.collectives import NOTHING, Sent
+from jaxckpt.planner.context import Context, is_quick
+from jaxckpt.planner.cycles import Cycles
+from jaxckpt.planner.inside import Inside, innermost, whole
+from jaxckpt.planner.measured import Asked
+from jaxckpt.planner.model import Model, build
+from jaxckpt.planner.observe import Seen, observe
+from jaxckpt.planner.settings import PlanSettings
+from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, read
+
+logger = logging.getLogger("jaxckpt")
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """The bodies of a function that may be planned.
+
+    Attributes:
+      first: the one that is planned.
+      other: where no plan of `first` fits: the whole function, or a `jax.shard_map` in it that does not hold most of
+        it. None where there is none.
+    """
+
+    first: Inside
+    other: Inside | None
+
+
+class Subject:
+    """A function, observed in its step and traced.
+
+    Args:
+      fun: the function as it was given.
+      args: of the step.
+      settings: what plans are asked for.
+      progress: told before each piece of work that takes time.
+      cycles: what the compiler has said already, where `settings.costs` is "compiler".
+
+    Attributes:
+      asked: what plans are asked for, with the target and the compiler's cycles looked up.
+      graph: the function as traced.
+
+    Raises:
+      ArgumentError: the arguments do not suit the function, or a setting does not suit the target.
+      NotDifferentiableError: the step does not differentiate the function.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        settings: PlanSettings,
+        progress: Progress | None,
+        cycles: Cycles | None,
+    ) -> None:
+        if not callable(fun):
+            raise ArgumentError("fun", "a function", fun)
+        self.settings, self.progress = settings, progress
+        target = target_of(settings.target)
+        host_bytes = settings.check_target(target)
+        step, seen = _observed(fun, args, settings)
+        if not settings.respect_checkpoints:
+            if not has_checkpoints(seen.fun, seen.args, seen.kwargs):
+                logger.warning("%s has no checkpoints: respect_checkpoints=False changes nothing", lift.title(fun))
+            seen = replace(seen, fun=bare(seen.fun))
+        self.seen, self.graph = seen, trace(seen.fun, *seen.args, **seen.kwargs)
+        purity.refuse_refs(fun, self.graph)
+        if settings.costs == "compiler" and cycles is None:
+            cycles = Cycles(target, settings.cache)
+        self.asked = Asked(fun, args, step, target, settings.respect_checkpoints, settings.cache, cycles, host_bytes)
+
+    def bodies(self) -> Bodies:
+        """Returns the bodies that may be planned.
+
+        Raises:
+          EffectsError: the one that is planned works on a `jax.Ref`.
+        """
+        graph, seen = self.graph, self.seen
+        arguments = [value.index for value in graph.values if value.kind == "argument"]
+        differentiated = [arguments[place] for place in seen.differentiated]
+        all_of_it = whole(graph, differentiated, [graph.body.outputs[place] for place in seen.results])
+        inner, smaller = (innermost(all_of_it, share) for share in (INNERMOST_SHARE, 0.0))
+        if inner.address:
+            purity.refuse_refs(self.asked.fun, inner.graph)
+            return Bodies(inner, all_of_it)
+        enters = smaller.address and self.settings.costs == "roofline" and purity.ref_in(smaller.graph) is None
+        return Bodies(inner, smaller if enters else None)
+
+    def shards(self, inside: Inside) -> Shards:
+        """Returns how the compiler shards a body's values; all of them whole where a device holds all of it. Compiles
+        the function where its arguments are sharded.
+
+        Raises:
+          ArgumentError: the costs are of stretches that are run or compiled for one device.
+        """
+        asked, costs = self.asked, self.settings.costs
+        if inside.mapped:  # its bytes are those of one device
+            if costs != "roofline":
+                rule, hint = "'roofline' for a function inside of jax.shard_map", "A part of it cannot be run alone."
+                raise ArgumentError("costs", rule, costs, hint)
+            return WHOLE
+        if not is_sharded(asked.args):
+            return WHOLE
+        if asked.cycles is not None:
+            rule, hint = "'roofline' for sharded arguments", "Stretches are compiled for one device."
+            raise ArgumentError("costs", rule, costs, hint)
+        if self.progress is not None:
+            self.progress(0, 1, "reading how the compiler shards")
+        leaves = lift.leaves(asked.fun, asked.args)
+        return read(inside.graph, leaves, jax.tree.leaves((self.seen.args, self.seen.kwargs)), asked.target)
+
+    def model(
+        self, inside: Inside, keeping: tuple[Action, ...], shards: Shards, sent: Sent = NOTHING
+    ) -> tuple[Graph, Model]:
+        """Returns the function, with the bytes that one device holds, and the model of a body of it.
+
+        Args:
+          inside: the body.
+          keeping: the actions that may keep a value.
+          shards: of the body: see `shards`.
+          sent: what operations wait for other devices.
+        """
+        inside = replace(inside, graph=shards.applied(inside.graph))
+        context = Context(
+            self.asked.target,
+            replace(shards, sent=sent),
+            self.settings.costs == "measured",
+            self.asked.cycles,
+            keeping,
+            self.settings.reverse_only and not self.seen.again,
+            is_quick(self.graph) and not is_sharded(self.asked.args),
+        )
+        found = inside.run(lambda: build(inside, context, self.progress))
+        return shards.applied(self.graph), replace(
+            found,
+            fingerprint=self.graph.fingerprint,
+            address=inside.address,
+            outside_bytes=inside.outside_bytes,
+            mapped=inside.mapped,
+        )
+
+
+def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSettings) -> tuple[StepMaker, Seen]:
+    """Returns the step that suits the arguments, and what it does with the function; says which argument is wrong where
+    it cannot be traced.
+    """
+    if not args:
+        raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
+    plain = settings.step in PLAIN
+    if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
+        rule = "the arguments of the function, one by one"
+        raise ArgumentError("args", rule, f"one {type(args[0]).__name__}", "Write plan(fun, *args, budget=...).")
+    made(settings.step, fun, args)
+    step = suited(settings.step, fun, args)
+    try:
+        return step, observe(fun, step, args)
+    except TypeError as error:
+        if plain and not lift.accepts(fun, args):  # asked when it fails: what is lifted takes more than it says
+            rule = f"the arguments of the function, {lift.signature_of(fun)}"
+            raise ArgumentError("args", rule, counted(len(args), "argument")) from error
+        if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
+            raise wrong from error
+        raise
