@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks.reporting import RESULTS, save
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, InfeasibleBudgetError, compress, factories, variants
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.plan import Plan, every_region
+from jaxckpt.core.plan import Plan
+from jaxckpt.core.regions import every_region
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import start_backend
 from jaxckpt.planner.problems import problem_of

@@ -38,12 +38,11 @@ from jaxckpt.core.regions import (
     by_body,
     check_flag,
     check_order,
-    every_region,
     set_fields,
 )
 from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.tiling.stretches import with_tiles
-from jaxckpt.core.units import counted, format_bytes
+from jaxckpt.core.units import format_bytes
 
 FORMAT = 10
 """Version of the JSON form."""
@@ -310,10 +309,16 @@ class Plan:
             ) from error
 
     def describe(self, graph: Graph) -> str:
-        """Returns the plan as a tree: regions, the values kept in each, their bytes."""
-        tiled = self.tiled_graph(graph)
-        title = f"Plan for {self.fingerprint}: {counted(len(list(every_region(self.regions))), 'region')}"
-        return outline.tree(self.regions, self.loops, self.tile_lines(graph), title, tiled)
+        """Returns the plan as a tree in the order in which it runs: what is kept of each part, with bytes, shape and
+        source line of every kept value, and what runs again. Parts that repeat are told once, with their number.
+
+        Args:
+          graph: `jaxckpt.trace(fun, *args)` of the function that the plan was made for.
+
+        Raises:
+          PlanMismatchError: it is another function's.
+        """
+        return shown.text_of(self, graph)
 
     def tile_lines(self, graph: Graph) -> list[str]:
         """Returns a line for each tiled stretch; with its value for those of the function's own graph."""

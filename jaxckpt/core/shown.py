@@ -94,13 +94,13 @@ class Look:
     """How values of one type are shown; None where they are not shown in that way.
 
     Attributes:
-      text: value -> lines for a terminal.
+      text: (value, whatever `text_of` is given besides) -> lines for a terminal.
       fragment: value -> HTML for a notebook.
       page: (value, whatever `save_page` is given besides) -> a whole page of HTML.
       picture: (value, path) writes a picture to that file.
     """
 
-    text: Callable[[Any], str] | None = None
+    text: Callable[..., str] | None = None
     fragment: Callable[[Any], str] | None = None
     page: Callable[..., str] | None = None
     picture: Callable[[Any, str | os.PathLike[str]], None] | None = None
@@ -114,9 +114,9 @@ def show_as(kind: type, look: Look) -> None:
     _looks[kind] = look
 
 
-def text_of(value: Any) -> str:
+def text_of(value: Any, *besides: Any) -> str:
     """Returns a value as lines for a terminal."""
-    return _way(value, "text")(value)  # type: ignore[no-any-return]
+    return _way(value, "text")(value, *besides)  # type: ignore[no-any-return]
 
 
 def fragment_of(value: Any) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from jaxckpt.core.plan import PlanReport
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.plan import Plan, PlanReport
 from jaxckpt.core.shown import Look, show_as, show_progress_as
 from jaxckpt.memory.compare import Comparison
 from jaxckpt.memory.report import MemoryReport
@@ -70,6 +71,12 @@ def _frontier_picture(frontier: Frontier, path: str | os.PathLike[str]) -> None:
     save_frontier(frontier, path)
 
 
+def _plan_text(plan: Plan, graph: Graph) -> str:
+    from jaxckpt.show.tree import plan_text
+
+    return plan_text(plan, graph)
+
+
 def _plan_report_text(report: PlanReport) -> str:
     from jaxckpt.show.plans import report_view
     from jaxckpt.show.table import to_text
@@ -97,6 +104,7 @@ def _plan_report_picture(report: PlanReport, path: str | os.PathLike[str]) -> No
 
 show_as(Comparison, Look(_comparison_text, _comparison_fragment, _comparison_page, _comparison_picture))
 show_as(MemoryReport, Look(page=_report_page, picture=_report_picture))
+show_as(Plan, Look(_plan_text))
 show_as(PlanReport, Look(_plan_report_text, _plan_report_fragment, _plan_report_page, _plan_report_picture))
 show_as(Frontier, Look(_frontier_text, _frontier_fragment, picture=_frontier_picture))
 show_progress_as(progress_bar)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxckpt.actions import SAVE
 from jaxckpt.core.outline import place_text
-from jaxckpt.core.regions import by_body
+from jaxckpt.core.plan_checks import scan_of
+from jaxckpt.core.regions import by_body, every_region
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import table
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from jaxckpt.core.plan import Loop, Plan, Region
 
 NAMED = 6
-"""Maximum number of kinds of kept values of a region that are listed by name,"""
+"""Maximum number of kinds of kept values of a region that are listed by name in a short tree,"""
 LISTED = 0.01
 """if they are at least this share of what the region keeps."""
 LONGEST_PATTERN = 12
@@ -43,10 +44,27 @@ def nothing(plan: Plan) -> str:
     return f"{fits[0].upper()}{fits[1:]}: nothing is recomputed."
 
 
-def plan_lines(plan: Plan, graph: Graph) -> list[str]:
+def plan_text(plan: Plan, graph: Graph) -> str:
+    """Returns a plan as a tree that names every kept value, under a line that says how much is kept."""
+    tiled = plan.tiled_graph(graph)
+    kept = sum(_stored(region.actions, tiled) for region in plan.regions)  # nested ones keep it as they run again
+    for loop in plan.loops:
+        for some in loop.schedule.iterations(scan_of(loop, tiled).params["length"]):
+            kept += _stored(some.actions or {}, tiled, each=True) * some.count if some.kept else 0
+    title = f"Plan for {plan.fingerprint}: {counted(len(list(every_region(plan.regions))), 'region')}"
+    lines = plan_lines(plan, graph, short=False)
+    return "\n".join([f"{title}, {format_bytes(kept)} kept in them", *lines])
+
+
+def plan_lines(plan: Plan, graph: Graph, short: bool = True) -> list[str]:
     """Returns a plan as the lines of a tree: what runs in order, what of it is kept and what is computed again.
 
     Parts that repeat (the blocks of a model) are printed once, with their number.
+
+    Args:
+      plan: the plan.
+      graph: of the function that it was made for.
+      short: whether of each region the largest values alone are named.
     """
     graph, whole = plan.tiled_graph(graph), graph
     tiles = [f"First, {line}." for line in plan.tile_lines(whole)]
@@ -58,7 +76,8 @@ def plan_lines(plan: Plan, graph: Graph) -> list[str]:
         inside = replace(graph, body=graph.at(address))
         if address:
             lines.append(f"Each time that {place_text(address, graph)} runs:")
-        lines += _tree(_stretches(regions.get(address, ()), loops.get(address, ()), 0, len(inside.ops)), inside, "")
+        stretches = _stretches(regions.get(address, ()), loops.get(address, ()), 0, len(inside.ops))
+        lines += _Drawing(inside, short).tree(stretches, "")
     return lines
 
 
@@ -78,18 +97,6 @@ def _stretches(regions: Sequence[Region], loops: Sequence[Loop], start: int, sto
         covered.append(stretch)
         at = stretch.stop
     return [*covered, *([_Stretch(at, stop)] if at < stop else [])]
-
-
-def _tree(stretches: Sequence[_Stretch], graph: Graph, indent: str) -> Iterator[str]:
-    groups = list(_groups(stretches, graph))
-    for place, (first, count) in enumerate(groups):
-        last = place == len(groups) - 1
-        branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
-        if len(first) == 1:
-            yield from _stretch_lines(first[0], graph, indent + branch, indent + under, count)
-            continue
-        yield f"{indent}{branch}{count} times, operations {first[0].start}–{first[0].start + count * _length(first)}:"
-        yield from _tree(first, graph, indent + under)
 
 
 def _length(stretches: Sequence[_Stretch]) -> int:
@@ -158,63 +165,88 @@ def _numbered(actions: Mapping[int, Action], first: int) -> Any:
     return tuple((index - first, repr(action)) for index, action in sorted(actions.items()))
 
 
-def _stretch_lines(stretch: _Stretch, graph: Graph, first: str, rest: str, count: int) -> Iterator[str]:
-    ops = graph.ops[stretch.start : stretch.stop]
-    times = f"{count} times " if count > 1 else ""
-    where = (
-        f"{times}{_what(ops)}  (operations {stretch.start}–{stretch.start + count * (stretch.stop - stretch.start)})"
-    )
-    if stretch.loop is not None:
-        yield f"{first}{where}"
-        yield from _loop_lines(stretch.loop, graph, rest)
-    elif stretch.region is None:
-        yield f"{first}{where}: {_PLAIN}"
-    else:
-        yield f"{first}{where}: {_keeps(stretch.region.actions, graph)}{' each' if count > 1 and stretch.region.actions else ''}"
-        yield from _value_lines(stretch.region.actions, graph, rest)
-        if stretch.region.regions:
-            yield f"{rest}runs again as"
-            yield from _tree(_stretches(stretch.region.regions, (), stretch.start, stretch.stop), graph, rest)
+@dataclass(frozen=True)
+class _Drawing:
+    """Draws stretches of one body.
+
+    Attributes:
+      graph: the function, with the body for its own.
+      short: as of `plan_lines`.
+    """
+
+    graph: Graph
+    short: bool
+
+    def tree(self, stretches: Sequence[_Stretch], indent: str) -> Iterator[str]:
+        """Yields the lines of stretches in order; a pattern that repeats once, with its number."""
+        groups = list(_groups(stretches, self.graph))
+        for place, (first, count) in enumerate(groups):
+            last = place == len(groups) - 1
+            branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
+            if len(first) == 1:
+                yield from self._stretch(first[0], indent + branch, indent + under, count)
+                continue
+            stop = first[0].start + count * _length(first)
+            yield f"{indent}{branch}{count} times, operations {first[0].start}–{stop}:"
+            yield from self.tree(first, indent + under)
+
+    def _stretch(self, stretch: _Stretch, first: str, rest: str, count: int) -> Iterator[str]:
+        times = f"{count} times " if count > 1 else ""
+        stop = stretch.start + count * (stretch.stop - stretch.start)
+        what = _what(self.graph.ops[stretch.start : stretch.stop])
+        where = f"{first}{times}{what}  (operations {stretch.start}–{stop})"
+        if stretch.loop is not None:
+            yield where
+            yield from self._loop(stretch.loop, rest)
+        elif stretch.region is None or not stretch.region.checkpoint:
+            yield f"{where}: {_PLAIN}"
+        else:
+            actions = stretch.region.actions
+            yield f"{where}: {self._keeps(actions)}{' each' if count > 1 and actions else ''}"
+            yield from self._values(actions, rest)
+            if stretch.region.regions:
+                yield f"{rest}runs again as"
+                yield from self.tree(_stretches(stretch.region.regions, (), stretch.start, stretch.stop), rest)
+
+    def _loop(self, loop: Loop, indent: str) -> Iterator[str]:
+        told = loop.schedule.iterations(self.graph.ops[loop.op].params["length"])
+        for place, some in enumerate(told):
+            last = place == len(told) - 1
+            branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
+            keeps = some.unsaid or _PLAIN if some.actions is None else self._keeps(some.actions, each=True)
+            yield f"{indent}{branch}{counted(some.count, 'iteration')}{some.how}: {keeps}"
+            yield from self._values(some.actions or {}, indent + under, each=True)
+
+    def _keeps(self, actions: Mapping[int, Action], each: bool = False) -> str:
+        if not actions:
+            return "keeps the carry of each" if each else "keeps what goes in and out"
+        size = format_bytes(_stored(actions, self.graph, each))
+        return f"keeps {counted(len(actions), 'value')}, {size}{' of each, and its carry' if each else ''}"
+
+    def _values(self, actions: Mapping[int, Action], indent: str, each: bool = False) -> Iterator[str]:
+        """Yields what is kept, the largest first; what differs in nothing but its place is one line."""
+        alike: dict[tuple[str, str, str], list[int]] = {}
+        for index, action in sorted(actions.items()):
+            value = self.graph.values[index]
+            name = _name(value) if action == SAVE else f"{action} {_name(value)}"
+            kind = (name, table.format_array(value.dtype, value.shape), pathlib.PurePath(value.source).name)
+            alike.setdefault(kind, []).append(action.stored_bytes(value) * (1 if each else value.repeats))
+        lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
+        least = LISTED * sum(sum(sizes) for _, sizes in lines)
+        listed = [line for line in lines[:NAMED] if sum(line[1]) >= least] if self.short else lines
+        for (name, array, source), sizes in listed:
+            count = f"{len(sizes)} × " if len(sizes) > 1 else ""
+            yield f"{indent}{format_bytes(sum(sizes)):>10}  {count + name:40} {array:26} {source}".rstrip()
+        if rest := lines[len(listed) :]:
+            size = format_bytes(sum(sum(sizes) for _, sizes in rest))
+            others = sum(len(sizes) for _, sizes in rest)
+            yield f"{indent}{size:>10}  {others} smaller {'one' if others == 1 else 'ones'}"
 
 
-def _loop_lines(loop: Loop, graph: Graph, indent: str) -> Iterator[str]:
-    told = loop.schedule.iterations(graph.ops[loop.op].params["length"])
-    for place, some in enumerate(told):
-        last = place == len(told) - 1
-        branch, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
-        keeps = some.unsaid or _PLAIN if some.actions is None else _keeps(some.actions, graph, each=True)
-        yield f"{indent}{branch}{counted(some.count, 'iteration')}{some.how}: {keeps}"
-        yield from _value_lines(some.actions or {}, graph, indent + under, each=True)
-
-
-def _keeps(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> str:
-    kept = [graph.values[index] for index in actions]
-    if not kept:
-        return "keeps the carry of each" if each else "keeps what goes in and out"
-    size = format_bytes(
-        sum(actions[value.index].stored_bytes(value) * (1 if each else value.repeats) for value in kept)
-    )
-    return f"keeps {counted(len(kept), 'value')}, {size}{' of each, and its carry' if each else ''}"
-
-
-def _value_lines(actions: Mapping[int, Action], graph: Graph, indent: str, each: bool = False) -> Iterator[str]:
-    """Yields what is kept, the largest first; what differs in nothing but its place is one line."""
-    alike: dict[tuple[str, str, str], list[int]] = {}
-    for index, action in sorted(actions.items()):
-        value = graph.values[index]
-        name = _name(value) if action == SAVE else f"{action} {_name(value)}"
-        kind = (name, table.format_array(value.dtype, value.shape), pathlib.PurePath(value.source).name)
-        alike.setdefault(kind, []).append(action.stored_bytes(value) * (1 if each else value.repeats))
-    lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
-    least = LISTED * sum(sum(sizes) for _, sizes in lines)
-    listed = [line for line in lines[:NAMED] if sum(line[1]) >= least]
-    for (name, array, source), sizes in listed:
-        count = f"{len(sizes)} × " if len(sizes) > 1 else ""
-        yield f"{indent}{format_bytes(sum(sizes)):>10}  {count + name:40} {array:26} {source}".rstrip()
-    if rest := lines[len(listed) :]:
-        size = format_bytes(sum(sum(sizes) for _, sizes in rest))
-        others = sum(len(sizes) for _, sizes in rest)
-        yield f"{indent}{size:>10}  {others} smaller {'one' if others == 1 else 'ones'}"
+def _stored(actions: Mapping[int, Action], graph: Graph, each: bool = False) -> int:
+    """Returns the bytes that actions keep, in all iterations or of `each`."""
+    values = [(action, graph.values[index]) for index, action in actions.items()]
+    return sum(action.stored_bytes(value) * (1 if each else value.repeats) for action, value in values)
 
 
 def _name(value: Value) -> str:

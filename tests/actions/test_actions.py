@@ -132,7 +132,7 @@ def test_in_json_and_in_the_printed_plan():
     assert again == plan and set(again.regions[0].actions.values()) == {HALF}
     assert '"half"' in plan.to_json()
     text = plan.describe(graph)
-    assert text.count("HALF") == 3 and "keeps 3 of its values, 48.0 KiB" in text
+    assert "3 × half hidden" in text and "keeps 3 values, 48.0 KiB" in text
 
 
 def test_in_a_loop_of_a_plan():

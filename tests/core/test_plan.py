@@ -18,6 +18,7 @@ from jaxckpt.core import plan as plan_module
 from jaxckpt.core.outline import region_line
 from jaxckpt.core.plan import Loop, PlanReport
 from jaxckpt.schedules import Mixed, checkpointed, in_turn
+from jaxckpt.show.tree import plan_lines
 from tests.helpers import assert_trees_close, executions, kept_shapes
 
 X = jnp.linspace(0.0, 1.0, 24).reshape(4, 6)
@@ -137,10 +138,22 @@ def test_plans_print():
     plan = halves(first={GRAPH.ops[2].outputs[0]: SAVE})
     text = plan.describe(GRAPH)
     assert "2 regions, 96 B kept" in text
-    assert "SAVE" in text
+    assert "keeps 1 value, 96 B" in text and "keeps what goes in and out" in text
     assert "float32[4, 6]" in text
     assert "test_plan.py" in text
     assert "ops 0..4" in str(plan)
+
+
+def test_the_tree_counts_what_is_kept_from_the_forward_to_the_backward_pass():
+    """Not what nested regions keep while the one around them runs again; and every value has a line."""
+    inner, outer = GRAPH.ops[2].outputs[0], GRAPH.ops[5].outputs[0]
+    nested = Region(0, 4, regions=(Region(0, 3, {inner: SAVE}),))
+    text = Plan((nested, Region(4, 8, {outer: SAVE})), GRAPH.fingerprint).describe(GRAPH)
+    assert f"3 regions, {GRAPH.values[outer].bytes} B kept" in text and "runs again as" in text
+    graph = jaxckpt.trace(lambda x: sum(jnp.tanh(x[:size]).sum() for size in range(1, 9)), jnp.ones(9))
+    kept = {op.outputs[0]: SAVE for op in graph.ops if op.primitive == "tanh"}
+    plan = Plan((Region(0, len(graph.ops), kept),), graph.fingerprint)
+    assert plan.describe(graph).count(" tanh ") == 8 and "\n".join(plan_lines(plan, graph)).count(" tanh ") == 6
 
 
 def test_a_line_on_a_region_says_what_is_kept_and_by_which_action():
