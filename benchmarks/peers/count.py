@@ -57,7 +57,7 @@ def _known(eqn: Any) -> int | None:
     name = _compat.primitive_name(eqn)
     if name in COUNTED:
         return 1
-    counts = [known(each) for each in _compat.inner_jaxprs(eqn)]
+    counts = [known(each) for each in _compat.held_jaxprs(eqn)]
     if not any(count != 0 for count in counts):
         return 0
     if None in counts or name == "while":
@@ -96,7 +96,7 @@ class _Run:
             return self.scan(params, inputs)
         if name == "cond":
             return self.program(params["branches"][int(inputs[0])], inputs[1:])
-        (inner,) = _compat.inner_jaxprs(eqn)
+        (inner,) = _compat.held_jaxprs(eqn)
         return self.program(inner, inputs)
 
     def loop(self, params: dict[str, Any], inputs: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import pathlib
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -78,15 +79,36 @@ def is_stopped(error: Exception, file: pathlib.Path) -> bool:
     return str(file) in str(error)
 
 
+@dataclass(frozen=True)
+class OptionRefusal:
+    """An option that a compiler refuses.
+
+    Attributes:
+      name: of the option.
+      unknown: whether the compiler has no such option; else it refuses the value.
+      said: what the compiler says of the value.
+    """
+
+    name: str
+    unknown: bool
+    said: str
+
+
+def refused_option(error: Exception) -> OptionRefusal | None:
+    """Returns the option that a compiler's error is about; None if it is about something else."""
+    found = re.search(r"(No such compile option: '|While setting option )(\w+)(.*)", str(error))
+    return None if found is None else OptionRefusal(found[2], found[1].startswith("No such"), found[3].lstrip(", "))
+
+
 def unknown_option(error: Exception) -> UnsupportedJaxError | None:
     """Returns the error for a compiler that does not know one of jaxckpt's options; None for other errors of the
     compiler.
     """
     ours = {*dump_options(""), *untuned_options(), *checkpoint_options("cpu")}
-    found = re.search(r"No such compile option: '(\w+)'", str(error))
-    if found is None or found[1] not in ours:
+    refused = refused_option(error)
+    if refused is None or not refused.unknown or refused.name not in ours:
         return None
-    return unsupported(f"XLA's option {found[1]}", "measure memory", "does not know it")
+    return unsupported(f"XLA's option {refused.name}", "measure memory", "does not know it")
 
 
 def lowered_devices(lowered: Any) -> tuple[Any, ...]:

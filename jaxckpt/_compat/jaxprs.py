@@ -41,8 +41,8 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, (_core.Jaxpr, _extend_core.ClosedJaxpr))
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Returns the programs in an equation's parameters."""
+def held_jaxprs(eqn: Any) -> list[Any]:
+    """Returns all jaxprs in an equation's parameters, those of reductions too: see `surgery.programs`."""
     found = []
     for param in equation_params(eqn).values():
         found += [item for item in (param if isinstance(param, tuple) else (param,)) if is_jaxpr(item)]
@@ -92,7 +92,7 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return list(_extend_core.jaxpr_as_fun(close_jaxpr(jaxpr, consts))(*args))
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def rewritten(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
     """Returns an open jaxpr with other equations and results, which compute the same from the same inputs, with the
     same effects.
     """
@@ -164,7 +164,7 @@ def mapped_devices(jaxpr: Any) -> int:
     """Returns how many devices the largest mesh of a jax.shard_map in a program has; 1 if there is none."""
     sizes = [1]
     for eqn in open_jaxpr(jaxpr).eqns:
-        sizes += map(mapped_devices, inner_jaxprs(eqn))
+        sizes += map(mapped_devices, held_jaxprs(eqn))
         if primitive_name(eqn) == "shard_map":
             sizes.append(_mapped_parameters(eqn)["mesh"].size)
     return max(sizes)

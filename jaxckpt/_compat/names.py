@@ -14,7 +14,7 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import primitives
 
-from jaxckpt._compat.jaxprs import build_jaxpr, equation_name, eval_jaxpr, fresh_var, inner_jaxprs, open_jaxpr
+from jaxckpt._compat.jaxprs import build_jaxpr, equation_name, eval_jaxpr, fresh_var, held_jaxprs, open_jaxpr
 from jaxckpt._compat.needs import unsupported
 from jaxckpt._compat.traces import alone, cache_in_context, shaped_array
 
@@ -120,7 +120,7 @@ def _check_kept_names() -> None:
 def _count(primitive: str, closed: Any) -> int:
     """Returns the number of operations of a primitive in a program."""
     eqns = open_jaxpr(closed).eqns
-    return sum((e.primitive.name == primitive) + sum(_count(primitive, j) for j in inner_jaxprs(e)) for e in eqns)
+    return sum((e.primitive.name == primitive) + sum(_count(primitive, j) for j in held_jaxprs(e)) for e in eqns)
 
 
 # ------------------------------------------------------------------------------------------------------------- policies

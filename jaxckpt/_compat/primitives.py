@@ -21,7 +21,7 @@ from jax._src.interpreters import mlir
 from jax.extend.core import primitives
 from jax.interpreters import ad
 
-from jaxckpt._compat.jaxprs import equation_name, equation_params, inner_jaxprs, num_scan_consts_carry, open_jaxpr
+from jaxckpt._compat.jaxprs import equation_name, equation_params, held_jaxprs, num_scan_consts_carry, open_jaxpr
 from jaxckpt._compat.jaxprs import primitive_name as name_of
 from jaxckpt._compat.names import working_checkpoints
 from jaxckpt._compat.needs import unsupported
@@ -166,7 +166,7 @@ def check_primitives() -> None:
             "the primitive name", "find the names of values", "makes no such operation of checkpoint_name"
         )
     for eqn in eqns:  # the list grows: some of JAX's functions are calls
-        eqns.extend(inner for program in inner_jaxprs(eqn) for inner in open_jaxpr(program).eqns)
+        eqns.extend(inner for program in held_jaxprs(eqn) for inner in open_jaxpr(program).eqns)
     found = {name_of(eqn): eqn for eqn in eqns}
     for sample in SAMPLES:
         eqn = next((found[name] for name in sample.names if name in found), None)
@@ -181,5 +181,5 @@ def _difference(eqn: Any, sample: Sample) -> str:
     missing = [name for name in sample.params if name not in params]
     if missing:
         return f"gives it the parameters {', '.join(params)}, and no {missing[0]}"
-    programs = len(inner_jaxprs(eqn))
+    programs = len(held_jaxprs(eqn))
     return f"gives it {programs} programs instead of {sample.programs}" if programs != sample.programs else ""

@@ -172,7 +172,7 @@ def policy_keeping(actions: Mapping[int, Action], names: Naming) -> Any:
 def in_checkpoints(regions: tuple[Region, ...], program: NamedProgram) -> Flat:
     """Returns a whole program with `regions` as checkpoints and what lies between them as it is."""
     jaxpr = program.body.jaxpr
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    inputs = surgery.inputs_of(jaxpr)
     return _stretch(0, len(program.body.ops), regions, program, inputs, list(jaxpr.outvars))
 
 

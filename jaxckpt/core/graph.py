@@ -28,7 +28,7 @@ from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL
 from jaxckpt.core.rules import PRIMITIVE, Rule, opened, tags_of
-from jaxckpt.core.surgery import inner_jaxprs
+from jaxckpt.core.surgery import placed_programs
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,7 +370,7 @@ class _Builder:
         given = operands if call or primitives.of(primitive).passes_operands else None
         known = ranges if given is not None or primitives.of(primitive).holds is Holds.RULE else None
         bodies = tuple(
-            self._inner(where, jaxpr, given, known, inside) for where, jaxpr in inner_jaxprs(primitive, params)
+            self._inner(where, jaxpr, given, known, inside) for where, jaxpr in placed_programs(primitive, params)
         )
         flops = _op_flops(primitive, params, eqn, bodies)
         facts = {"repeats": place.repeats, "equation": eqn}

@@ -123,7 +123,7 @@ class _Planned(ScanRun):
         closed = inline(jax.make_jaxpr(named.plain)(*(var.aval for var in body.jaxpr.invars)))
         jaxpr = _compat.open_jaxpr(closed)
         extra = _compat.jaxpr_consts(closed)
-        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        inputs = surgery.inputs_of(jaxpr)
         opened = _compat.build_jaxpr([], inputs, jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
         names = ((eqn, _compat.equation_name(eqn)) for eqn in jaxpr.eqns)
         named_here = (eqn.invars[0] for eqn, name in names if name and unmarked(name) in named.names)

@@ -91,14 +91,14 @@ class _Redirect:
                     named[value] = result
                     waiting += [var for eqn in naming for var in eqn.outvars]
 
-        name([*opened.constvars, *opened.invars])
+        name(surgery.inputs_of(opened))
         for eqn in opened.eqns:
             if id(eqn) not in early:
                 new = inside[id(eqn)]
                 eqns.append(new if is_effect(new) else new.replace(invars=[_read(named, var) for var in new.invars]))
                 name(eqn.outvars)
         outvars = [_read(named, var) for var in opened.outvars]
-        rebuilt = _compat.with_equations(opened, eqns, outvars)
+        rebuilt = _compat.rewritten(opened, eqns, outvars)
         return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
 
     def _inside(self, eqn: Any) -> Any:

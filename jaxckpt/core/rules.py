@@ -110,7 +110,7 @@ class _Opener:
         eqns = [self._equation(eqn) for eqn in program.eqns]
         if all(new is eqn for eqn, new in zip(program.eqns, eqns)):
             return original
-        rebuilt = _compat.with_equations(program, eqns, list(program.outvars))
+        rebuilt = _compat.rewritten(program, eqns, list(program.outvars))
         return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
 
     def _equation(self, eqn: Any) -> Any:
@@ -240,7 +240,7 @@ def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence
         tag = _compat.equation_name(each)
         if tag is not None and not isinstance(each.invars[0], _compat.Literal) and each.invars[0] not in inputs:
             tags.append((place_of(each.outvars[0]), tag))
-    rebuilt = _compat.with_equations(program, list(program.eqns), outvars)
+    rebuilt = _compat.rewritten(program, list(program.eqns), outvars)
     return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags))
 
 

@@ -101,7 +101,7 @@ def lossy_actions(jaxpr: Any) -> list[Action]:
             mark = marked(eqn)
             if mark is not None and is_lossy(mark[1], eqn.invars[0].aval.dtype):
                 found[mark[1]] = None
-            for inner in _compat.inner_jaxprs(eqn):
+            for inner in _compat.held_jaxprs(eqn):
                 look(_compat.open_jaxpr(inner))
 
     look(jaxpr)

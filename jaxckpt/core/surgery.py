@@ -16,7 +16,7 @@ from jaxckpt.core import primitives
 from jaxckpt.core.primitives import Holds
 
 
-def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int | None], Any]]:
+def placed_programs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int | None], Any]]:
     """Yields ((parameter, place in it or None), jaxpr) for the programs that an operation holds.
 
     The scalar functions of reductions, scatters and sorts are not programs in that sense.
@@ -34,7 +34,7 @@ def inner_jaxprs(primitive: str, params: Mapping[str, Any]) -> Iterator[tuple[tu
 
 def programs(eqn: Any) -> list[Any]:
     """Returns the programs that an equation holds, closed or open as they are."""
-    found = inner_jaxprs(_compat.primitive_name(eqn), _compat.equation_params(eqn))
+    found = placed_programs(_compat.primitive_name(eqn), _compat.equation_params(eqn))
     return [jaxpr for _, jaxpr in found]
 
 
@@ -74,6 +74,16 @@ def stretch(eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any], 
 def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
     """Returns an open jaxpr with other equations, whose effects are its own then."""
     return _compat.build_jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.debug_info)
+
+
+def inputs_of(jaxpr: Any) -> list[Any]:
+    """Returns the variables of an open jaxpr's constants, then those of its arguments: the operands of `evaluate`."""
+    return [*jaxpr.constvars, *jaxpr.invars]
+
+
+def constants_as_inputs(jaxpr: Any) -> Any:
+    """Returns an open jaxpr whose constants are its first arguments."""
+    return _compat.build_jaxpr([], inputs_of(jaxpr), jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
 
 
 Item = TypeVar("Item")
@@ -183,7 +193,7 @@ def without(closed: Any, instead: Callable[[Any, Sequence[Any]], Any]) -> Any:
             eqns.append(eqn.replace(invars=operands))
         else:
             names[eqn.outvars[0]] = atom
-    rebuilt = _compat.with_equations(jaxpr, eqns, [renamed(names, atom) for atom in jaxpr.outvars])
+    rebuilt = _compat.rewritten(jaxpr, eqns, [renamed(names, atom) for atom in jaxpr.outvars])
     return _compat.like(closed, rebuilt, _compat.jaxpr_consts(closed))
 
 

@@ -122,7 +122,8 @@ def _failed(
             # The compiler may dump helpers beside the program; they are smaller.
             found = sorted(dump.glob(f"*{_DUMP}"), key=lambda path: path.stat().st_size)
             return Assigned(found[-1].read_bytes(), seconds) if found else None
-        unknown = any(f"No such compile option: '{name}'" in str(error) for name in stopping)
+        refused = _compat.refused_option(error)
+        unknown = refused is not None and refused.unknown and refused.name in stopping
         if not unknown and not any(dump.glob(f"*{_DUMP}")):
             return None  # compiled to the end, it fails with JAX's error
         said = str(error)

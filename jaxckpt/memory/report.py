@@ -8,7 +8,6 @@ import glob
 import html
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -462,7 +461,7 @@ def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple
             _refusal(str(error), target)
             or (_unplaced(target) if "GlobalToLocalShape" in str(error) else None)
             or _compat.unknown_option(error)
-            or _option_error(str(error), options)
+            or _option_error(error, options)
             or _foreign_options(str(error), target)
         )
         if refusal is None:
@@ -490,17 +489,14 @@ def _foreign_options(text: str, target: Target) -> ArgumentError | None:
     )
 
 
-def _option_error(text: str, options: Mapping[str, Any]) -> ArgumentError | None:
+def _option_error(error: Exception, options: Mapping[str, Any]) -> ArgumentError | None:
     """Returns the error for a compiler's error about one of its options; None if it is about something else."""
-    found = re.search(r"(?:No such compile option: '|While setting option )(\w+)(.*)", text)
-    if found is None or found[1] not in options:
+    refused = _compat.refused_option(error)
+    if refused is None or refused.name not in options:
         return None
-    said = (
-        "The compiler has no such option." if "No such" in found[0] else f"The compiler says: {found[2].lstrip(', ')}"
-    )
-    return ArgumentError(
-        "compiler_options", "options of XLA, with values of their types", {found[1]: options[found[1]]}, said
-    )
+    hint = "The compiler has no such option." if refused.unknown else f"The compiler says: {refused.said}"
+    came = {refused.name: options[refused.name]}
+    return ArgumentError("compiler_options", "options of XLA, with values of their types", came, hint)
 
 
 def _refusal(text: str, target: Target) -> DoesNotFitError | None:

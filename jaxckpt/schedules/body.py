@@ -55,7 +55,7 @@ def take_apart(
     consts, carries = _compat.num_scan_consts_carry(scan.params)
     body, extra = written_out(scan.params["jaxpr"], consts, carries, scan.params["length"], scan.params["reverse"])
 
-    inputs = [*outer.constvars, *outer.invars]
+    inputs = surgery.inputs_of(outer)
     values = [*_compat.jaxpr_consts(traced), *jax.tree.leaves((init, xs))]
     before = surgery.function(outer.eqns[: where[-1]], inputs, scan.invars, outer.debug_info)(*values)
 
@@ -76,7 +76,7 @@ def written_out(closed: Any, consts: int, carries: int, length: int, reverse: bo
     """
     inner = inline(closed)
     opened = _compat.open_jaxpr(inner)
-    jaxpr = _compat.build_jaxpr([], [*opened.constvars, *opened.invars], opened.outvars, opened.eqns, opened.debug_info)
+    jaxpr = surgery.constants_as_inputs(opened)
     extra = list(_compat.jaxpr_consts(inner))
     return ScanBody(jaxpr, consts + len(extra), carries, len(opened.invars) - consts - carries, length, reverse), extra
 

@@ -95,7 +95,7 @@ def _with_names(body: ScanBody, kept: Sequence[Any]) -> Any:
             for computed, var in zip(outvars, eqn.outvars)
             if var in places
         )
-    return _compat.with_equations(body.jaxpr, eqns, body.jaxpr.outvars)
+    return _compat.rewritten(body.jaxpr, eqns, body.jaxpr.outvars)
 
 
 def _given(traced: Any, given: Sequence[Any]) -> Any:
@@ -259,7 +259,7 @@ class _Splitter:
         jaxpr = _compat.open_jaxpr(traced)
         self.body, self.wanted, self.kept, self.defer = body, wanted, kept, defer
         self.eqns, self.debug_info = jaxpr.eqns, jaxpr.debug_info
-        self.inputs = [*jaxpr.constvars, *jaxpr.invars]
+        self.inputs = surgery.inputs_of(jaxpr)
         self.extra = _compat.jaxpr_consts(traced)  # arrays that differentiation made, the same at every step
         consts, self.carry, self.x, self.kept_in, ct_carry, ct_ys = groups.split(jaxpr.invars)
         self.consts = [*jaxpr.constvars, *consts]

@@ -102,7 +102,7 @@ def primitive_of(sample):
     closed = jax.make_jaxpr(sample.make)(X, jnp.ones((4, 4)))
     eqns = list(_compat.open_jaxpr(closed).eqns)
     for eqn in eqns:
-        eqns.extend(e for inner in _compat.inner_jaxprs(eqn) for e in _compat.open_jaxpr(inner).eqns)
+        eqns.extend(e for inner in _compat.held_jaxprs(eqn) for e in _compat.open_jaxpr(inner).eqns)
     return next(eqn.primitive for eqn in eqns if eqn.primitive.name in sample.names)
 
 
@@ -138,9 +138,9 @@ def test_a_parameter_of_another_name_is_an_error(sample, param, monkeypatch):
 
 @pytest.mark.parametrize("sample", [s for s in primitives.SAMPLES if s.programs], ids=lambda sample: sample.names[0])
 def test_programs_that_are_not_where_they_are_looked_for_are_an_error(sample, monkeypatch):
-    inner = primitives.inner_jaxprs
+    inner = primitives.held_jaxprs
     hidden = lambda eqn: [] if eqn.primitive.name in sample.names else inner(eqn)
-    monkeypatch.setattr(primitives, "inner_jaxprs", hidden)
+    monkeypatch.setattr(primitives, "held_jaxprs", hidden)
     with pytest.raises(
         UnsupportedJaxError, match=f"gives it 0 programs instead of {sample.programs}|makes no operation"
     ):

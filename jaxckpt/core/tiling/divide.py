@@ -64,7 +64,7 @@ class Tiling:
 
     def run(self, *values: Any) -> list[Any]:
         """Returns the program's results, of its constants and arguments."""
-        inputs = [*self.program.constvars, *self.program.invars]
+        inputs = surgery.inputs_of(self.program)
         env = dict(zip(inputs, values, strict=True))
         operands = [] if self.tiles is None else [var for var, _ in self.tiles.operands]
         made = [] if self.tiles is None else [var for var, _ in self.tiles.results]
@@ -174,7 +174,7 @@ def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:
     """Whether the name of one of these operations, or of one inside of them, passes a test."""
     return any(
         test(_compat.primitive_name(eqn))
-        or any(_holds(_compat.open_jaxpr(inner).eqns, test) for inner in _compat.inner_jaxprs(eqn))
+        or any(_holds(_compat.open_jaxpr(inner).eqns, test) for inner in _compat.held_jaxprs(eqn))
         for eqn in eqns
     )
 
@@ -184,7 +184,7 @@ def _has_range(jaxpr: Any) -> bool:
     return all(
         has_range_of_float32(var.aval.dtype)
         for var in (*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars))
-    ) and all(_has_range(_compat.open_jaxpr(inner)) for eqn in jaxpr.eqns for inner in _compat.inner_jaxprs(eqn))
+    ) and all(_has_range(_compat.open_jaxpr(inner)) for eqn in jaxpr.eqns for inner in _compat.held_jaxprs(eqn))
 
 
 def _of_whole_values(eqn: Any, passage: Passage, debug_info: Any) -> list[Any]:

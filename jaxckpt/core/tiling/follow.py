@@ -241,7 +241,7 @@ def _has_a_rule(eqn: Any) -> bool:
     """Whether an operation is, or holds, one with a backward rule of the user's for values that have derivatives."""
     if primitives.has_backward_rule(_compat.primitive_name(eqn)):
         return all(any(is_differentiable(each.aval.dtype) for each in them) for them in (eqn.invars, eqn.outvars))
-    return any(_has_a_rule(each) for inner in _compat.inner_jaxprs(eqn) for each in _compat.open_jaxpr(inner).eqns)
+    return any(_has_a_rule(each) for inner in _compat.held_jaxprs(eqn) for each in _compat.open_jaxpr(inner).eqns)
 
 
 def follow(
@@ -268,7 +268,7 @@ def follow(
     program = inline(closed)
     jaxpr, consts = _compat.open_jaxpr(program), _compat.jaxpr_consts(program)
     given = [WHOLE] * len(consts) + list(shares)
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    inputs = surgery.inputs_of(jaxpr)
     found = Lines(axis_of(size), dict(zip(inputs, given, strict=True)), jaxpr.debug_info)
     for eqn in jaxpr.eqns:
         own = [found.share(atom) for atom in eqn.invars]

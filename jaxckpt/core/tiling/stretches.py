@@ -158,7 +158,7 @@ def _with_more_rows(closed: Any, shares: Sequence[Share], cut: tuple[int, int, i
 def _run(stretches: Stretches, tiles: Sequence[TiledStretch], *args: Any) -> list[Any]:
     """Returns a graph's results, of its constants and arguments, with stretches in tiles."""
     graph, jaxpr, at = stretches.graph, stretches.jaxpr, 0
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+    env = dict(zip(surgery.inputs_of(jaxpr), args, strict=True))
 
     def plain(start: int, stop: int) -> None:
         if start < stop or stop == len(graph.ops):
