@@ -74,10 +74,12 @@ class LoopSchedule:
     fields takes its hash from here: `__hash__ = LoopSchedule.__hash__`.
 
     Attributes:
-      kind: its name in plan files.
+      kind: its name in plan files; "" for one that is in none.
+      recodes_carries: whether it can keep carries by an action that changes them, such as `compress`.
     """
 
     kind: ClassVar[str] = ""
+    recodes_carries: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -1,4 +1,4 @@
-"""The bytes that schedules of a scan take when they are compiled, and the fastest schedule that fits a budget.
+"""The bytes that schedules of a scan take when they are compiled.
 
 `jaxckpt.scan` is called while a program is traced, when nothing can be compiled. So bytes are counted:
 
@@ -20,20 +20,18 @@ one that takes more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import InfeasibleBudgetError
 from jaxckpt.core.constants import ITERATION, LONGEST_RUN, TURN
 from jaxckpt.core.graph import Graph, aval_bytes, graph_of
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.scans import ScanBody, Values
-from jaxckpt.core.units import format_bytes
 from jaxckpt.schedules.body import perturbed
 from jaxckpt.schedules.optimum import (
     Binomial,
@@ -42,72 +40,10 @@ from jaxckpt.schedules.optimum import (
     places_bytes,
 )
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
-from jaxckpt.schedules.segments import Nested, nearest_divisors, plain, segmented
 
 # A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the
 # parts. These are an H100's.
 CORES, TILE, CONTRACTED = 132, 128, 64
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A schedule, the runs of the step that it takes, and the bytes that it takes at most."""
-
-    plan: Nested | Binomial
-    steps: int
-    bytes: int
-
-
-def fit(body: ScanBody, limit: int, *, policy: bool = False) -> Nested | Binomial:
-    """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is
-    differentiated.
-
-    Args:
-      body: of the scan.
-      limit: bytes.
-      policy: whether something is kept of steps that are checkpointed.
-
-    Of equals, the one that JAX can differentiate in every way comes first, and then the one that takes less.
-
-    Raises:
-      InfeasibleBudgetError: no schedule fits; it names the bytes of the one that takes least.
-    """
-    choices = list(_choices(body, limit, policy))
-    fitting = [choice for choice in choices if choice.bytes <= limit]
-    if not fitting:
-        least = min(choice.bytes for choice in choices)
-        raise InfeasibleBudgetError(
-            f"budget must be at least {format_bytes(least)} ({least} bytes), the need of the schedule that keeps "
-            f"least: one carry, and the working memory of a step and its backward pass; got {format_bytes(limit)} "
-            f"({limit} bytes). Raise the budget, or make the step smaller.",
-            least_bytes=least,
-            budget_bytes=limit,
-        )
-    return min(fitting, key=lambda choice: (choice.steps, isinstance(choice.plan, Binomial), choice.bytes)).plan
-
-
-def _choices(body: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
-    length, one, residuals = body.length, sum(map(stacked_bytes, body.carry_avals)), residual_bytes(body)
-    wanted = everything(body)
-    at_once = backward(body, wanted, None, defer=False)
-    working = working_bytes(body, at_once)
-    yield Priced(plain(length), length, length * residuals + working)
-    yield Priced(plain(length, remat=True), 2 * length, length * (one + policy * residuals) + working)
-    xs = sum(stacked_bytes(var.aval) for var in body.jaxpr.invars[body.consts + body.carries :])
-    ys = sum(map(stacked_bytes, body.y_avals))
-    sums = sum(aval_bytes(var.aval) for var in body.jaxpr.invars[: body.consts] if is_inexact(var.aval))
-    # Every row of a segment: residuals, and as blocks the rows of xs, of the ys' cotangents, and of cotangents of xs.
-    row = residuals + 2 * xs + 2 * ys
-    best = math.isqrt(length * one // max(row, 1))
-    for size in {min(max(size, 1), length) for size in (best, best + 1, *nearest_divisors(length, best))}:
-        nest = segmented(length, size)
-        if nest.inner is not None:
-            copies = 2 * length * (xs + ys) if nest.rest else 0
-            yield Priced(nest, nest.steps, nest.count * one + nest.residuals * row + copies + sums + working)
-    if one:
-        runs = SlotBudget(body, limit)
-        mixed = runs.choose(wanted)
-        yield Priced(mixed, mixed.steps, runs.bytes(wanted, mixed))
 
 
 def everything(body: ScanBody) -> Wanted:

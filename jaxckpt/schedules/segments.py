@@ -40,6 +40,7 @@ class Nested(LoopSchedule):
     """
 
     kind: ClassVar[str] = "nested"
+    recodes_carries: ClassVar[bool] = True
 
     length: int
     count: int = 0

@@ -14,6 +14,7 @@ from jaxckpt.core.constants import TRANSFER
 from jaxckpt.core.regions import checked_actions, set_fields
 from jaxckpt.core.scans import ScanRun, Values
 from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
+from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.schedules.optimum import Binomial
 from jaxckpt.schedules.two_levels import LevelCounts, TwoLevelRuns, with_host
@@ -128,6 +129,23 @@ class Slots(LoopSchedule):
         scan, kept = scan.keeping(self.actions)
         run = scan.body.length if scan.unroll is True else max(int(scan.unroll), 1)
         return scan_with_slots(scan, self._storage, run=self.run_length or (run if run > 1 else None), kept=kept)
+
+
+@dataclass(frozen=True)
+class SlotsWithin(LoopSchedule):
+    """As many slots, and runs of as many iterations, as take at most so many bytes and the least time. How many they
+    are is decided where the scan is differentiated, by what is differentiated.
+
+    Attributes:
+      limit: bytes, with what an iteration and its backward pass work with.
+    """
+
+    limit: int
+
+    def run(self, scan: ScanRun) -> tuple[Values, Values]:
+        """Runs the iterations."""
+        scan, kept = scan.keeping(None)
+        return scan_with_slots(scan, SlotBudget(scan.body, self.limit, kept), kept=kept)
 
 
 def is_int(value: Any) -> bool:

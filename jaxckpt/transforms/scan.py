@@ -16,16 +16,15 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import SAVE, Action, action_from
+from jaxckpt.core import surgery
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax, policy_of
-from jaxckpt.schedules import Binomial, Schedule, schedule_of
+from jaxckpt.schedules import Schedule, schedule_of
 from jaxckpt.schedules.body import take_apart
-from jaxckpt.schedules.budget import SlotBudget, fit
-from jaxckpt.schedules.engine import scan_with_slots
-from jaxckpt.schedules.segments import Nested
+from jaxckpt.schedules.fit import fit
 from jaxckpt.transforms.checkpoint import checkpoint
 
 # The name of carries that are not saved as they are, with a number of its own at each level: a checkpoint moves all
@@ -105,7 +104,7 @@ def scan(
     policy_of(policy)
     limit = None if budget is None else parse_bytes(budget, "budget")
     known = schedule_of(0, schedule)
-    if action.changes and (budget is not None or not isinstance(known, Nested)):
+    if action.changes and (budget is not None or not known.recodes_carries):
         rule = "SAVE, OFFLOAD or another that keeps the carry as it is, with Slots, your own schedules, and a budget"
         raise ArgumentError("carry", rule, action, "Use a schedule of segments, such as 'sqrt'.")
     taken = take_apart(f, init, xs, length, reverse, unroll)
@@ -123,11 +122,7 @@ def scan(
     )
     if limit is None:
         return taken.finish(*schedule_of(taken.body.length, schedule).run(call))
-    plan = fit(taken.body, limit, policy=policy is not None)
-    if isinstance(plan, Binomial):
-        call, kept = call.keeping(None)
-        return taken.finish(*scan_with_slots(call, SlotBudget(call.body, limit, kept), kept=kept))
-    return taken.finish(*plan.run(call))
+    return taken.finish(*fit(taken.body, limit, policy=policy is not None).schedule.run(call))
 
 
 def _carry_action(carry: Action | str) -> Action:
@@ -219,7 +214,7 @@ class _Call(ScanRun):
         makers = [eqn for eqn in jaxpr.eqns if _compat.equation_name(eqn) is None]
         made = {var for eqn in makers for var in eqn.outvars if not isinstance(var, _compat.DropVar)}
         kept = [var for var, index in graph.body.values.items() if index in decided and var in made]
-        opened = _compat.build_jaxpr([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.debug_info)
+        opened = surgery.constants_as_inputs(jaxpr)
         extra = _compat.jaxpr_consts(graph.jaxpr)
         traced = replace(body, jaxpr=opened, consts=body.consts + len(extra))
         return replace(self, body=traced, consts=[*extra, *self.consts]), kept
