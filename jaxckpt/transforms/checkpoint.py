@@ -63,7 +63,7 @@ def checkpoint(
         arguments as `fun` does, once. If it is omitted, a decorator is returned.
       *others: none. The arguments of a call belong to the function that is returned: `checkpoint(fun)(*args)`.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`.
-        For None, one of JAX's policies, and a policy that keeps nothing or everything, the result is
+        For None, one of JAX's policies, and a policy that keeps nothing or everything, a call is one of
         `jax.checkpoint(fun)`. Any other `Policy` is decided when `fun` is traced, at each call with new shapes.
       prevent_cse: whether the compiler must not merge the recomputation with the forward pass. False is right only
         inside `lax.scan`, where nothing can be merged, and it is faster there. A sequence has an entry for each
@@ -97,20 +97,29 @@ def checkpoint(
         )
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
-    if _is_model(fun):
-        called = checkpoint(_call, policy=policy, prevent_cse=prevent_cse if isinstance(prevent_cse, bool) else True)
-        return functools.partial(called, fun)
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
     resolved = policy_of(policy)
-    is_jaxs, own = resolved.as_jax() if isinstance(resolved, Policy) else (True, resolved)
+    if not _is_model(fun):
+        return _checkpointed(fun, resolved, barriers, static)
+    if not isinstance(barriers, bool):
+        barriers = (True, *barriers)  # the model's arrays are an argument too
+    static = None if static is None else static.after_model(_call)
+    return functools.partial(_checkpointed(_call, resolved, barriers, static), fun)
+
+
+def _checkpointed(
+    fun: Callable[..., Any], policy: Any, barriers: bool | tuple[Any, ...], static: statics.Static | None
+) -> Callable[..., Any]:
+    """Returns a function under a policy; arguments as of `checkpoint`, resolved."""
+    is_jaxs, own = policy.as_jax() if isinstance(policy, Policy) else (True, policy)
     if is_jaxs:
         plain = lambda dynamic: jax.checkpoint(dynamic, policy=own, prevent_cse=barriers)
-        if static is None and not isinstance(resolved, Policy):
+        if static is None and not isinstance(policy, Policy):
             return anything(plain(fun), fun, plain)
-        return _calling(fun, static, plain, old=isinstance(resolved, Policy))
-    assert isinstance(resolved, Policy)
-    return _calling(fun, static, functools.partial(_by_policy, policy=resolved, prevent_cse=barriers), old=True)
+        return _calling(fun, static, plain, old=isinstance(policy, Policy))
+    assert isinstance(policy, Policy)
+    return _calling(fun, static, functools.partial(_by_policy, policy=policy, prevent_cse=barriers), old=True)
 
 
 def _is_model(fun: Any) -> bool:

@@ -31,6 +31,11 @@ class Static:
     names: frozenset[str]
     positions: tuple[int, ...]
 
+    def after_model(self, call: Callable[..., Any]) -> Static:
+        """Returns the same of `call(model, *args, **kwargs)`, where the function is a model that is an argument too."""
+        after = lambda places: tuple(place if place < 0 else place + 1 for place in places)
+        return Static(call, after(self.numbers), self.names, after(self.positions))
+
     def closed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

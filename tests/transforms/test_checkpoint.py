@@ -585,3 +585,47 @@ def test_a_print_in_a_loop_under_two_checkpoints_may_read_a_value_that_both_keep
     inner = jaxckpt.checkpoint(fun, policy=every)
     outer = jaxckpt.checkpoint(lambda x: inner(x), policy=every)
     assert_trees_close(jax.grad(outer)(X), jax.grad(fun)(X))
+
+
+@jax.tree_util.register_pytree_node_class
+class Powers:
+    """A callable pytree that cannot be hashed, as modules of equinox are."""
+
+    __hash__ = None
+
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x, times, mode="plain"):
+        for _ in range(times):
+            x = jnp.tanh(x @ self.w)
+        return jnp.sum(x if mode == "plain" else 2 * x)
+
+    def tree_flatten(self):
+        return [self.w], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "dots"])
+@pytest.mark.parametrize(("numbers", "names"), [(1, "mode"), (-2, "mode"), ((1, 2), ()), ((), ("times", "mode"))])
+def test_a_model_has_static_arguments_too(policy, numbers, names):
+    model = Powers(W)
+    made = jaxckpt.checkpoint(model, policy=policy, static_argnums=numbers, static_argnames=names)
+    assert_trees_close(made(X, 3, "double"), model(X, 3, "double"))
+    own = jax.grad(
+        lambda w: jaxckpt.checkpoint(Powers(w), static_argnums=numbers, static_argnames=names)(X, 3, "double")
+    )(W)
+    assert_trees_close(own, jax.grad(lambda w: Powers(w)(X, 3, "double"))(W))
+    assert executions(jax.grad(lambda x: made(x, 3, "double")), X)["tanh"] == 6
+
+
+def test_a_model_s_static_arguments_and_barriers_are_checked():
+    with pytest.raises(ArgumentError, match="static_argnames must be names of arguments"):
+        jaxckpt.checkpoint(Powers(W), static_argnames="how_often")
+    with pytest.raises(ArgumentError, match="prevent_cse must be"):
+        jaxckpt.checkpoint(Powers(W), prevent_cse=(1,))
+    within = jax.grad(lambda x: jaxckpt.checkpoint(Powers(W), prevent_cse=(False,), static_argnums=1)(x, 3))(X)
+    assert_trees_close(within, jax.grad(lambda x: Powers(W)(x, 3))(X))
