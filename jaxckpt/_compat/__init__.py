@@ -23,6 +23,7 @@ from jaxckpt._compat.compiler import (
     lowered_devices,
     memory_stats,
     no_persistent_cache,
+    own_options,
     refused_option,
     stopping_options,
     unknown_option,
@@ -75,6 +76,7 @@ from jaxckpt._compat.names import (
 )
 from jaxckpt._compat.primitives import (
     check_primitives,
+    jit_settings,
     primitive_names,
 )
 from jaxckpt._compat.rules import (

@@ -121,6 +121,18 @@ def lowered_devices(lowered: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def own_options(lowered: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the compiler options that a lowered program carries, those of its `jax.jit`: (name, value). JAX adds them
+    to what the compile call is given; the program's text has none of them.
+    """
+    found = getattr(getattr(lowered, "_lowering", None), "_compiler_options_kvs", None)
+    if found is None:
+        raise unsupported(
+            "the attribute _lowering._compiler_options_kvs of lowered programs", "know their options", "has none"
+        )
+    return tuple(found)
+
+
 def memory_stats(compiled: Any) -> Any:
     """Returns the compiler's figures of a program's memory, in bytes.
 

@@ -77,6 +77,7 @@ def primitive_names() -> frozenset[str]:
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 _PLACED = ("in_shardings", "out_shardings", "donated_invars", "compiler_options_kvs")
+"""Parameters of a call of `jax.jit` that say what it was given beside the function."""
 _CONV = lax.ConvDimensionNumbers((0, 1, 2), (0, 1, 2), (0, 1, 2))
 
 SAMPLES: tuple[Sample, ...] = (
@@ -183,3 +184,18 @@ def _difference(eqn: Any, sample: Sample) -> str:
         return f"gives it the parameters {', '.join(params)}, and no {missing[0]}"
     programs = len(held_jaxprs(eqn))
     return f"gives it {programs} programs instead of {sample.programs}" if programs != sample.programs else ""
+
+
+def jit_settings(traced: Any) -> str:
+    """Returns what `jax.jit` was given beside the function, as text: donated arguments, shardings, compiler options. No
+    public attribute of what it traced tells all of them.
+
+    Args:
+      traced: a `jax.stages.Traced`, or nnx's wrapper around one.
+    """
+    while hasattr(traced, "traced"):
+        traced = traced.traced
+    params = getattr(traced, "_params", None)
+    if params is None or not set(_PLACED) <= set(params):
+        raise unsupported("the attribute _params of traced programs", "know what jax.jit was given", "has none")
+    return repr([(name, params[name]) for name in _PLACED])

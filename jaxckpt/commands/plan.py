@@ -123,6 +123,7 @@ def _run(options: argparse.Namespace) -> None:
             tile=options.tile,
             cache=options.cache,
             progress=progress,
+            collectives=verify,
         )
         if options.budget is not None:
             found = report_of(problem, options.budget, verify=verify, solver=solver, progress=progress)

@@ -76,6 +76,8 @@ def _frontier(raw: Mapping[str, Any]) -> Frontier:
             point["budget_bytes"],
             _figures(point) if point["fits"] else None,
             point["why"],
+            point.get("least_bytes"),  # files of earlier versions have none
+            point.get("stretch"),
         )
         for point in raw["points"]
     )

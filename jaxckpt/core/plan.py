@@ -42,7 +42,7 @@ from jaxckpt.core.regions import (
 )
 from jaxckpt.core.schedule import schedule_from
 from jaxckpt.core.tiling.stretches import with_tiles
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import added, format_bytes
 
 FORMAT = 10
 """Version of the JSON form."""
@@ -162,8 +162,9 @@ class Plan:
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
 
-        It is traced at each call with new shapes; one that the plan was not made for raises `PlanMismatchError`.
-        Modules of nnx among its arguments change as `fun` changes them, once a call.
+        Call it in a jitted step: outside of `jax.jit` it is traced at every call. A function, or shapes, that the plan
+        was not made for raise `PlanMismatchError`. Modules of nnx among its arguments change as `fun` changes them,
+        once a call.
         """
         if not callable(fun):
             raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
@@ -460,12 +461,12 @@ class PlanReport:
     @property
     def recompute(self) -> float | None:
         """FLOPs that the plan adds, over those of the step without it."""
-        return _added(self.flops, self.unplanned_flops)
+        return added(self.flops, self.unplanned_flops)
 
     @property
     def slowdown(self) -> float | None:
         """Seconds that the plan adds to the traced step, over those of the step without it; whose: `costs`."""
-        return _added(self.seconds, self.unplanned_seconds)
+        return added(self.seconds, self.unplanned_seconds)
 
     @property
     def seconds_by(self) -> str:
@@ -546,14 +547,12 @@ class PlanReport:
         return shown.fragment_of(self)
 
 
-SECONDS_BY = {"roofline": "by the target's rates", "compiler": "by the target's compiler"}
+SECONDS_BY = {
+    "roofline": "by the target's rates",
+    "compiler": "by the target's compiler",
+    "measured": "by runs on this machine",
+}
 """Costs -> whose seconds they are, in words."""
-
-
-def _added(planned: float | None, plain: float | None) -> float | None:
-    if planned is None or plain is None:
-        return None
-    return planned / plain - 1 if plain else 0.0
 
 
 SHOWN_ARGUMENTS = 10, 10

@@ -57,3 +57,10 @@ def counted(count: int, noun: str) -> str:
     ('1 region', '3 regions', '0 values')
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def added(planned: float | None, plain: float | None) -> float | None:
+    """Returns the share that a planned step adds to the plain one; None where one of them is not known."""
+    if planned is None or plain is None:
+        return None
+    return planned / plain - 1 if plain else 0.0

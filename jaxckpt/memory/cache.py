@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from typing import Any
 import jax
 import platformdirs
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import CACHE_BYTES
 from jaxckpt.core.files import read_whole, write_whole
@@ -71,7 +73,7 @@ class Answer:
     dump: bytes | None
 
 
-_READING = "2"
+_READING = "3"
 """Counts up when figures are read from a dump in another way: those that were stored before are not read again."""
 
 
@@ -122,10 +124,11 @@ def entry(folder: pathlib.Path, lowered: Any, target: str, devices: Any, options
       lowered: the program as `jax.stages.Lowered`.
       target: name of the target.
       devices: the devices' kind, and the order in which they are used.
-      options: XLA's options for this program.
+      options: XLA's options for this program, beside those that it carries itself.
     """
     names = [operation or argument for operation, argument in _NAMED.findall(lowered.as_text(debug_info=True))]
     decides = [lowered.as_text(), *names, target, repr(devices), repr(sorted(options.items()))]
+    decides.append(repr(sorted(_compat.own_options(lowered))))
     decides += surroundings().values()
     digest = hashlib.sha256("\0".join(decides).encode()).hexdigest()
     return folder / f"{digest[:40]}{_SUFFIX}"
@@ -148,7 +151,7 @@ def load(path: pathlib.Path, figures: Collection[str]) -> Answer | None:
             raise ValueError("not what was written")
         head, _, dump = rest.partition(b"\n")
         stored = json.loads(head)
-        if set(stored["figures"]) != set(figures) or not all(map(_can_be, stored["figures"].values())):
+        if set(stored["figures"]) != set(figures) or not all(itertools.starmap(_can_be, stored["figures"].items())):
             raise ValueError("the figures of another version")
         return Answer(stored["figures"], zlib.decompress(dump) if stored["dumped"] else None)
     except (ValueError, KeyError, TypeError, zlib.error) as error:
@@ -193,8 +196,10 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-def _can_be(figure: Any) -> bool:
-    """Returns whether a value can be a figure of a report: bytes, FLOPs or seconds, a name, or None."""
+def _can_be(name: str, figure: Any) -> bool:
+    """Returns whether a value can be a report's figure of a name: bytes, FLOPs or seconds, text, or None; or a flag."""
+    if name == "stopped":
+        return isinstance(figure, bool)
     return figure is None or isinstance(figure, str) or (type(figure) in (int, float) and figure >= 0)
 
 

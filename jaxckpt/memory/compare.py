@@ -110,7 +110,7 @@ class Comparison:
 
     @property
     def baseline(self) -> Row:
-        """The first variant."""
+        """The first variant of those that fit: ratios of times are to its time."""
         return self.rows[0]
 
     def pareto(self) -> tuple[Row, ...]:
@@ -166,8 +166,8 @@ def compare(
     the fewest FLOPs. Next to each peak is an estimate from the traced step alone, with its error.
 
     Args:
-      variants: name -> function. The variants compute the same and differ in their checkpoints. The others are compared
-        with the first.
+      variants: name -> function. The variants compute the same and differ in their checkpoints. Times are compared
+        with that of the first one that fits.
       *args: the functions' arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       target: what to compile for: see `jaxckpt.Target`; None for the local backend.
       step: makes the training step that is measured from a function: `jax.value_and_grad`, which differentiates with

@@ -22,6 +22,15 @@ PLAIN = (jax.value_and_grad, jax.grad)
 """Training steps that are a gradient with respect to all leaves of the first argument."""
 
 
+_RULE = "a function that takes the loss and returns the training step, such as jax.value_and_grad"
+
+
+def check_step(step: Any) -> None:
+    """Raises ArgumentError for a step that is no function."""
+    if not callable(step):
+        raise ArgumentError("step", _RULE, step)
+
+
 def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
     """Returns `step(fun)`, the training step of a function.
 
@@ -33,19 +42,17 @@ def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Cal
     Raises:
       ArgumentError: `step` makes no step of a function, or the step that it makes does not take so many arguments.
     """
-    rule = "a function that takes the loss and returns the training step, such as jax.value_and_grad"
-    if not callable(step):
-        raise ArgumentError("step", rule, step)
+    check_step(step)
     try:
         training = step(fun)
     except TypeError as error:
         if lift.accepts(step, (fun,)) and _TAKEN_FOR_AN_ARRAY not in str(error):
             raise
         hint = "If it is a training step, give the function that makes it: step=step_of, and not step=step_of(loss)."
-        raise ArgumentError("step", rule, step, hint) from error
+        raise ArgumentError("step", _RULE, step, hint) from error
     if not callable(training):
         hint = f"It returned no function but {type(training).__name__}: {training!r:.60}."
-        raise ArgumentError("step", rule, step, hint)
+        raise ArgumentError("step", _RULE, step, hint)
     if step not in PLAIN and not lift.accepts(training, args):
         rule = f"the arguments of the training step that `step` makes, {lift.signature_of(training)}"
         raise ArgumentError("args", rule, counted(len(args), "argument"), "Give those of the step, not of the loss.")

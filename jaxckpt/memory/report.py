@@ -79,6 +79,7 @@ class MemoryReport:
         a CUDA device that is not in this machine, or if no code was generated.
       compile_seconds: seconds that the compiler took, to the end or until buffers were assigned; without tracing and
         lowering.
+      stopped: whether the compiler was stopped once it had assigned buffers: see `measure`.
     """
 
     target: str
@@ -93,6 +94,7 @@ class MemoryReport:
     code_bytes: int | None
     flops: float | None
     compile_seconds: float
+    stopped: bool = False
     _assignment: Assignment | None = field(default=None, repr=False, compare=False)
 
     def largest(self, count: int = 10) -> tuple[Buffer, ...]:
@@ -194,7 +196,7 @@ class MemoryReport:
             ("temporaries", format_bytes(self.temp_bytes)),
             *((name, format_bytes(size)) for name, size in optional.items() if size),
             *([("FLOPs", f"{self.flops:.3g}")] if self.flops is not None else []),
-            ("buffers assigned in" if self.code_bytes is None else "compiled in", f"{self.compile_seconds:.1f} s"),
+            ("buffers assigned in" if self.stopped else "compiled in", f"{self.compile_seconds:.1f} s"),
         ]
 
     def _title(self) -> str:
@@ -536,7 +538,8 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     if platform.code_in_memory and figures.peak > NEARLY_FULL * target.memory_bytes:
         return None, None
     code = None if platform.code_in_memory else 0
-    return _report(figures, assignment, target, assigned.seconds, code=code, flops=None), assigned.dump
+    report = _report(figures, assignment, target, assigned.seconds, code=code, flops=None)
+    return dataclasses.replace(report, stopped=True), assigned.dump
 
 
 def _dumped(folder: str) -> bytes | None:

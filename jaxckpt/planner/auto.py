@@ -20,7 +20,6 @@ from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.shown import Progress, check_progress
-from jaxckpt.memory.cache import folder_of
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.budget import check_budget
 from jaxckpt.planner.planned_calls import PlannedCalls
@@ -140,7 +139,6 @@ def autocheckpoint(
     """
     solver_for(solver)
     check_flags(verify=verify)
-    folder_of(cache)
     check_progress(progress)
     numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -17,6 +17,7 @@ from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced, trace
 from jaxckpt.core.plan import SECONDS_BY, Plan, PlanReport
 from jaxckpt.core.shown import Progress, silent, tells
+from jaxckpt.core.units import added
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
@@ -123,13 +124,21 @@ class Frontier:
         """Whose seconds they are, in words."""
         return SECONDS_BY[self.costs]
 
-    def recompute(self, way: Way | Point) -> float:
-        """Returns the FLOPs that a way adds, over those of the step as it is."""
-        return (way.flops or 0) / self.unplanned.flops - 1 if self.unplanned.flops else 0.0
+    @overload
+    def recompute(self, way: Way) -> float: ...
+    @overload
+    def recompute(self, way: Point) -> float | None: ...
+    def recompute(self, way: Way | Point) -> float | None:
+        """Returns the FLOPs that a way adds, over those of the step as it is; None where no plan fits."""
+        return added(way.flops, self.unplanned.flops)
 
-    def overhead(self, way: Way | Point) -> float:
-        """Returns the seconds that a way adds, over those of the step as it is."""
-        return (way.seconds or 0.0) / self.unplanned.seconds - 1 if self.unplanned.seconds else 0.0
+    @overload
+    def overhead(self, way: Way) -> float: ...
+    @overload
+    def overhead(self, way: Point) -> float | None: ...
+    def overhead(self, way: Way | Point) -> float | None:
+        """Returns the seconds that a way adds, over those of the step as it is; None where no plan fits."""
+        return added(way.seconds, self.unplanned.seconds)
 
     def best_other(self, point: Point, by: str = "flops", within: int | None = None) -> Way | None:
         """Returns the cheapest of the others, the step as it is among them, that needs no more memory than a plan; None
@@ -203,6 +212,7 @@ def frontier(
 
     Raises:
       ArgumentError: `budgets` is empty, or one of them is invalid.
+      The other errors of `jaxckpt.plan`, but for InfeasibleBudgetError: such a budget is a point without a plan.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(ws, x):
@@ -223,7 +233,8 @@ def frontier(
     solver_for(solver)
     if others is not None and not (isinstance(others, Mapping) and all(map(callable, others.values()))):
         raise ArgumentError("others", "a mapping from names to functions", others)
-    refuse_traced(fun, args, "frontier")
+    if verify and callable(fun):
+        refuse_traced(fun, args, "frontier (unless verify=False)")
     problem = problems.problem_of(
         fun,
         *args,
@@ -237,6 +248,7 @@ def frontier(
         tile=tile,
         cache=cache,
         progress=progress,
+        collectives=verify,
     )
     return sweep(problem, budgets, verify=verify, solver=solver, others=others, progress=progress)
 
@@ -254,7 +266,8 @@ def sweep(
     others = others or {}
     total = 1 + len(budgets) + len(others)
     progress = progress or silent
-    progress(0, total, "compiling the step as it is")
+    if verify:
+        progress(0, total, "compiling the step as it is")
     shards, cycles = problem.model.shards, problem.asked.cycles
     unplanned = way(
         "as it is",
@@ -262,7 +275,7 @@ def sweep(
         problem.args,
         problem.step,
         problem.target,
-        peak=unplanned_bytes(problem),
+        peak=unplanned_bytes(problem) if verify else None,
         compiled=True,
         shards=shards,
         cycles=cycles,
@@ -278,7 +291,7 @@ def sweep(
         points = {place: _or_cheaper(found, points.values()) for place, found in points.items()}
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
-        progress(done, total, f"compiling {name}")
+        progress(done, total, f"{'compiling' if verify else 'tracing'} {name}")
         ways.append(
             way(
                 name,
@@ -286,6 +299,7 @@ def sweep(
                 problem.args,
                 problem.step,
                 problem.target,
+                compiled=not verify,
                 shards=shards,
                 cycles=cycles,
                 cache=problem.asked.cache,
@@ -297,7 +311,7 @@ def sweep(
         unplanned,
         tuple(points[i] for i in range(len(budgets))),
         tuple(ways),
-        "roofline" if cycles is None else "compiler",
+        problem.asked.traced_costs,
     )
 
 
@@ -325,7 +339,7 @@ def _point_of(problem: problems.Problem, budget: int | str, bytes_: int, plan: P
         flops, seconds = cost_of(
             problem.planned(plan), problem.args, problem.target, problem.model.shards, problem.asked.cycles
         )
-        report = replace(report, flops=flops, seconds=seconds)
+        report = replace(report, flops=flops, seconds=seconds, costs=problem.asked.traced_costs)
     return Point(budget, bytes_, replace(report, asked=budget))
 
 
@@ -378,8 +392,8 @@ def way(
     cycles: Cycles | None = None,
     cache: str | os.PathLike[str] | bool | None = None,
 ) -> Way:
-    """Returns what a way to run the step needs and costs: compiles it, unless it was `compiled`, with that `peak`;
-    `shards` and `cycles` as of `cost_of`, `cache` as of `jaxckpt.measure`.
+    """Returns what a way to run the step needs and costs: compiles it, unless it was `compiled`, with that `peak`, or
+    is not to be; `shards` and `cycles` as of `cost_of`, `cache` as of `jaxckpt.measure`.
     """
     made = step(fun)
     if not compiled:
@@ -431,4 +445,6 @@ def point_to_json(point: Point) -> dict[str, Any]:
         "prediction_error": point.prediction_error,
         "flops": point.flops,
         "seconds": point.seconds,
+        "least_bytes": point.least_bytes,
+        "stretch": point.stretch,
     }

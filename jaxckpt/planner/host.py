@@ -44,6 +44,19 @@ def host_budget_bytes(host_budget: int | str | None, target: Target) -> int | No
     >>> from jaxckpt import Target
     >>> host_budget_bytes(None, Target("cpu"))
     """
+    count = parse_host_budget(host_budget)
+    if count is not None and not target.host_is_apart:
+        hint = "A CPU's memory is the host's memory: leave host_budget out, or plan for another target."
+        raise ArgumentError("host_budget", f"None for {target.name}, which has no other memory", host_budget, hint)
+    return count
+
+
+def parse_host_budget(host_budget: int | str | None) -> int | None:
+    """Returns a budget of host memory in bytes, whatever the target is; None for no bound.
+
+    Raises:
+      ArgumentError: it is none.
+    """
     if host_budget is None:
         return None
     if isinstance(host_budget, bool) or not isinstance(host_budget, (int, str)):
@@ -57,9 +70,6 @@ def host_budget_bytes(host_budget: int | str | None, target: Target) -> int | No
         count = host_budget
     if count < 0:
         raise ArgumentError("host_budget", RULE, host_budget)
-    if not target.host_is_apart:
-        hint = "A CPU's memory is the host's memory: leave host_budget out, or plan for another target."
-        raise ArgumentError("host_budget", f"None for {target.name}, which has no other memory", host_budget, hint)
     return count
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
@@ -46,6 +47,7 @@ class Asked:
       step: makes the step.
       target: what it would run on.
       respect_checkpoints, cache: as of `plan`.
+      costs: as of `plan`.
       cycles: what the target's compiler says that operations take; None where it is not asked.
       host_budget: bytes of host memory that plans may take; None for no bound.
     """
@@ -56,8 +58,14 @@ class Asked:
     target: Target
     respect_checkpoints: bool = True
     cache: str | os.PathLike[str] | bool | None = None
+    costs: str = "roofline"
     cycles: Cycles | None = None
     host_budget: int | None = None
+
+    @property
+    def traced_costs(self) -> str:
+        """Whose seconds traced steps have. What was measured is of the chain's candidates alone."""
+        return "roofline" if self.cycles is None else "compiler"
 
 
 @dataclass(frozen=True)
@@ -107,11 +115,18 @@ class Try:
 
 
 def step_graph(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Graph:
-    """Returns a training step as traced for a target: JAX traces one that is jitted with compiler options in no other
-    way.
+    """Returns a training step as traced for a target."""
+    return step_and_settings(step, args, target)[0]
+
+
+def step_and_settings(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> tuple[Graph, str]:
+    """Returns a training step as traced for a target, and what its `jax.jit` was given beside the function, as text; ""
+    for a step that is not jitted. JAX traces one that is jitted with compiler options in no other way.
     """
     traced: Any = traced_for(step, args, target) if hasattr(step, "trace") else None
-    return graph_of(traced.jaxpr, rules=True) if hasattr(traced, "jaxpr") else trace(step, *args)
+    settings = "" if traced is None else _compat.jit_settings(traced)
+    graph = graph_of(traced.jaxpr, rules=True) if hasattr(traced, "jaxpr") else trace(step, *args)
+    return graph, settings
 
 
 class Measured:

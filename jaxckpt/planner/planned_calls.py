@@ -97,8 +97,10 @@ class PlannedCalls:
         call, planned = self._found(args, kwargs)
         unsharded = call.without_shardings()
         if unsharded is not None:
+            made: Future[_Planned] = Future()
+            made.set_result(planned)  # that of the call may be gone by now: another thread may have planned it again
             with self.lock:
-                _plans_of(self).setdefault(unsharded.key, _plans_of(self)[call.key])
+                _plans_of(self).setdefault(unsharded.key, made)
                 self.ahead.setdefault(unsharded.key, (call.key, lift.map_leaves(_shape, (args, kwargs))))
         return planned.plan
 

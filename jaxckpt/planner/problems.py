@@ -106,9 +106,14 @@ def plan(
       The plan, with `predicted`, `measured` and `overhead`. It is empty if the step fits without a plan.
 
     Raises:
-      ArgumentError: the budget, an action, the costs or the solver is invalid.
-      InfeasibleBudgetError: no plan fits the budget. The error names the least budget that was found to fit.
+      ArgumentError: the budget, an action, the costs or another argument is invalid.
+      InfeasibleBudgetError: no plan fits the budget. The error names the least budget that was found to fit; for a
+        budget below the arguments, what these take.
       NotDifferentiableError: the step does not differentiate the function.
+      EffectsError: the function has side effects, which a recomputation would repeat.
+      UnknownTargetError, MissingTargetError, TargetError: see `jaxckpt.Target` and `jaxckpt.measure`.
+      DoesNotFitError: the budget is a share of the peak, and the target's compiler refuses the step without a plan and
+        does not say what it needs.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(ws, x):

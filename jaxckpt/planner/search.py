@@ -620,7 +620,7 @@ class Search:
             measured_host_bytes=None if report is None else report.host_bytes,
             host_seconds=host.link + host.waits,
             host_waits=host.waits,
-            costs="roofline" if problem.asked.cycles is None else "compiler",
+            costs=problem.asked.costs if traced is None else problem.asked.traced_costs,
             compiler_options=tuple(compiler_options(problem.target).items()),
         )
         if traced is None:

@@ -14,9 +14,10 @@ import jax
 
 from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
-from jaxckpt.memory.gradient import StepMaker
+from jaxckpt.memory.cache import folder_of
+from jaxckpt.memory.gradient import StepMaker, check_step
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner.host import host_budget_bytes
+from jaxckpt.planner.host import host_budget_bytes, parse_host_budget
 
 COSTS = ("roofline", "measured", "compiler")
 
@@ -44,6 +45,9 @@ class PlanSettings:
         check_flags(reverse_only=self.reverse_only, respect_checkpoints=self.respect_checkpoints, tile=self.tile)
         if self.costs not in COSTS:
             raise ArgumentError("costs", f"one of {', '.join(COSTS)}", self.costs)
+        check_step(self.step)
+        parse_host_budget(self.host_budget)
+        folder_of(self.cache)
 
     @property
     def wanted(self) -> tuple[Action, ...]:

@@ -22,7 +22,7 @@ from jaxckpt.memory.gradient import suited
 from jaxckpt.memory.report import devices_of
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.budget import DEVICE, normal
-from jaxckpt.planner.measured import step_graph
+from jaxckpt.planner.measured import step_and_settings
 from jaxckpt.planner.settings import PlanSettings
 from jaxckpt.planner.solvers import Solver
 
@@ -101,13 +101,13 @@ class PlanFile:
     def _file_name(self) -> str:
         settings, planning, fun, shapes = self.settings, self.settings.planning, self.fun, self.shapes
         step, target = suited(planning.step, fun, shapes), target_of(planning.target)
+        graph, jitted = step_and_settings(step(fun), shapes, target)
         facts = {
             "format": FORMAT,
             "compilers": surroundings(),
-            "step": step_graph(step(fun), shapes, target).fingerprint,
-            "shardings": [
-                str(leaf.sharding) for leaf in lift.leaves(fun, shapes) if getattr(leaf, "sharding", None) is not None
-            ],
+            "step": graph.fingerprint,
+            "jitted": jitted,
+            "shardings": [str(getattr(leaf, "sharding", None)) for leaf in lift.leaves(fun, shapes)],
             "budget": normal(settings.budget),
             "target": target.name,
             "devices": devices_of(lift.leaves(fun, shapes), target),
@@ -128,7 +128,7 @@ def _solver_title(solver: str | Solver) -> str:
     """Returns what tells a solver from others in any process."""
     if isinstance(solver, str):
         return solver
-    return f"{type(solver).__module__}.{type(solver).__qualname__} {solver.name}"
+    return f"{type(solver).__module__}.{type(solver).__qualname__} {solver.name} {dict(solver.parameters())}"
 
 
 def peak_of(plan: Plan) -> int:

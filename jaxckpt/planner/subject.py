@@ -90,7 +90,17 @@ class Subject:
         purity.refuse_refs(fun, self.graph)
         if settings.costs == "compiler" and cycles is None:
             cycles = Cycles(target, settings.cache)
-        self.asked = Asked(fun, args, step, target, settings.respect_checkpoints, settings.cache, cycles, host_bytes)
+        self.asked = Asked(
+            fun,
+            args,
+            step,
+            target,
+            settings.respect_checkpoints,
+            settings.cache,
+            settings.costs,
+            cycles,
+            host_bytes,
+        )
 
     def bodies(self) -> Bodies:
         """Returns the bodies that may be planned.

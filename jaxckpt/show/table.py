@@ -129,7 +129,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
     ]
     if report.flops is not None:
         cells.append(("compiler's FLOPs", f"{report.flops:.3g}"))
-    until = "buffers assigned in" if report.code_bytes is None else "compiled in"
+    until = "buffers assigned in" if report.stopped else "compiled in"
     return [*cells, (until, format_seconds(report.compile_seconds))]
 
 

@@ -58,6 +58,7 @@ def scan(
       reverse: whether to start from the last row.
       unroll: as of lax.scan, for the innermost steps. With `Slots`: the steps that one turn of the backward loop takes;
         what is kept of them comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
+        Where a budget picks slots, it picks this number too.
       schedule: "none" (lax.scan as it is; with a policy, each step keeps what the policy says), "every" (each step
         checkpointed), "sqrt" (segments of square-root length, one more run of each step), "log" (segments of segments,
         4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a tuple of ints

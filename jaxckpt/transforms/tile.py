@@ -50,9 +50,9 @@ def tile(
         arguments. Arguments by keyword are whole.
       tiles: the number of tiles. If it does not divide the axis, the tiles have ceil(rows / tiles) rows, and the last
         one has what is left.
-      out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. It is checked,
-        except for an axis of one row.
-        None says that a result does not have the axis. Sums and whole values fit any int.
+      out_axes: where results have the axis: an int or a pytree of ints that is a prefix of the result. None
+        says that a result does not have the axis. Sums and whole values fit any int. It is checked, except for an axis
+        of one row, and where an argument has leaves that are no arrays (modules of equinox, nnx).
       parts: where the axis is sharded, into how many equal parts of consecutive rows it is cut. Each tile has rows of
         every part, so that each device computes a part of every tile. It must be a multiple of the number of shards;
         more does no harm. 1: a tile has consecutive rows, and the compiler gathers those of sharded arguments. None:

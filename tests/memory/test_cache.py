@@ -142,6 +142,8 @@ def test_whatever_decides_the_answer_is_asked_for_anew(folder, compiles, monkeyp
     measure(jax.jit(lambda x: x + 1, donate_argnums=0), X, target="cpu")
     measure(jax.jit(lambda x: x + 1), X, target="cpu")
     measure(loss, X, target="cpu", compiler_options={"xla_backend_optimization_level": 1})
+    measure(jax.jit(loss, compiler_options={"xla_backend_optimization_level": 1}), X, target="cpu")
+    measure(jax.jit(loss, compiler_options={"xla_backend_optimization_level": 2}), X, target="cpu")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_nothing=true")
     measure(loss, X, target="cpu")
     jax.config.update("jax_optimization_level", "O1")
@@ -151,7 +153,7 @@ def test_whatever_decides_the_answer_is_asked_for_anew(folder, compiles, monkeyp
         jax.config.update("jax_optimization_level", "UNKNOWN")
     monkeypatch.setattr(cache, "_version", lambda package: "999")
     measure(loss, X, target="cpu")
-    assert len(compiles) == len(list(folder.iterdir())) == 9
+    assert len(compiles) == len(list(folder.iterdir())) == 11
 
 
 def test_names_that_change_places_make_another_program(folder, compiles):

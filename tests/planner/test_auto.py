@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from jaxckpt.memory import cache
 from jaxckpt.memory.report import measure
 from jaxckpt.planner import calls, planned_calls, problems
 from jaxckpt.planner.auto import autocheckpoint
+from jaxckpt.planner.solvers.milp import Milp
 from tests.helpers import assert_trees_close, executions, gradient_executions, kept_bytes
 
 WS, X = [jnp.eye(16) * 0.5 + 0.01] * 6, jnp.linspace(-1, 1, 128 * 16).reshape(128, 16)
@@ -350,6 +352,40 @@ def test_whatever_decides_a_compiler_s_answer_plans_anew(planner, tmp_path, monk
     assert len(planner) == len(files(tmp_path)) == 2
 
 
+def test_whatever_a_step_is_jitted_with_plans_anew(planner, tmp_path):
+    """Neither donation nor options of the compiler are in the program that JAX traces."""
+
+    def step(fun, **settings):
+        return jax.jit(lambda ws, x: [w - g for w, g in zip(ws, jax.grad(fun)(ws, x))], **settings)
+
+    makers = [
+        step,
+        functools.partial(step, donate_argnums=0),
+        functools.partial(step, compiler_options={"xla_backend_optimization_level": 1}),
+    ]
+    for _ in range(2):
+        for maker in makers:
+            autocheckpoint(loss, budget="60%", step=maker, path=tmp_path).plan(WS, X)
+    assert len(planner) == len(files(tmp_path)) == 3
+
+
+def test_solvers_of_one_class_are_told_apart_by_their_parameters(planner, tmp_path):
+    for seconds in (1, 60, 60):
+        autocheckpoint(loss, budget="60%", solver=Milp(seconds), path=tmp_path).plan(WS, X)
+    assert len(planner) == len(files(tmp_path)) == 2
+
+
+@pytest.mark.tpu
+def test_which_argument_is_sharded_plans_anew(planner, tmp_path):
+    mesh = jaxckpt.Target("tpu:v5e:2x2").mesh((4,), ("d",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    fun = lambda x, y: jnp.sum(jnp.tanh(x) * jnp.tanh(y))
+    plain, placed = jax.ShapeDtypeStruct((8, 8), X.dtype), jax.ShapeDtypeStruct((8, 8), X.dtype, sharding=here)
+    for args in ((plain, placed), (placed, plain)):
+        autocheckpoint(fun, budget="90%", target="tpu:v5e:2x2", path=tmp_path).plan(*args)
+    assert len(planner) == len(files(tmp_path)) == 2
+
+
 def test_a_changed_function_is_planned_again(planner, tmp_path):
     autocheckpoint(lambda ws, x: loss(ws, x), budget="60%", path=tmp_path)(WS, X)
     autocheckpoint(lambda ws, x: loss(ws, x) + loss(ws, -x), budget="60%", path=tmp_path)(WS, X)
@@ -550,7 +586,18 @@ def test_what_is_no_budget_is_an_error_at_once(budget):
         autocheckpoint(budget=budget)
 
 
-@pytest.mark.parametrize("option", [{"costs": "flops"}, {"tile": 1}, {"actions": ("save",)}, {"solver": "best"}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"costs": "flops"},
+        {"tile": 1},
+        {"actions": ("save",)},
+        {"solver": "best"},
+        {"cache": 42},
+        {"step": 3},
+        {"host_budget": "much"},
+    ],
+)
 def test_what_is_no_option_is_an_error_at_once(option):
     with pytest.raises(ArgumentError, match=f"{next(iter(option))} must be"):
         autocheckpoint(loss, budget="60%", **option)

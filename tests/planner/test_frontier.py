@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxckpt
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.lift import count_flops
 from jaxckpt.memory.report import measure
@@ -67,6 +68,33 @@ def test_without_verifying_nothing_is_compiled_but_the_step_as_it_is(monkeypatch
     monkeypatch.setattr(module, "measure", compiles)
     found = module.sweep(problem, ("60%",), verify=False)
     assert found.points[0].peak_bytes is None and found.points[0].predicted_bytes <= found.points[0].budget_bytes
+
+
+def test_without_verifying_budgets_in_bytes_compile_nothing_at_all(monkeypatch):
+    def compiles(*args, **settings):
+        raise AssertionError("nothing is to be compiled")
+
+    whole = measure(jax.value_and_grad(loss), *ARGS, target="cpu").peak_bytes
+    monkeypatch.setattr("jaxckpt.memory.report.compiled_for", compiles)
+    others = {"every": lambda ws, x: loss(ws, x, jax.checkpoint)}
+    found = frontier(loss, *ARGS, budgets=(6 * whole // 10, 10**4), target="cpu", others=others,
+                     verify=False, cache=False)  # fmt: skip
+    fits, none = found.points
+    assert found.unplanned.peak_bytes is None and found.others[0].peak_bytes is None
+    assert found.overhead(found.others[0]) > found.overhead(fits) > 0 and "Plans on cpu" in str(found)
+    assert found.recompute(none) is None and found.overhead(none) is None
+    assert found.to_json()["points"][1]["least_bytes"] == none.least_bytes > 10**4
+
+
+def test_seconds_that_were_measured_are_told_as_such():
+    said = {}
+    for verify in (False, True):
+        report = jaxckpt.plan(loss, *ARGS, budget="60%", costs="measured", verify=verify).report
+        said[verify] = report.costs
+        assert report.seconds_by in str(report)
+    assert said == {False: "measured", True: "roofline"}
+    found = frontier(loss, *ARGS, budgets=("60%",), costs="measured", verify=False)
+    assert found.costs == found.points[0].report.costs == "roofline"
 
 
 def test_what_is_no_budget_is_an_error():

@@ -5,9 +5,9 @@ keep to.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxckpt.planner.chain import Chain, Solution, cost
 
@@ -53,7 +53,8 @@ class Solver(abc.ABC):
     What limits share is kept in the instance, for the last chain. If a solver finds nothing, no other solver is tried.
 
     Attributes:
-      name: what to call it in messages; `jaxckpt.autocheckpoint(path=...)` also tells stored plans apart by it.
+      name: what to call it in messages; `jaxckpt.autocheckpoint(path=...)` also tells stored plans apart by it, and by
+        `parameters()`.
       own_only: whether a plan must be one that this solver found for its budget. If not, the search may also return
         what was found for another budget, or what people do by hand, if that fits and is cheaper.
 
@@ -71,6 +72,10 @@ class Solver(abc.ABC):
     name: str
     own_only: ClassVar[bool] = True
     _known: tuple[Chain, Solution | None] | None = None
+
+    def parameters(self) -> Mapping[str, Any]:
+        """Returns what tells this instance from others of its class, by name: numbers and text."""
+        return {}
 
     @abc.abstractmethod
     def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:

@@ -35,8 +35,9 @@ cheaper, and else what `chain` finds; `Milp.proved` says what no order can be be
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -103,6 +104,10 @@ class Milp(Solver):
         self.seconds = seconds
         self.proved: Bound | None = None
         self._nested = Optimal()
+
+    def parameters(self) -> Mapping[str, Any]:
+        """Returns how long it may search."""
+        return {"seconds": self.seconds}
 
     def solve(self, chain: Chain, limit: int) -> Solution | Infeasible:
         """Returns the cheapest solution that peaks at no more than `limit` bytes; there is none where it says so. For a
