@@ -69,13 +69,20 @@ def _picklable(value: Any) -> Any:
     return value
 
 
+class InWords(str):
+    """What came for an argument, described: `ArgumentError` shows it without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class ArgumentError(JaxckptError, ValueError):
     """An argument broke a rule.
 
     Args:
       argument: the argument's name.
       rule: what it must be, as a phrase after "must be".
-      got: what came; shown with `repr`.
+      got: what came; shown with `repr`. `InWords`, where that would be no help.
       hint: a sentence that says what to do.
     """
 
@@ -270,5 +277,5 @@ def refuse_call(others: Sequence[Any], argument: str, instead: str) -> None:
       instead: what to write.
     """
     if others:
-        rule, got = "the only argument by position", f"{len(others)} more"
+        rule, got = "the only argument by position", InWords(f"{len(others)} more")
         raise ArgumentError(argument, rule, got, f"Call the function that is returned: {instead}.")

@@ -211,8 +211,8 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     `"narrow"`         of int32 1/4 or 1/2       none
     =================  ========================  =========================================================
 
-    To that comes the rounding to the value's own dtype. Second derivatives pass "bfloat16", "bits" and "narrow" alone;
-    with the other forms they raise ForwardModeError.
+    A restored value is also rounded to its own dtype. Second derivatives work with "bfloat16", "bits" and "narrow"
+    only; with the other forms they raise ForwardModeError.
 
     A block is `block` neighbours on the last axis, which `block` need not divide. Its scale takes its largest number to
     the largest of the form; it is a float32 (a float64 for float64). No finite number becomes infinite: with "bfloat16"

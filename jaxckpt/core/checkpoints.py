@@ -13,7 +13,7 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt.actions import Action
-from jaxckpt.core import looks, reads, surgery
+from jaxckpt.core import reads, shared_traces, surgery
 from jaxckpt.core.constants import MUCH
 from jaxckpt.core.graph import Body, Graph, aval_bytes
 from jaxckpt.core.reads import Flat
@@ -64,7 +64,7 @@ class NamedProgram:
     def part(
         self, make: Callable[[], Flat], start: int, stop: int, region: Region | None, variables: tuple[Hashable, ...]
     ) -> Flat:
-        """Returns the function that `make` returns of a region, or of what lies between two: see `looks.part`.
+        """Returns the function that `make` returns of a region, or of what lies between two: see `shared_traces.part`.
 
         Args:
           make, start, stop, region: see above.
@@ -79,7 +79,7 @@ class NamedProgram:
             named = tuple((i, names(i), i in names.read, i in names.beside) for i in kept)
             return region, others, loops, self.prevent_cse, named, variables
 
-        return looks.part(make, start, stop, names.graph, own, key, region is not None and bool(region.regions))
+        return shared_traces.part(make, start, stop, names.graph, own, key, region is not None and bool(region.regions))
 
     @functools.cached_property
     def parts(self) -> Mapping[Any, Any]:

@@ -34,6 +34,16 @@ Judged by half of what a core of about 3 GHz with two 256-bit fused multiply-add
 CPU_BANDWIDTH = 40e9
 """Bytes per second of the local CPU's memory, for the order of magnitude only. Judged by two channels of DDR4."""
 
+# ------------------------------------------------------------------------------------------------ what one device holds
+
+WHOLE_ELEMENTS = 2**16
+"""A value of an unknown sharding with at most this many elements is assumed to be whole on every device; a larger one
+to be shared equally. No measurement is on record."""
+
+NEARLY_FULL = 0.8
+"""A program above this share of a TPU's memory is compiled to the end: its code is in that memory too, and may not fit.
+No measurement is on record."""
+
 # ------------------------------------------------------------------------------------------------ how a program is cut
 
 MOST_STAGES = 52
@@ -137,8 +147,9 @@ COMPILES = 4
 prediction is off by 1 to 5% and the second by under 0.5%."""
 
 QUICK, QUICK_COMPILES = 500, 6
-"""And of programs of so many operations at most, on one device, which mostly compile in seconds, this many. Judged by a
-transformer of four blocks in bfloat16 on the CPU: after four its plan computes 34% more, at 1% more memory 5%.
+"""A program of at most `QUICK` operations, on one device, mostly compiles in seconds. Of its step there are up to
+`QUICK_COMPILES` compilations. Judged by a transformer of four blocks in bfloat16 on the CPU: after four compilations
+its plan computes 34% more, at 1% more memory 5%.
 
 For these programs alone, what goes out of a stretch and is needed by its own backward pass counts in the bytes of that.
 With it a plan of three unlike blocks computes 26% more in place of 40%; one of ResNet-50 on a TPU at 30% of its peak
@@ -186,8 +197,9 @@ FLOORS = 3
 model. No measurement is on record."""
 
 ABOVE = (1.02, 1.05)
-"""And the cheapest plans that need this many times as much. The model errs by a few percent of the peak, so one of them
-may be the leanest. Judged by a language model whose least plan compiled to 863 MiB and the next one to 840."""
+"""Where no plan fits, the cheapest plans that need this many times as much as the leanest one by the model are compiled
+too. The model errs by a few percent of the peak, so one of them may be the leanest. Judged by a language model whose
+least plan compiled to 863 MiB and the next one to 840."""
 
 LEANER = (1.0, 0.95)
 """Before a program of `QUICK` is said to have no plan, plans are looked for within this many times the bytes of the

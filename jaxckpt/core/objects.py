@@ -102,7 +102,7 @@ class Objects:
         objects = IndexMap.from_refmap(self._outside)
         # Of one length where the structure is the same.
         pairs = zip(self._leaves, self.operands.values(), leaves, strict=False)
-        changed = [(leaf, new) for leaf, old, new in pairs if not _same_leaves(old, new)]
+        changed = [(leaf, new) for leaf, old, new in pairs if not same_leaves(old, new)]
         variables = all(isinstance(leaf, nnx.Variable) for leaf, _ in changed)
         if same_graph(after, self._before.with_same_outer_index()) and variables:
             for variable, new in changed:
@@ -133,7 +133,8 @@ def same_graph(after: Any, before: Any) -> bool:
         return False
 
 
-def _same_leaves(old: Any, new: Any) -> bool:
+def same_leaves(old: Any, new: Any) -> bool:
+    """Returns whether two trees have one structure and hold the same objects."""
     olds, before = jax.tree.flatten(old)
     news, after = jax.tree.flatten(new)
     return [before] == [after] and all(a is b for a, b in zip(olds, news, strict=True))

@@ -28,7 +28,6 @@ from jaxckpt.core.emit import run as run_emitted
 from jaxckpt.core.files import read_whole, write_whole
 from jaxckpt.core.graph import Graph, trace
 from jaxckpt.core.lift import transformed
-from jaxckpt.core.looks import traced_once
 from jaxckpt.core.plan_checks import check_loops, check_regions
 from jaxckpt.core.regions import (
     Loop,
@@ -41,6 +40,7 @@ from jaxckpt.core.regions import (
     set_fields,
 )
 from jaxckpt.core.schedule import schedule_from
+from jaxckpt.core.shared_traces import traced_once
 from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import added, format_bytes
 

@@ -53,7 +53,9 @@ class Region:
         check_flag(self.tied, "tied")
         check_order(self.regions, self.start, self.stop)
         if any(inner.body != self.body for inner in self.regions):
-            raise PlanMismatchError(f"a region's nested regions lie in its own body, {self.body}; got {self.regions}")
+            raise PlanMismatchError(
+                f"regions of a region must have its own body, {self.body}; got {self.regions!r:.200}. Plan anew."
+            )
 
     def __hash__(self) -> int:
         kept = tuple(sorted(self.actions))
@@ -191,7 +193,9 @@ def check_order(regions: tuple[Region, ...], start: int, stop: int | None) -> No
     at = start
     for region in regions:
         if region.start < at or region.stop < region.start or (stop is not None and region.stop > stop):
+            end = "" if stop is None else f", and end by {stop}"
             raise PlanMismatchError(
-                f"regions must be disjoint, in order and inside what holds them; got {region.start}..{region.stop}"
+                f"regions must be disjoint and in order, begin at {start} or later{end}; got "
+                f"{region.start}..{region.stop} where {at} was reached. Plan anew."
             )
         at = region.stop

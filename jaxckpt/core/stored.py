@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, InWords
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.primitives import Holds
@@ -145,7 +145,7 @@ def _holds(eqn: Any) -> bool:
         raise ArgumentError(
             "policy",
             f"one that keeps values inside of {primitive} as they are",
-            "an action that keeps a value in another form or on the host",
+            InWords("an action that keeps a value in another form or on the host"),
             "Give SAVE or RECOMPUTE to them, or checkpoint the function inside of it.",
         )
     return any(inside)

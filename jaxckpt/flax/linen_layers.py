@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt._compat import flax as _compat
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, InWords
 from jaxckpt.flax.functional import cached, subclass
 from jaxckpt.flax.linen import copy_counters, members_kept, reset_counters
 from jaxckpt.flax.linen_streams import Layer
@@ -93,6 +93,6 @@ def _check_rows(variables: Sequence[Mapping[str, Any]], stack: Stack, name: str)
     for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
         if jnp.ndim(leaf) < 1 or jnp.shape(leaf)[0] != stack.length:
             rule = f"stacked along axis 0, one row for each of the {stack.length} layers of {name}"
-            got = f"{jax.tree_util.keystr(path[1:])} of shape {jnp.shape(leaf)}"
+            got = InWords(f"{jax.tree_util.keystr(path[1:])} of shape {jnp.shape(leaf)}")
             hint = "jaxckpt.flax.stack_layers makes them from the variables of an unrolled model."
             raise ArgumentError("variables", rule, got, hint)

@@ -19,9 +19,9 @@ import jax
 from flax import nnx
 
 from jaxckpt._compat.flax import IndexMap, RefMap, is_pytree
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, InWords
 from jaxckpt.core.lift import is_array
-from jaxckpt.core.objects import same_graph
+from jaxckpt.core.objects import same_graph, same_leaves
 from jaxckpt.flax.functional import cached, subclass
 from jaxckpt.flax.stack import Stack, check_result
 from jaxckpt.flax.trees import stacked
@@ -160,7 +160,9 @@ class _Call:
                 if not leaf.shape or leaf.shape[0] != stack.length:
                     rule = f"stacked along axis 0, one row for each of the {stack.length} layers of {base.__name__}"
                     hint = "jaxckpt.flax.stack_layers makes such a state from the state of an unrolled model."
-                    raise ArgumentError("state", rule, f"{'/'.join(map(str, path[1:]))} of shape {leaf.shape}", hint)
+                    raise ArgumentError(
+                        "state", rule, InWords(f"{'/'.join(map(str, path[1:]))} of shape {leaf.shape}"), hint
+                    )
         self.same = {path: value for path, value in self.values.items() if path not in self.rows}
 
     def __call__(self, x: Any) -> Any:
@@ -205,7 +207,7 @@ class _Call:
         )
         after.order = list(state.paths)
         now = {path: _raw(leaf) for path, leaf in zip(state.paths, state.leaves, strict=True)}
-        new = {path: value for path, value in now.items() if not _identical(value, values.get(path))}
+        new = {path: value for path, value in now.items() if not same_leaves(value, values.get(path))}
         after.changed = {path: value for path, value in new.items() if path in self.same}
         return out, _Values((path, value) for path, value in new.items() if path not in self.same)
 
@@ -223,9 +225,3 @@ class _Call:
 
 def _raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _identical(new: Any, old: Any) -> bool:
-    news, after = jax.tree.flatten(new)
-    olds, before = jax.tree.flatten(old)
-    return [after] == [before] and all(a is b for a, b in zip(news, olds, strict=True))

@@ -18,7 +18,7 @@ from flax import nnx
 from flax.core import FrozenDict, freeze
 
 from jaxckpt._compat import flax as _compat
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, InWords, did_you_mean
 
 Tree = TypeVar("Tree")
 _Path = tuple[Any, ...]
@@ -203,7 +203,9 @@ def _rows(layers: dict[int, _Leaves], pattern: _Path, shared: bool) -> _Leaves:
     missing = [i for i in range(max(layers)) if i not in layers]
     if missing:
         rule = f"a tree with all layers from {name(0)!r} to {name(max(layers))!r}"
-        raise ArgumentError("tree", rule, f"no {name(missing[0])!r}", "Layers are numbered from 0, without a gap.")
+        raise ArgumentError(
+            "tree", rule, InWords(f"no {name(missing[0])!r}"), "Layers are numbered from 0, without a gap."
+        )
     rest_of = [set(layer) for layer in layers.values()]
     everywhere, anywhere = set.intersection(*rest_of), set.union(*rest_of)
     alone = (
@@ -214,7 +216,7 @@ def _rows(layers: dict[int, _Leaves], pattern: _Path, shared: bool) -> _Leaves:
     for rest in sorted(anywhere - everywhere - alone, key=_show):
         i = next(i for i in sorted(layers) if rest not in layers[i])
         there = next(i for i in sorted(layers) if rest in layers[i])
-        got = f"{name(there, rest)!r}, but no {name(i, rest)!r}"
+        got = InWords(f"{name(there, rest)!r}, but no {name(i, rest)!r}")
         raise ArgumentError("tree", "one whose layers have the same leaves", got, "Only equal layers can be stacked.")
     out: _Leaves = {}
     for rest, first in layers[0].items():
@@ -224,7 +226,7 @@ def _rows(layers: dict[int, _Leaves], pattern: _Path, shared: bool) -> _Leaves:
         values = [layers[i][rest] for i in range(len(layers))]
         for i, value in enumerate(values):
             if _shapes(value) != _shapes(first):
-                got = f"{_shapes(first)} at {name(0, rest)!r} and {_shapes(value)} at {name(i, rest)!r}"
+                got = InWords(f"{_shapes(first)} at {name(0, rest)!r} and {_shapes(value)} at {name(i, rest)!r}")
                 raise ArgumentError(
                     "tree", "one whose layers have the same shapes and dtypes", got, "Only equal layers can be stacked."
                 )
@@ -263,7 +265,8 @@ def _count(leaves: _Leaves, path: _Path, shared: bool) -> int:
             if jnp.ndim(value) or not shared:
                 counts.setdefault(jnp.shape(value)[0] if jnp.ndim(value) else 0, _show((*path, *rest)))
     if len(counts) != 1 or 0 in counts:
-        got = ", ".join(f"{count or 'no'} rows at {where!r}" for count, where in counts.items()) or "no arrays"
+        rows = ", ".join(f"{count or 'no'} rows at {where!r}" for count, where in counts.items())
+        got = InWords(rows or "no arrays")
         raise ArgumentError("tree", f"a tree in which all leaves under {_show(path)!r} have a row for each layer", got)
     return next(iter(counts))
 
@@ -273,7 +276,7 @@ def _check_free(path: _Path, pattern: Sequence[str], converted: Mapping[_Path, A
     match = _match(path, pattern)
     if match is not None and match[0] in converted:
         rule = f"a tree without leaves at {_show((*match[0], *pattern))!r}, where the result goes"
-        raise ArgumentError("tree", rule, f"a leaf at {_show(path)!r}", "Was it converted before?")
+        raise ArgumentError("tree", rule, InWords(f"a leaf at {_show(path)!r}"), "Was it converted before?")
 
 
 # --------------------------------------------------------------------------------------------------------------- leaves

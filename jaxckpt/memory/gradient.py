@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxckpt._errors import ArgumentError, NotDifferentiableError
+from jaxckpt._errors import ArgumentError, InWords, NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.units import counted
@@ -55,7 +55,9 @@ def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         raise ArgumentError("step", _RULE, step, hint)
     if step not in PLAIN and not lift.accepts(training, args):
         rule = f"the arguments of the training step that `step` makes, {lift.signature_of(training)}"
-        raise ArgumentError("args", rule, counted(len(args), "argument"), "Give those of the step, not of the loss.")
+        raise ArgumentError(
+            "args", rule, InWords(counted(len(args), "argument")), "Give those of the step, not of the loss."
+        )
     return training
 
 

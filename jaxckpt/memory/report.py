@@ -22,12 +22,14 @@ from jaxckpt import _compat
 from jaxckpt._errors import (
     ArgumentError,
     DoesNotFitError,
+    InWords,
     TargetError,
     UnknownTargetError,
     UnreadableDumpError,
     check_flags,
 )
 from jaxckpt.core import lift, shown
+from jaxckpt.core.constants import NEARLY_FULL
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.memory import assign
@@ -41,11 +43,6 @@ from jaxckpt.memory.targets import Target, start_backend, target_of
 from jaxckpt.memory.targets import compiler_options as options_for
 
 logger = logging.getLogger("jaxckpt")
-
-NEARLY_FULL = 0.8
-"""A program above this share of a TPU's memory is compiled to the end: its code is in that memory too, and may not
-fit.
-"""
 
 SMALL_SHARE = 0.2
 """If temporaries are less than this share of the peak, `MemoryReport.advice` says that checkpointing can save
@@ -387,7 +384,7 @@ def lowered_for(traced: Any, target: Target) -> Any:
         hint = (
             "Leave out jax.debug.print, jax.debug.callback, jax.pure_callback and io_callback, or name another target."
         )
-        raise ArgumentError("fun", rule, "a function that calls back", hint) from error
+        raise ArgumentError("fun", rule, InWords("a function that calls back"), hint) from error
     while hasattr(lowered, "lowered"):  # nnx.jit returns a wrapper around JAX's
         lowered = lowered.lowered
     devices, jaxpr = _compat.lowered_devices(lowered), getattr(traced, "jaxpr", None)
@@ -398,7 +395,7 @@ def lowered_for(traced: Any, target: Target) -> Any:
         raise ArgumentError(
             "fun",
             f"a function whose meshes have devices of {target.name}, or none (jax.sharding.AbstractMesh)",
-            ", ".join(sorted(map(str, elsewhere))),
+            InWords(", ".join(sorted(map(str, elsewhere)))),
             f"Make its mesh with jaxckpt.Target({target.name!r}).mesh(shape, names).",
         )
     return lowered
@@ -439,7 +436,7 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
                 hint = (
                     "Name a target of so many devices, or make the mesh with jaxckpt.Target(name).mesh(shape, names)."
                 )
-                raise ArgumentError("args", rule, f"a mesh of {counted(mesh.size, 'device')}", hint)
+                raise ArgumentError("args", rule, InWords(f"a mesh of {counted(mesh.size, 'device')}"), hint)
             moved = target.mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
             return NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
         return sharding
@@ -475,7 +472,7 @@ def _unplaced(target: Target) -> ArgumentError:
     """Returns what is wrong where a function maps over a mesh, and JAX compiles it for one device."""
     hint = "JAX takes the devices of a program from its arguments; a jax.sharding.AbstractMesh names none."
     rule = f"with the sharding of the function's mesh (jax.sharding.NamedSharding) on at least one, for {target.name}"
-    return ArgumentError("args", rule, "arguments that lie nowhere in particular", hint)
+    return ArgumentError("args", rule, InWords("arguments that lie nowhere in particular"), hint)
 
 
 def _foreign_options(text: str, target: Target) -> ArgumentError | None:
@@ -486,7 +483,7 @@ def _foreign_options(text: str, target: Target) -> ArgumentError | None:
     return ArgumentError(
         "fun",
         f"without the CPU's compiler options, to be compiled for {target.name}",
-        "a jitted function with some",
+        InWords("a jitted function with some"),
         hint,
     )
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxckpt.core.looks import PATTERN
+from jaxckpt.core.shared_traces import PATTERN
 from jaxckpt.planner.chain import Chain, Moment, Phase, Segment, Solution, moments
 
 _PART = re.compile(PATTERN + r"|rematted_computation")

@@ -7,9 +7,9 @@ work plus the price times seconds of the link uses less of the link the higher t
 "Generalized Lagrange multiplier method"). At a price a chain is a chain like any other, and every solver solves it.
 Where nothing hides them, a candidate's own seconds have them.
 
-Equal layers change their minds at one price, all together. So the last stages pay the least price at which the link is
-not more than full, and the first ones the price before it; how many these are is found too. What the first stages keep
-is fetched last, so it is there that values on the host free most.
+At one price all equal layers move their values, or none does. So the last stages pay the least price at which the link
+is not more than full, and the first ones the price before it; how many these are is found too. What the first stages
+keep is fetched last, so it is there that values on the host free most.
 
 The guarantee is that of the link: what comes out takes no more of it than there is, unless nothing else fits the limit.
 That it is the cheapest such plan is not guaranteed: prices are those of a list, and a Lagrangian has gaps.
@@ -231,7 +231,7 @@ class Host:
 
     def _shared(self, share: float, step: int, limit: int) -> Iterator[Solution]:
         """Yields admitted solutions in which no candidate takes more than a share of the host; none where none would: a
-        loop has many iterations, and a long stretch many values, which change their minds at one price too.
+        loop has many iterations, and a long stretch many values, which all move at one price, or none does.
         """
         most = HostUse(
             share * LINK_FULL * self.step_seconds, ANY.bytes if self.budget is None else int(share * self.budget)

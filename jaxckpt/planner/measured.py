@@ -17,8 +17,8 @@ from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace
 from jaxckpt.core.liveness import graph_profile
-from jaxckpt.core.looks import Looks
 from jaxckpt.core.plan import Plan
+from jaxckpt.core.shared_traces import SharedTraces
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
 from jaxckpt.memory.targets import Target
@@ -191,8 +191,8 @@ class Measured:
         return self.model.mapped or is_sharded(self.args)
 
     @functools.cached_property
-    def _looks(self) -> Looks:
-        return Looks(self.asked.fun, self.model.fingerprint, self.model.address)
+    def _shared_traces(self) -> SharedTraces:
+        return SharedTraces(self.asked.fun, self.model.fingerprint, self.model.address)
 
     @functools.cached_property
     def plain(self) -> Traced:
@@ -205,7 +205,7 @@ class Measured:
         """
         step, shards = self.step(self.fun) if made is None else self.planned(made), self.model.shards
         scoped = made is not None and not self.divided  # of several devices a trace does not say what one holds
-        with self._looks.another(scoped):
+        with self._shared_traces.another(scoped):
             traced = self._traced_step(step)
             with self._one_signature():
                 graph = trace(step, *self.args) if traced is None else graph_of(traced.jaxpr, rules=True)
@@ -234,7 +234,7 @@ class Measured:
         self._steps.clear()  # the others were only looked at
         if step is not None and traced is not None:
             return measure_traced(traced, step, self.args, self.target, generate_code=False, cache=self.asked.cache)
-        with self._one_signature(), self._looks.another():
+        with self._one_signature(), self._shared_traces.another():
             step = self.step(self.fun) if made is None else self.planned(made)
             return measure(step, *self.args, target=self.target, generate_code=False, cache=self.asked.cache)
 

@@ -251,8 +251,9 @@ class Problem(Tileable):
         return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
 
     def best(self, within: Within) -> Plan:
-        """Returns the cheapest plan of this problem, of `other` where none fits, and of `saving`: a plan with fewer
-        actions is one with more. Of these two it is the one that takes less time, so that no action costs any.
+        """Returns the cheapest plan of this problem, and of `other` where none fits. A plan that only saves and
+        recomputes is allowed under every list of actions, so `saving` is searched too, and the faster of the two plans
+        is returned.
         """
         found: list[tuple[float, Plan]] = []
         errors: list[InfeasibleBudgetError] = []

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
+from jaxckpt.core.constants import WHOLE_ELEMENTS
 from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
 from jaxckpt.core.leaves import is_number
 from jaxckpt.memory.report import abstract, output_shardings
@@ -25,8 +26,6 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner.collectives import NOTHING, Sent
 
 Shape = tuple[int, ...]
-SMALL = 2**16
-"""A value with an unknown sharding and at most this many elements is assumed to be whole on every device."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Shards:
             return 1.0
         if shape in self.fractions:
             return self.fractions[shape]
-        return 1.0 if math.prod(shape) <= SMALL else 1 / self.devices
+        return 1.0 if math.prod(shape) <= WHOLE_ELEMENTS else 1 / self.devices
 
     def applied(self, graph: Graph) -> Graph:
         """Returns the graph with the bytes of every value per device."""
@@ -136,7 +135,11 @@ class _Reader:
             for var, index in zip(op.equation.outvars, op.outputs):
                 shape = self.graph.values[index].shape
                 self._take(shape, self._explicit(var))
-                if shape not in self.layout and math.prod(shape) > SMALL and not isinstance(var, _compat.DropVar):
+                if (
+                    shape not in self.layout
+                    and math.prod(shape) > WHOLE_ELEMENTS
+                    and not isinstance(var, _compat.DropVar)
+                ):
                     asked.setdefault(shape, var)
         if not asked:
             return

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, InWords
 from jaxckpt.actions import Action
 from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
@@ -182,7 +182,9 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
     plain = settings.step in PLAIN
     if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
         rule = "the arguments of the function, one by one"
-        raise ArgumentError("args", rule, f"one {type(args[0]).__name__}", "Write plan(fun, *args, budget=...).")
+        raise ArgumentError(
+            "args", rule, InWords(f"one {type(args[0]).__name__}"), "Write plan(fun, *args, budget=...)."
+        )
     made(settings.step, fun, args)
     step = suited(settings.step, fun, args)
     try:
@@ -190,7 +192,7 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
     except TypeError as error:
         if plain and not lift.accepts(fun, args):  # asked when it fails: what is lifted takes more than it says
             rule = f"the arguments of the function, {lift.signature_of(fun)}"
-            raise ArgumentError("args", rule, counted(len(args), "argument")) from error
+            raise ArgumentError("args", rule, InWords(counted(len(args), "argument"))) from error
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
         raise

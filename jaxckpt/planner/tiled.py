@@ -139,7 +139,7 @@ class Tiled:
         Raises:
           InfeasibleBudgetError: none fits.
         """
-        return _Look(self, within).run()
+        return _TiledSearch(self, within).run()
 
     def recall(self, within: Within) -> list[Plan]:
         """Returns, for each set of tiles, the cheapest plan that was compiled, for whatever budget, and fits."""
@@ -179,7 +179,7 @@ class Tiled:
         return replace(told, overhead=seconds / whole.plain.time.seconds - 1).plan
 
 
-class _Look:
+class _TiledSearch:
     """One look for the cheapest plan within a budget, with tiles or without."""
 
     def __init__(self, tiled: Tiled, within: Within) -> None:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError, JaxckptError
+from jaxckpt._errors import ArgumentError, EffectsError, InWords, JaxckptError
 from jaxckpt.core import lift, purity
 from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
 from jaxckpt.core.leaves import array, is_array, is_given, is_operand
@@ -167,7 +167,7 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...], fun: Callable[..., Any]) -> _A
     if not isinstance(in_axes, int) and len(in_axes) != len(args):
         if not lift.accepts(fun, args):
             rule = f"the arguments of fun, {lift.signature_of(fun)}"
-            raise ArgumentError("args", rule, counted(len(args), "positional argument"))
+            raise ArgumentError("args", rule, InWords(counted(len(args), "positional argument")))
         rule = f"an int, or a tuple with an entry for each of the {len(args)} positional arguments"
         raise ArgumentError("in_axes", rule, in_axes)
     entries = [in_axes] * len(args) if isinstance(in_axes, int) else in_axes
@@ -184,7 +184,7 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...], fun: Callable[..., Any]) -> _A
                 raise ArgumentError(name, "an array", leaf, hint)
             shape = jax.typeof(leaf).shape if is_array(leaf) else tuple(leaf.shape) if is_given(leaf) else None
             if shape is None or not -len(shape) <= axis < len(shape):
-                came = leaf if shape is None else f"an array of shape {list(shape)}"
+                came = leaf if shape is None else InWords(f"an array of shape {list(shape)}")
                 hint = "Give None in in_axes for what has no axis."
                 raise ArgumentError(name, f"an array that has axis {axis}, as in_axes says", came, hint)
             found.append((leaf, axis % len(shape), name))
@@ -220,7 +220,7 @@ def _size(axes: _Axes) -> int:
     for leaf, other, path in tiled:
         if leaf.shape[other] != size:
             rule = f"an array with {size} rows along axis {other}, as {name} has along axis {axis}"
-            raise ArgumentError(path, rule, f"an array of shape {list(leaf.shape)}")
+            raise ArgumentError(path, rule, InWords(f"an array of shape {list(leaf.shape)}"))
     return size
 
 

@@ -174,7 +174,7 @@ def test_what_an_address_must_be():
     for wrong in (3, "x", ((1,),), ((-1, 0),), (("a", 0),)):
         with pytest.raises(PlanMismatchError):
             Region(0, 1, body=wrong)
-    with pytest.raises(PlanMismatchError, match="nested regions lie in its own body"):
+    with pytest.raises(PlanMismatchError, match="regions of a region must have its own body"):
         Region(0, 2, regions=(Region(0, 1, body=((1, 0),)),))
     while_loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
     graph = jaxckpt.trace(while_loop, X)

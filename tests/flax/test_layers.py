@@ -502,7 +502,7 @@ def without(tree: Any, name: str) -> Any:
         (
             layers() | {"BlockStack_0": 1},
             "Block_{}",
-            r"without leaves at 'BlockStack_0', where the result goes; got \"a leaf at 'BlockStack_0'",
+            r"without leaves at 'BlockStack_0', where the result goes; got a leaf at 'BlockStack_0'",
         ),
         (layers(), "Blok_{}", r"contains 'Blok_\{\}'; .* Did you mean 'Block_"),
         (layers(), "Block", r'names must be a path with one "\{\}"'),
@@ -580,7 +580,7 @@ def test_values_that_are_not_stacked_are_errors_that_name_the_remedy():
     stack = scan_layers(Layer, 3)(nnx.Rngs(0))
     stack.up.kernel = nnx.Param(jnp.ones((2, 8, 16)))
     with pytest.raises(
-        ArgumentError, match=r"one row for each of the 3 layers of Layer; got 'up/kernel of shape \(2, 8, 16\)'"
+        ArgumentError, match=r"one row for each of the 3 layers of Layer; got up/kernel of shape \(2, 8, 16\)"
     ):
         stack(X)
 

@@ -174,5 +174,5 @@ def test_what_is_no_loss_is_told_what_one_is(loss, said):
 
 
 def test_arguments_in_one_tuple():
-    with pytest.raises(jaxckpt.ArgumentError, match=r"one by one; got 'one tuple'. Write plan\(fun, \*args"):
+    with pytest.raises(jaxckpt.ArgumentError, match=r"one by one; got one tuple. Write plan\(fun, \*args"):
         jaxckpt.plan(lambda w, x: (x @ w).sum(), (jnp.ones((8, 8)), jnp.ones((8, 8))), budget="60%", target="cpu")

@@ -12,8 +12,8 @@ import pytest
 
 from jaxckpt import Plan, PlanMismatchError, Region
 from jaxckpt.core.graph import trace
-from jaxckpt.core.looks import Looks
 from jaxckpt.core.plan import TiledStretch
+from jaxckpt.core.shared_traces import SharedTraces
 from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.report import measure
 from jaxckpt.models import gpt, unet
@@ -78,11 +78,11 @@ def test_regions_are_in_scopes_only_where_that_is_asked_for(problem):
     step = jax.value_and_grad(plan.apply(problem.fun))
     scopes = lambda: " ".join(op.scope for op in trace(step, *problem.args).walk())
     plain = scopes()
-    with Looks(problem.fun, plan.fingerprint, ()).another(scoped=True):
+    with SharedTraces(problem.fun, plan.fingerprint, ()).another(scoped=True):
         scoped = scopes()
     assert "jaxckpt0_" in scoped
     for other in (("another program", ()), (plan.fingerprint, ((3, 0),))):  # a planned function in this one; a body
-        with Looks(problem.fun, *other).another(scoped=True):
+        with SharedTraces(problem.fun, *other).another(scoped=True):
             assert scopes() == plain
     assert scopes() == plain and "jaxckpt0_" not in plain
 
@@ -119,11 +119,13 @@ def test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each(make):
     shared = list(map(problem._look, plans))
     assert len(called) == 1
     for plan in plans:
-        with problem._looks.another():
+        with problem._shared_traces.another():
             again = str(jax.make_jaxpr(jax.value_and_grad(plan.apply(counted)))(*args))
         assert again == str(jax.make_jaxpr(jax.value_and_grad(plan.apply(loss)))(*args))
     assert len(called) == 1
-    problem._looks = Looks(None, plans[0].fingerprint, ())  # of another function, with which nothing is shared
+    problem._shared_traces = SharedTraces(
+        None, plans[0].fingerprint, ()
+    )  # of another function, with which nothing is shared
     assert list(map(problem._look, plans)) == shared and len(called) == 1 + len(plans)
 
 
@@ -141,7 +143,7 @@ def test_programs_that_differ_in_what_their_fingerprint_leaves_out_share_nothing
     graph = trace(fun, Module(w, 2.0), x)
     plan = Plan((Region(0, len(graph.ops)),), graph.fingerprint)
     step = lambda fun: lambda w, x: (fun(Module(w, 2.0), x), fun(Module(w, 3.0), x))
-    with Looks(fun, plan.fingerprint, ()).another():
+    with SharedTraces(fun, plan.fingerprint, ()).another():
         assert step(plan.apply(fun))(w, x) == step(fun)(w, x)
 
 
@@ -164,9 +166,9 @@ def test_a_function_that_a_step_changes_between_its_calls_is_traced_again():
     mode["training"] = True
     graph = trace(fun, *args)
     plan = Plan((Region(0, len(graph.ops)),), graph.fingerprint)
-    looks = Looks(fun, plan.fingerprint, ())
+    traces = SharedTraces(fun, plan.fingerprint, ())
     for _ in range(2):
-        with looks.another(), pytest.raises(PlanMismatchError):
+        with traces.another(), pytest.raises(PlanMismatchError):
             jax.eval_shape(step(plan.apply(fun)), *args)
 
 

@@ -749,7 +749,7 @@ def test_gradients_under_flags_that_give_jax_other_checkpoints_and_rules(flag):
         (
             {"in_axes": (0, 0), "tiles": 2},
             (X,),
-            r"args must be the arguments of fun, \(x, y\); got '1 positional argument'",
+            r"args must be the arguments of fun, \(x, y\); got 1 positional argument",
         ),
         ({"in_axes": 0, "tiles": 2}, (jax.ShapeDtypeStruct((4, 4), jnp.float32), X[:4]), r"args\[0\] must be an array"),
     ],

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, InWords
 from jaxckpt.planner.chain import Chain, Drop, Keep, Segment, Solution
 from jaxckpt.planner.solvers.base import Infeasible, Solver
 from jaxckpt.planner.solvers.staircase import DONE, Staircase, envelope, joined, thin
@@ -96,7 +96,9 @@ class Table:
         length = chain.length
         for stage in range(length):
             if not chain.segment(stage, stage + 1).candidates:
-                raise ArgumentError("chain", "a chain each of whose stages has a candidate", f"none for stage {stage}")
+                raise ArgumentError(
+                    "chain", "a chain each of whose stages has a candidate", InWords(f"none for stage {stage}")
+                )
         self.chain, self.steps = chain, steps
         self._outputs = chain.outputs
         self._gradients = np.zeros((length + 1, length + 1), np.int64)

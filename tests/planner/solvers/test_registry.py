@@ -44,5 +44,5 @@ def test_the_integer_programme_is_given_seconds(seconds):
 
 def test_a_stage_without_candidates_is_named():
     chain = Chain(1, {(0, 1): Segment(1.0, 1, 1, ())})
-    with pytest.raises(_errors.ArgumentError, match="chain must be .* candidate; got 'none for stage 0'"):
+    with pytest.raises(_errors.ArgumentError, match="chain must be .* candidate; got none for stage 0"):
         Table(chain)

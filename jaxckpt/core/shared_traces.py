@@ -26,7 +26,7 @@ PATTERN = r"jaxckpt(\d+)_(\d+)"
 """A region's scope, with its first operation and the one after its last."""
 
 
-class Looks:
+class SharedTraces:
     """Traces of one program under one plan after another.
 
     The user's function is traced once for all of them. A region that plans have in common is one function, so that what
@@ -49,7 +49,7 @@ class Looks:
         """A context for one trace more; `scoped`: in it each of a plan's stretches, regions and what lies between them,
         is in a scope.
         """
-        token = _current.set(_Look(self, scoped, set()))
+        token = _current.set(_OneTrace(self, scoped, set()))
         try:
             yield
         finally:
@@ -57,21 +57,21 @@ class Looks:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _OneTrace:
     """One trace.
 
     Attributes:
-      looks: what it shares with others.
-      scoped: see `Looks.another`.
+      shared: what it shares with others.
+      scoped: see `SharedTraces.another`.
       called: the ways in which it has called the function.
     """
 
-    looks: Looks
+    shared: SharedTraces
     scoped: bool
     called: set[Hashable]
 
 
-_current: contextvars.ContextVar[_Look | None] = contextvars.ContextVar("current", default=None)
+_current: contextvars.ContextVar[_OneTrace | None] = contextvars.ContextVar("current", default=None)
 
 
 def traced_once(
@@ -82,18 +82,18 @@ def traced_once(
     another one in between, as a module that goes from training to evaluation.
     """
     look = _current.get()
-    if look is None or look.looks.fingerprint != fingerprint or look.looks.fun is not fun:
+    if look is None or look.shared.fingerprint != fingerprint or look.shared.fun is not fun:
         return trace()
     leaves, tree = jax.tree.flatten((args, kwargs))
     key = (tree, tuple(map(jax.typeof, leaves)), _compat.trace_context())
     if key in look.called:
         return trace()
     look.called.add(key)
-    found = look.looks.graphs.get(key)
+    found = look.shared.graphs.get(key)
     if found is None:
         found = trace()
         if not any(map(_compat.is_tracer, _compat.jaxpr_consts(found.jaxpr))):
-            look.looks.graphs[key] = found
+            look.shared.graphs[key] = found
     return found
 
 
@@ -116,24 +116,24 @@ def part(
       nested: whether other parts lie in it.
     """
     look = _current.get()
-    if look is None or (look.looks.fingerprint, look.looks.address) != (graph.fingerprint, address):
+    if look is None or (look.shared.fingerprint, look.shared.address) != (graph.fingerprint, address):
         return make()
     found = _shared(look, make, graph, key, nested)
     return jax.named_scope(f"jaxckpt{start}_{stop}")(found) if look.scoped else found
 
 
 def _shared(
-    look: _Look, make: Callable[[], Function], graph: Graph, key: Callable[[], Hashable], nested: bool
+    look: _OneTrace, make: Callable[[], Function], graph: Graph, key: Callable[[], Hashable], nested: bool
 ) -> Function:
     """Returns what `make` returns, or returned for the same graph and key."""
-    looks = look.looks
-    if all(graph is not each for each in tuple(looks.graphs.values())):  # traced for this look alone
+    shared = look.shared
+    if all(graph is not each for each in tuple(shared.graphs.values())):  # traced for this look alone
         return make()
     whole = id(graph), key(), nested and look.scoped
-    found: Function | None = looks.parts.get(whole)
+    found: Function | None = shared.parts.get(whole)
     if found is None:
         found = make()
-        if len(looks.parts) >= SHARED_PARTS:
-            looks.parts.clear()
-        looks.parts[whole] = found
+        if len(shared.parts) >= SHARED_PARTS:
+            shared.parts.clear()
+        shared.parts[whole] = found
     return found
