@@ -78,3 +78,8 @@ def test_only_tables_code_and_single_words_may_be_longer():
     words, word = "word " * 30, "w" * 130
     assert too_long(f"{words}\n\n- {words}") == [words, f"- {words}"]
     assert too_long(f"| {words} |\n```\n{words}\n```\n\n    {words}\n\n{word}") == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.[jm]*")), ids=lambda path: path.name)
+def test_results_name_no_folder_of_the_machine_that_made_them(path):
+    assert re.findall(r"(?<![\w.])/(?:root|home|work|tmp|Users)/\S*", path.read_text()) == []

@@ -555,7 +555,7 @@ def test_the_error_names_the_operation_its_line_and_what_to_do():
         tile(lambda x: x - jnp.mean(x, 0), in_axes=0, tiles=2)(X)
     error = raised.value
     assert error.operation == "sub" and "test_tile.py" in error.line
-    assert "the sum over all rows that reduce_sum at" in error.reason
+    assert "the sum over all rows that reduce_sum at test_tile.py:" in error.reason
     assert str(error).startswith("fun must be made of operations that run tile by tile")
     assert str(error).endswith("a variance in tiles is jnp.mean(x**2) - jnp.mean(x) ** 2. Or tile another axis.")
 

@@ -8,6 +8,7 @@ dividing by a count, a logarithm, another loss. An operation that needs both a c
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -299,10 +300,8 @@ class _Division:
         maker = self.complete.get(var, self.makers.get(var))
         if maker is None:
             return "joins rows with a sum over all rows"
-        return (
-            f"joins rows with the sum over all rows that {_compat.primitive_name(maker)} at "
-            f"{_compat.source_line(maker)} makes"
-        )
+        line = pathlib.PurePath(_compat.source_line(maker)).name
+        return f"joins rows with the sum over all rows that {_compat.primitive_name(maker)} at {line} makes"
 
     def _out(self, atom: Any) -> Share:
         """Notes a result of the program; returns what a tile has of it."""
