@@ -248,7 +248,7 @@ def test_an_array_sharded_over_this_machine_is_moved_to_the_target():
     committed = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
     assert measure(jnp.dot, x, committed, target="cuda:h100").argument_bytes == 2 * 256 * 256 * 4
     with pytest.raises(
-        ArgumentError, match="sharded over the 8 devices of the target cuda:h100x8; got .a mesh of 1 device"
+        ArgumentError, match="sharded over the 8 devices of the target cuda:h100x8; got a mesh of 1 device"
     ):
         measure(jnp.dot, x, committed, target="cuda:h100x8")
 
