@@ -91,8 +91,8 @@ class MemoryReport:
     code_bytes: int | None
     flops: float | None
     compile_seconds: float
-    stopped: bool = False
     _assignment: Assignment | None = field(default=None, repr=False, compare=False)
+    stopped: bool = False
 
     def largest(self, count: int = 10) -> tuple[Buffer, ...]:
         """Returns the largest buffers that are live at the peak, the largest first."""
