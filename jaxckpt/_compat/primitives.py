@@ -191,10 +191,12 @@ def jit_settings(traced: Any) -> str:
     public attribute of what it traced tells all of them.
 
     Args:
-      traced: a `jax.stages.Traced`, or nnx's wrapper around one.
+      traced: a `jax.stages.Traced`, or nnx's wrapper around one. Of another's object nothing is known: "".
     """
     while hasattr(traced, "traced"):
         traced = traced.traced
+    if not isinstance(traced, jax.stages.Traced):
+        return ""
     params = getattr(traced, "_params", None)
     if params is None or not set(_PLACED) <= set(params):
         raise unsupported("the attribute _params of traced programs", "know what jax.jit was given", "has none")

@@ -115,18 +115,26 @@ class Try:
 
 
 def step_graph(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Graph:
-    """Returns a training step as traced for a target."""
-    return step_and_settings(step, args, target)[0]
+    """Returns a training step as traced for a target: JAX traces one that is jitted with compiler options in no other
+    way.
+    """
+    return _graph_of(_traced(step, args, target), step, args)
 
 
 def step_and_settings(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> tuple[Graph, str]:
-    """Returns a training step as traced for a target, and what its `jax.jit` was given beside the function, as text; ""
-    for a step that is not jitted. JAX traces one that is jitted with compiler options in no other way.
+    """Returns what `step_graph` does, and what the step's `jax.jit` was given beside the function, as text; "" for a
+    step that is not jitted.
     """
-    traced: Any = traced_for(step, args, target) if hasattr(step, "trace") else None
-    settings = "" if traced is None else _compat.jit_settings(traced)
-    graph = graph_of(traced.jaxpr, rules=True) if hasattr(traced, "jaxpr") else trace(step, *args)
-    return graph, settings
+    traced = _traced(step, args, target)
+    return _graph_of(traced, step, args), "" if traced is None else _compat.jit_settings(traced)
+
+
+def _traced(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Any:
+    return traced_for(step, args, target) if hasattr(step, "trace") else None
+
+
+def _graph_of(traced: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Graph:
+    return graph_of(traced.jaxpr, rules=True) if hasattr(traced, "jaxpr") else trace(step, *args)
 
 
 class Measured:

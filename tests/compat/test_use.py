@@ -373,11 +373,13 @@ def test_a_lowered_program_that_does_not_tell_its_devices():
 def test_a_program_that_does_not_tell_what_jit_was_given():
     with pytest.raises(UnsupportedJaxError, match="_lowering._compiler_options_kvs"):
         _compat.own_options(object())
-    with pytest.raises(UnsupportedJaxError, match="_params of traced"):
-        _compat.jit_settings(object())
     jitted = jax.jit(jnp.sin, compiler_options={"xla_backend_optimization_level": 1}, donate_argnums=0)
     assert _compat.own_options(jitted.lower(1.0)) == (("xla_backend_optimization_level", 1),)
-    assert "('donated_invars', (True,))" in _compat.jit_settings(jitted.trace(1.0))
+    traced = jitted.trace(1.0)
+    assert "('donated_invars', (True,))" in _compat.jit_settings(traced) and _compat.jit_settings(object()) == ""
+    traced._params = {}
+    with pytest.raises(UnsupportedJaxError, match="_params of traced"):
+        _compat.jit_settings(traced)
 
 
 def test_a_mapped_function_with_other_parameters_is_an_error():
