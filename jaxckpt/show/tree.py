@@ -52,22 +52,29 @@ def plan_text(plan: Plan, graph: Graph) -> str:
         for some in loop.schedule.iterations(scan_of(loop, tiled).params["length"]):
             kept += _stored(some.actions or {}, tiled, each=True) * some.count if some.kept else 0
     title = f"Plan for {plan.fingerprint}: {counted(len(list(every_region(plan.regions))), 'region')}"
-    lines = plan_lines(plan, graph, short=False)
+    lines = _lines(plan, tiled, plan.tile_lines(graph), short=False)
     return "\n".join([f"{title}, {format_bytes(kept)} kept in them", *lines])
 
 
-def plan_lines(plan: Plan, graph: Graph, short: bool = True) -> list[str]:
-    """Returns a plan as the lines of a tree: what runs in order, what of it is kept and what is computed again.
+def plan_lines(plan: Plan, graph: Graph) -> list[str]:
+    """Returns a plan as the lines of a tree: what runs in order, what of it is kept and what is computed again. Of each
+    region the largest values are named.
 
     Parts that repeat (the blocks of a model) are printed once, with their number.
+    """
+    return _lines(plan, plan.tiled_graph(graph), plan.tile_lines(graph), short=True)
+
+
+def _lines(plan: Plan, graph: Graph, told: Sequence[str], short: bool) -> list[str]:
+    """Returns the lines of `plan_lines`.
 
     Args:
       plan: the plan.
-      graph: of the function that it was made for.
-      short: whether of each region the largest values alone are named.
+      graph: of the function in its tiles.
+      told: a line for each tile.
+      short: whether the largest values of a region alone are named.
     """
-    graph, whole = plan.tiled_graph(graph), graph
-    tiles = [f"First, {line}." for line in plan.tile_lines(whole)]
+    tiles = [f"First, {line}." for line in told]
     if not plan.regions and not plan.loops:
         return tiles or [nothing(plan)]
     regions, loops = by_body(plan.regions), by_body(plan.loops)
@@ -171,7 +178,7 @@ class _Drawing:
 
     Attributes:
       graph: the function, with the body for its own.
-      short: as of `plan_lines`.
+      short: as of `_lines`.
     """
 
     graph: Graph

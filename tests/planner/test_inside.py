@@ -94,6 +94,7 @@ def test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block(fun, w
     text = plan.describe(trace(wrapped, WS, X))
     assert f": {len(list(every_region(plan.regions)))} region" in text
     assert text.count("Each time that ") == len(set(addresses))
+    assert ("scan of" in text) == bool(plan.loops)
 
 
 @pytest.mark.compile
