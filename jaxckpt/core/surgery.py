@@ -66,6 +66,26 @@ def used(eqns: Sequence[Any]) -> list[Any]:
     return list(found)
 
 
+def unaliased(eqns: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
+    """Returns equations that read each value by one variable: the one that an equation of theirs makes, or else the one
+    that is read first.
+
+    Args:
+      eqns: in an order in which they can run.
+      values: variable -> the value that it is. Several are one value where something gives it a further name.
+    """
+    variables: dict[Any, Any] = {}
+    found = []
+    for eqn in eqns:
+        operands = [
+            atom if isinstance(atom, _compat.Literal) else variables.setdefault(values[atom], atom)
+            for atom in eqn.invars
+        ]
+        variables.update((values[var], var) for var in eqn.outvars)
+        found.append(eqn.replace(invars=operands))
+    return found
+
+
 def stretch(eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any], of: Any) -> Any:
     """Returns equations of the open jaxpr `of` as an open jaxpr of their own."""
     return _compat.build_jaxpr([], inputs, results, eqns, of.debug_info)
@@ -220,6 +240,16 @@ def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates an open jaxpr: its constants first, then its arguments."""
     constants = len(jaxpr.constvars)
     return _compat.eval_jaxpr(jaxpr, args[:constants], *args[constants:])
+
+
+def evaluate_in_scopes(jaxpr: Any, scope: str, *args: Any) -> list[Any]:
+    """Evaluates an open jaxpr as `evaluate` does, each equation in a scope of its own: `scope` and its number."""
+    known = dict(zip(inputs_of(jaxpr), args, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, _compat.Literal) else known[atom]
+    for number, eqn in enumerate(jaxpr.eqns):
+        with jax.named_scope(f"{scope}{number}"):
+            known.update(zip(eqn.outvars, run(eqn, jaxpr.debug_info, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def run(eqn: Any, debug_info: Any, operands: Sequence[Any]) -> list[Any]:

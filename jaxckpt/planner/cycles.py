@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 
-from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import Body, Graph, Op, parameters_text
 from jaxckpt.core.primitives import Holds
@@ -95,33 +94,18 @@ def _runs_alone(op: Op) -> bool:
 def _program(ops: Sequence[Op], body: Body) -> tuple[Callable[..., list[Any]], list[jax.ShapeDtypeStruct]]:
     """Returns the function that runs operations, each in its scope, and its arguments' shapes. Its results are what
     other operations of the body read of them, and what comes out of the body.
-
-    Variables go by the values that they are: a name for a value is no operation.
     """
-    made = {index for op in ops for index in op.outputs}
-    given = {body.values[var]: var.aval for op in ops for var in _variables(op.equation.invars)}
-    given = {index: aval for index, aval in given.items() if index not in made}
+    eqns = surgery.unaliased([op.equation for op in ops], body.values)
+    given = surgery.used(eqns)
     own = {op.index for op in ops}
-    read = {index for op in body.ops if op.index not in own for index in op.inputs}
-    results = [index for op in ops for index in op.outputs if index in read or index in body.outputs]
+    wanted = {index for op in body.ops if op.index not in own for index in op.inputs}.union(body.outputs)
+    results = [var for op in ops for var, index in zip(op.equation.outvars, op.outputs, strict=True) if index in wanted]
+    jaxpr = surgery.stretch(eqns, given, results, body.jaxpr)
 
     def run(*values: Any) -> list[Any]:
-        known = dict(zip(given, values, strict=True))
-        for number, op in enumerate(ops):
-            operands = [
-                atom.val if isinstance(atom, _compat.Literal) else known[body.values[atom]]
-                for atom in op.equation.invars
-            ]
-            with jax.named_scope(f"{_SCOPE}{number}"):
-                out = surgery.run(op.equation, body.jaxpr.debug_info, operands)
-            known.update(zip(op.outputs, out, strict=True))
-        return [known[index] for index in results]
+        return surgery.evaluate_in_scopes(jaxpr, _SCOPE, *values)
 
-    return run, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in given.values()]
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, _compat.Literal)]
+    return run, [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in given]
 
 
 def _shared(kernels: Iterable[CompiledKernel], weights: Sequence[float]) -> dict[int, float]:

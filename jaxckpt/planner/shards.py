@@ -7,7 +7,6 @@ alike, cotangents as what they belong to.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import WHOLE_ELEMENTS
 from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
 from jaxckpt.core.leaves import is_number
@@ -121,12 +120,12 @@ class _Reader:
         for place, op in enumerate([*body.ops, None]):
             if op is not None and op.primitive != "scan":
                 continue
-            self._stretch(body.ops[start:place])
+            self._stretch(body, body.ops[start:place])
             if op is not None:
                 self._scan(op)
             start = place + 1
 
-    def _stretch(self, ops: Sequence[Op]) -> None:
+    def _stretch(self, body: Body, ops: Sequence[Op]) -> None:
         asked: dict[Shape, Any] = {}
         # What the program says of a layout comes first, then results that are in memory.
         for op in sorted(
@@ -143,30 +142,18 @@ class _Reader:
                     asked.setdefault(shape, var)
         if not asked:
             return
-        made = {index: var for op in ops for var, index in zip(op.equation.outvars, op.outputs)}
-        given: dict[int, Any] = {}
-        eqns = []
-        for op in ops:
-            operands = iter(op.inputs)
-            invars = []
-            for var in op.equation.invars:
-                if not isinstance(var, _compat.Literal):
-                    index = next(operands)
-                    var = made[index] if index in made else given.setdefault(index, _compat.fresh_var(var.aval))
-                invars.append(var)
-            eqns.append(op.equation.replace(invars=invars))
-        debug = _compat.open_jaxpr(self.graph.jaxpr).debug_info
-        jaxpr = _compat.build_jaxpr([], list(given.values()), list(asked.values()), eqns, debug)
+        eqns = surgery.unaliased([op.equation for op in ops], body.values)
+        given = surgery.used(eqns)
+        jaxpr = surgery.stretch(eqns, given, list(asked.values()), body.jaxpr)
         structs = [
             jax.ShapeDtypeStruct(
                 var.aval.shape,
                 var.aval.dtype,
                 sharding=self._explicit(var) or self.layout.get(tuple(var.aval.shape)),
             )
-            for var in given.values()
+            for var in given
         ]
-        run = functools.partial(_compat.eval_jaxpr, jaxpr, [])
-        found = output_shardings(lambda *xs: run(*xs), *structs, target=self.target)
+        found = output_shardings(lambda *xs: surgery.evaluate(jaxpr, *xs), *structs, target=self.target)
         self.layout.update(zip(asked, found))
 
     def _scan(self, op: Op) -> None:

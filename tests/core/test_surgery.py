@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxckpt import _compat
 from jaxckpt.core import surgery
+from jaxckpt.core.graph import trace
 
 X, Y = jnp.arange(1.0, 4.0), jnp.array([0.5, 0.25, 2.0])
 
@@ -79,3 +83,28 @@ def test_a_function_with_holes_is_differentiated_in_what_moves_alone():
     assert jnp.array_equal(jax.grad(fun)(*moving), 3 * X)
     with pytest.raises(ValueError):
         surgery.with_holes(lambda x: x, [X], [])[0]()
+
+
+def test_what_has_two_names_is_read_by_one_and_goes_in_once():
+    def fun(x, y):
+        a = jnp.sin(x)
+        return a * checkpoint_name(a, "a"), y * checkpoint_name(y, "y")
+
+    body = trace(fun, X, Y).body
+    eqns = surgery.unaliased([op.equation for op in body.ops], body.values)
+    assert names(eqns) == ["sin", "mul", "mul"], "a name is no operation"
+    for eqn in eqns[1:]:
+        assert len(set(eqn.invars)) == 1
+    assert len(surgery.used(eqns)) == 2
+    run = surgery.stretch(eqns, surgery.used(eqns), [eqn.outvars[0] for eqn in eqns[1:]], body.jaxpr)
+    for found, expected in zip(surgery.evaluate(run, X, Y), fun(X, Y)):
+        assert jnp.array_equal(found, expected)
+
+
+def test_equations_run_in_scopes_of_their_own():
+    jaxpr = jaxpr_of(both, X, Y)
+    run = functools.partial(surgery.evaluate_in_scopes, jaxpr, "here")
+    ran = jaxpr_of(run, X, Y)
+    assert [_compat.name_stack(eqn) for eqn in ran.eqns] == [f"here{number}" for number in range(len(jaxpr.eqns))]
+    for found, expected in zip(run(X, Y), both(X, Y)):
+        assert jnp.array_equal(found, expected)
