@@ -285,6 +285,10 @@ OPERANDS = 96
 """Maximum number of arrays that one fused loop reads: what reads more is stored half way. XLA's
 `MaxOperandsAndOutputsPerFusion` for GPUs, judged to be the same on every platform."""
 
+SPLIT_TILE, SPLIT_CONTRACTED = 128, 64
+"""Where a matmul's contraction is split (`Fusing.split_cores`): the rows and columns of a tile of its result, and the
+fewest elements that a part contracts over. Judged by the H100."""
+
 # ------------------------------------------------------------------------------------------------ schedules of loops
 
 LARGE = 2**19

@@ -43,7 +43,7 @@ _WRITTEN_OUT = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
 
 @dataclass(frozen=True)
 class Fusing:
-    """How a platform's compiler fuses.
+    """How a platform's compiler fuses, and what else it does that takes memory.
 
     Attributes:
       stores_shared: whether what is computed and then used more than once is stored; else it is computed again for
@@ -51,11 +51,18 @@ class Fusing:
       shares_zeros: whether equal arrays of zeros are stored once, from the first use to the last, if one of them is
         written over.
       sinks_fills: whether an array of one constant, which all steps of a loop read, is made in the loop's body.
+      widens_floats: whether floats of fewer than four bytes are computed in float32.
+      split_cores: the number of cores. If a matmul's result has fewer tiles, its contraction is split, and the parts
+        are added up. 0 if no contraction is split.
+
+    The last two count in `jaxckpt.schedules.budget` alone.
     """
 
     stores_shared: bool = False
     shares_zeros: bool = False
     sinks_fills: bool = False
+    widens_floats: bool = False
+    split_cores: int = 0
 
 
 FUSING: dict[str, Fusing] = {}

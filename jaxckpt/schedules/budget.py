@@ -6,11 +6,11 @@
   - copies: rows of xs that a segment reads as a block, and xs and ys cut and put together where a length does not
     divide;
   - sums of constants' cotangents that an inner loop has beside the outer one's;
-  - what one step and its backward pass work with: the liveness of that program, for the compilers of CPUs and of GPUs
-    the larger one.
+  - what one step and its backward pass work with: the liveness of that program, by the compiler that takes more.
 
-A CPU computes 16-bit floats in float32: while a step works with them they have 4 bytes an element there, and bfloat16
-that a loop writes row by row may have (`stacked_bytes`).
+A compiler may compute 16-bit floats in float32 (`Fusing.widens_floats`): while a step works with them they have 4 bytes
+an element there, and bfloat16 that a loop writes row by row may have (`stacked_bytes`). It may split a matmul over its
+cores and add up the parts (`Fusing.split_cores`).
 
 What is there anyway does not count: operands and results of the scan, their cotangents, and copies in float32 that the
 scan without a gradient makes too. One program is traced for all targets, so where compilers differ the count is of the
@@ -27,10 +27,10 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt.core.constants import ITERATION, LONGEST_RUN, TURN
-from jaxckpt.core.graph import Graph, aval_bytes, graph_of
+from jaxckpt.core.constants import ITERATION, LONGEST_RUN, SPLIT_CONTRACTED, SPLIT_TILE, TURN
+from jaxckpt.core.graph import Graph, Op, aval_bytes, graph_of
 from jaxckpt.core.leaves import is_inexact
-from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.liveness import FUSING, graph_peak
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import perturbed
 from jaxckpt.schedules.optimum import (
@@ -40,10 +40,6 @@ from jaxckpt.schedules.optimum import (
     places_bytes,
 )
 from jaxckpt.schedules.pullback import Backward, Wanted, backward, dear_values
-
-# A GPU's compiler splits the contraction of a matmul whose result has too few tiles for all cores, and adds up the
-# parts. These are an H100's.
-CORES, TILE, CONTRACTED = 132, 128, 64
 
 
 def everything(body: ScanBody) -> Wanted:
@@ -235,20 +231,27 @@ def stacked_bytes(aval: Any, *, twice: bool = False) -> int:
 
 
 def _live(graph: Graph) -> int:
-    """Returns the most bytes that live at once beside what is given, by the compiler that takes more."""
-    cpu, gpu = _beside(_widened(graph), "cpu"), _beside(graph, "cuda")
-    return max(cpu, gpu + max((_parts(op, graph) for op in graph.walk()), default=0))
+    """Returns the most bytes that live at once beside what is given, by the compiler that takes more.
+
+    The compilers that are asked are those that take more than the liveness model says: those that widen floats or split
+    matmuls.
+    """
+    asked = (name for name, fusing in FUSING.items() if fusing.widens_floats or fusing.split_cores)
+    return max(_beside(graph, name) for name in asked)
 
 
 def _beside(graph: Graph, platform: str) -> int:
+    """Returns the most bytes that live at once beside what is given, by one platform's compiler."""
+    fusing = FUSING[platform]
+    if fusing.widens_floats:
+        graph = _widened(graph)
     given = sum(value.bytes for value in graph.values if value.kind in ("argument", "constant"))
-    return graph_peak(graph, platform) - given
+    parts = max((_parts(op, graph, fusing.split_cores) for op in graph.walk()), default=0)
+    return graph_peak(graph, platform) - given + parts
 
 
 def _widened(graph: Graph) -> Graph:
-    """Returns the graph with four bytes for each element of what a CPU computes in float32: all floats that have
-    fewer.
-    """
+    """Returns the graph with four bytes for each element of what is computed in float32: all floats that have fewer."""
     narrow = lambda dtype: jax.dtypes.issubdtype(dtype, jax.numpy.floating) and dtype.itemsize < 4
     values = tuple(
         replace(value, bytes=4 * math.prod(value.shape)) if narrow(value.dtype) else value for value in graph.values
@@ -256,9 +259,9 @@ def _widened(graph: Graph) -> Graph:
     return replace(graph, values=values)
 
 
-def _parts(op: Any, graph: Graph) -> int:
-    """Returns the bytes of the parts of a matmul's result where a GPU's compiler splits its contraction, the result not
-    counted.
+def _parts(op: Op, graph: Graph, cores: int) -> int:
+    """Returns the bytes of the parts of a matmul's result where its contraction is split over so many cores, the result
+    not counted.
     """
     if op.primitive != "dot_general":
         return 0
@@ -269,7 +272,7 @@ def _parts(op: Any, graph: Graph) -> int:
     batches = math.prod(left.shape[axis] for axis in batch)
     rows = math.prod(left.shape) // max(contracted * batches, 1)
     columns = math.prod(right.shape) // max(contracted * batches, 1)
-    tiles = batches * -(-rows // TILE) * -(-columns // TILE)
-    split = min(contracted // CONTRACTED, CORES // max(tiles, 1))
+    tiles = batches * -(-rows // SPLIT_TILE) * -(-columns // SPLIT_TILE)
+    split = min(contracted // SPLIT_CONTRACTED, cores // max(tiles, 1))
     split = 2 ** (split.bit_length() - 1) if split > 0 else 1
     return (split - 1) * result.bytes

@@ -19,6 +19,9 @@ from jaxckpt.memory.platforms import PLATFORMS, Place, add
 from jaxckpt.memory.platforms.base import Figures
 from jaxckpt.memory.platforms.cpu import Cpu
 from jaxckpt.planner.frontier import cost_of
+from jaxckpt.schedules.body import take_apart
+from jaxckpt.schedules.budget import everything, working_bytes
+from jaxckpt.schedules.pullback import backward
 
 WS, X = [jnp.ones((32, 32))] * 12, jnp.ones((2048, 32))
 
@@ -169,6 +172,24 @@ def test_the_versions_and_variables_of_its_compiler_decide_what_is_stored(toy, m
 def test_a_platform_says_how_its_compiler_fuses(toy):
     estimates = {name: estimate_peak(used_twice, X, platform=name) for name in ("cpu", "cuda", "toy")}
     assert estimates["toy"] == estimates["cuda"] < estimates["cpu"]
+
+
+def test_a_platform_says_what_else_its_compiler_takes_in_scans(toy):
+    def multiplied(c, x):
+        return c @ x, None
+
+    args = jnp.ones((1024, 1024), jnp.bfloat16), jnp.ones((2, 1024, 1024), jnp.bfloat16)
+    body = take_apart(multiplied, *args, None, False, 1).body
+    needed = lambda: working_bytes(body, backward(body, everything(body), None, defer=False))
+    before = needed()
+    toy.fusing = Fusing(split_cores=1024)
+    add(toy)
+    # The result has 64 tiles. Over 1,024 cores it is the sum of 16 parts; over an H100's, of 2.
+    split = needed()
+    assert split >= before + 13 * 2 * 1024 * 1024
+    toy.fusing = Fusing(split_cores=1024, widens_floats=True)
+    add(toy)
+    assert needed() > 1.8 * split, "four bytes an element where there were two"
 
 
 def used_twice(x):
