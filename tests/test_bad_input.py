@@ -121,8 +121,8 @@ def test_an_error_in_the_maker_of_a_step_is_its_own():
         (lambda: jaxckpt.scan(3, 0.0, X), r"f must be a function \(carry, x\) -> \(carry, y\); got 3"),
         (lambda: jaxckpt.scan(row, 0.0, X, unroll="a"), "unroll must be a bool, or a whole number .* got 'a'"),
         (lambda: jaxckpt.scan(row, 0.0, X, unroll=-1), "unroll must be a bool, or a whole number .* got -1"),
-        (lambda: jaxckpt.scan(row, 0.0, (X, 2.0)), "xs must be a pytree of arrays with one row a step.* got 2.0"),
-        (lambda: jaxckpt.scan(row, 0.0, jnp.ones(())), "xs must be a pytree of arrays with one row a step"),
+        (lambda: jaxckpt.scan(row, 0.0, (X, 2.0)), "xs must be a pytree of arrays with one row an iteration.* got 2.0"),
+        (lambda: jaxckpt.scan(row, 0.0, jnp.ones(())), "xs must be a pytree of arrays with one row an iteration"),
         (
             lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"xla_zzz": 1}),
             "compiler_options must be options of XLA.* got {'xla_zzz': 1}.*has no such option",

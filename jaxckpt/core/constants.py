@@ -109,7 +109,7 @@ on record."""
 TURNS_A_SECOND = 1e11
 """FLOP/s by which `SlotBudget.turn_flops` is seconds. Judged by the machine that it was measured on."""
 
-SLOT_LIMITS, SLOT_STEP = 24, 1.35
+SLOT_LIMITS, SLOT_FACTOR = 24, 1.35
 """Slots are offered for this many limits of bytes, each smaller than the one before by this factor. No measurement is
 on record.
 """
@@ -267,7 +267,7 @@ LINK_PRICES = (0.01, 0.05, 0.2, 0.7)
 little where the link has room, more where it is nearly full. At 1 a transfer that nothing hides is paid. No
 measurement is on record."""
 
-LINK_STEPS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0)
+PLAN_LINK_PRICES = (0.001, 0.01, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0)
 """The same, of a whole plan, rising: the least at which the link is not more than full is taken for the first stages,
 and the one before it for the others. No measurement is on record."""
 

@@ -10,7 +10,7 @@ is live. Three habits of XLA matter for bytes, and are in it:
     something to compute, and stores what is used more than once.
   - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
     update of a slice.
-  - *Fills.* An array of one constant that all steps of a loop read is made in the loop's body, but on TPUs.
+  - *Fills.* An array of one constant that all iterations of a loop read is made in the loop's body, but on TPUs.
   - *Outputs.* They have their buffers from the start; while one is not written yet, a value that is no larger may live
     in it.
 
@@ -50,7 +50,7 @@ class Fusing:
         every use.
       shares_zeros: whether equal arrays of zeros are stored once, from the first use to the last, if one of them is
         written over.
-      sinks_fills: whether an array of one constant, which all steps of a loop read, is made in the loop's body.
+      sinks_fills: whether an array of one constant, which all iterations of a loop read, is made in the loop's body.
       widens_floats: whether floats of fewer than four bytes are computed in float32.
       split_cores: the number of cores. If a matmul's result has fewer tiles, its contraction is split, and the parts
         are added up. 0 if no contraction is split.
@@ -196,7 +196,7 @@ def _flatten(
 
 
 def _without_fills(op: Op, inputs: list[_Memory]) -> list[_Memory]:
-    """Returns what a scan reads, without the arrays of one constant that all of its steps read."""
+    """Returns what a scan reads, without the arrays of one constant that all of its iterations read."""
     consts, _ = _compat.num_scan_consts_carry(op.params)
     given = iter(inputs)
     slots = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.constants import LINK_FULL, LINK_SHARES, LINK_STEPS
+from jaxckpt.core.constants import LINK_FULL, LINK_SHARES, PLAN_LINK_PRICES
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Candidate, Chain, Drop, Keep, Segment, Solution, cost
@@ -189,12 +189,12 @@ class Host:
         if not self.used:
             found = self.solver.solve(self.chain, limit)
             return None if isinstance(found, Infeasible) else found
-        last = len(LINK_STEPS)  # nothing on the host
+        last = len(PLAN_LINK_PRICES)  # nothing on the host
         looked: dict[int, Solution | None] = {}
 
-        def look(step: int) -> bool:
-            looked[step] = self._priced(step).solve(limit)
-            solution = looked[step]
+        def look(number: int) -> bool:
+            looked[number] = self._priced(number).solve(limit)
+            solution = looked[number]
             return solution is not None and self.admits(solution)
 
         if look(0) or looked[0] is None:
@@ -215,21 +215,21 @@ class Host:
             best += self._shared(share, high, limit)
         return min((each for each in best if each is not None), key=self._time)
 
-    def _mixed(self, step: int, limit: int, most: HostUse = ANY) -> Iterator[Solution]:
-        """Yields admitted solutions in which the first stages pay the price before number `step`: ever more of them, as
+    def _mixed(self, number: int, limit: int, most: HostUse = ANY) -> Iterator[Solution]:
+        """Yields admitted solutions in which the first stages pay the price before this number: ever more of them, as
         long as the host has room.
         """
         few, many = 0, self.chain.length
         while many - few > 1:
             middle = (few + many) // 2
-            solution = self._priced(step, middle, most).solve(limit)
+            solution = self._priced(number, middle, most).solve(limit)
             if solution is not None and self.admits(solution):
                 yield solution
                 few = middle
             else:
                 many = middle
 
-    def _shared(self, share: float, step: int, limit: int) -> Iterator[Solution]:
+    def _shared(self, share: float, number: int, limit: int) -> Iterator[Solution]:
         """Yields admitted solutions in which no candidate takes more than a share of the host; none where none would: a
         loop has many iterations, and a long stretch many values, which all move at one price, or none does.
         """
@@ -242,25 +242,26 @@ class Host:
         if solution is not None and self.admits(solution):
             yield solution
         else:
-            yield from self._mixed(step, limit, most)
+            yield from self._mixed(number, limit, most)
 
     def least(self) -> Solution | None:
         """Returns the solution with the least bytes that the solver knows of, within the budget of host memory."""
         if not self.used:
             return self.solver.least(self.chain)
-        found = self._priced(len(LINK_STEPS) - 1).solve(NOTHING)
+        found = self._priced(len(PLAN_LINK_PRICES) - 1).solve(NOTHING)
         if found is not None and self.has_room(found):
             return found
-        return self._priced(len(LINK_STEPS)).solve(NOTHING)
+        return self._priced(len(PLAN_LINK_PRICES)).solve(NOTHING)
 
     def without(self, limit: int) -> Solution | None:
         """Returns the solver's solution that has nothing on the host, or None."""
-        return self._priced(len(LINK_STEPS)).solve(limit) if self.used else self.solve(limit)
+        return self._priced(len(PLAN_LINK_PRICES)).solve(limit) if self.used else self.solve(limit)
 
     def priced_chains(self) -> Iterator[tuple[Chain, Callable[[Solution], Solution]]]:
         """Yields the chain at some prices, each with the function from its solutions to those of the chain."""
-        for step in (len(LINK_STEPS), *range(0, len(LINK_STEPS), 3)) if self.used else (len(LINK_STEPS),):
-            made = self._priced(step)
+        last = len(PLAN_LINK_PRICES)
+        for number in (last, *range(0, last, 3)) if self.used else (last,):
+            made = self._priced(number)
             yield made.chain, made.original
 
     def admits(self, solution: Solution) -> bool:
@@ -282,17 +283,17 @@ class Host:
     def _time(self, solution: Solution) -> float:
         return cost(self.chain, solution).time
 
-    def _priced(self, step: int, first: int = 0, most: HostUse = ANY) -> _Priced:
-        """Returns the chain whose stages pay the price number `step`, its `first` ones the price before it; the number
+    def _priced(self, number: int, first: int = 0, most: HostUse = ANY) -> _Priced:
+        """Returns the chain whose stages pay the price of a number, its `first` ones the price before it; the number
         after the last is no price, and nothing on the host. No candidate takes more than `most` of the host.
         """
-        if (step, first, most) not in self._known:
-            prices = [self._price(step - (stage < first)) for stage in range(self.chain.length + 1)]
-            self._known[step, first, most] = _Priced(self.chain, prices, self._weight, self.solver, most)
-        return self._known[step, first, most]
+        if (number, first, most) not in self._known:
+            prices = [self._price(number - (stage < first)) for stage in range(self.chain.length + 1)]
+            self._known[number, first, most] = _Priced(self.chain, prices, self._weight, self.solver, most)
+        return self._known[number, first, most]
 
-    def _price(self, step: int) -> float | None:
-        return LINK_STEPS[step] if step < len(LINK_STEPS) else None
+    def _price(self, number: int) -> float | None:
+        return PLAN_LINK_PRICES[number] if number < len(PLAN_LINK_PRICES) else None
 
     @functools.cached_property
     def _weight(self) -> float:

@@ -19,8 +19,8 @@ from jaxckpt.core.constants import (
     LENGTHS,
     MOST_LOOP_CANDIDATES,
     SHORTEST,
+    SLOT_FACTOR,
     SLOT_LIMITS,
-    SLOT_STEP,
     SPLITS,
     TURNS_A_SECOND,
 )
@@ -259,9 +259,9 @@ def _slots(
     most = budget.kept_bytes(Binomial(length, 1, length)) + budget.work_bytes(wanted, Binomial(length, 1, length))
     loop = sizes.gradients + sizes.arriving
     for i in range(SLOT_LIMITS + 1):
-        plan = budget.within(wanted, most / SLOT_STEP**i)
+        plan = budget.within(wanted, most / SLOT_FACTOR**i)
         turns = budget.turn_flops(plan) / TURNS_A_SECOND
-        again = (plan.steps - length) * found.forward + Time(turns, turns)
+        again = (plan.body_runs - length) * found.forward + Time(turns, turns)
         schedule = Slots(plan.slots, run_length=plan.run)
         yield LoopCandidate(schedule, budget.kept_bytes(plan), again, budget.work_bytes(wanted, plan) + loop)
         if plan.slots == 1:

@@ -111,10 +111,11 @@ def split(values: Sequence[Any], counts: Sequence[int]) -> list[Values]:
 def perturbed(
     body: ScanBody, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
-    """Returns which carries and which ys have tangents, over all steps together: those that lax.scan gives tangents to.
+    """Returns which carries and which ys have tangents, over all iterations together: those that lax.scan gives
+    tangents to.
 
     Args:
-      consts, carry, xs: whether each is differentiated, the carry's at the first step.
+      consts, carry, xs: whether each is differentiated, the carry's at the first iteration.
     """
     carry = list(carry)
     while True:
@@ -126,11 +127,11 @@ def perturbed(
 
 
 def reached(body: ScanBody, carry: Sequence[bool], ys: Sequence[bool]) -> tuple[list[bool], list[bool], list[bool]]:
-    """Returns which constants, carries and xs have cotangents, over all steps together; the others have none from
+    """Returns which constants, carries and xs have cotangents, over all iterations together; the others have none from
     lax.scan. Zeros in their place would be multiplied with what may be infinite.
 
     Args:
-      carry, ys: whether each has a cotangent, the carry's after the last step.
+      carry, ys: whether each has a cotangent, the carry's after the last iteration.
     """
     carry = list(carry)
     while True:

@@ -2,15 +2,15 @@
 
 `jaxckpt.scan` is called while a program is traced, when nothing can be compiled. So bytes are counted:
 
-  - what is kept: carries, residuals of plain steps, what a run of `Slots` keeps, integers that place the slots;
+  - what is kept: carries, residuals of plain iterations, what a run of `Slots` keeps, integers that place the slots;
   - copies: rows of xs that a segment reads as a block, and xs and ys cut and put together where a length does not
     divide;
   - sums of constants' cotangents that an inner loop has beside the outer one's;
-  - what one step and its backward pass work with: the liveness of that program, by the compiler that takes more.
+  - what one iteration and its backward pass work with: the liveness of that program, by the compiler that takes more.
 
-A compiler may compute 16-bit floats in float32 (`Fusing.widens_floats`): while a step works with them they have 4 bytes
-an element there, and bfloat16 that a loop writes row by row may have (`stacked_bytes`). It may split a matmul over its
-cores and add up the parts (`Fusing.split_cores`).
+A compiler may compute 16-bit floats in float32 (`Fusing.widens_floats`): while an iteration works with them they have 4
+bytes an element there, and bfloat16 that a loop writes row by row may have (`stacked_bytes`). It may split a matmul
+over its cores and add up the parts (`Fusing.split_cores`).
 
 What is there anyway does not count: operands and results of the scan, their cotangents, and copies in float32 that the
 scan without a gradient makes too. One program is traced for all targets, so where compilers differ the count is of the
@@ -52,7 +52,7 @@ def everything(body: ScanBody) -> Wanted:
 
 
 def residual_bytes(body: ScanBody) -> int:
-    """Returns the bytes that a loop keeps of the step, if all that can be is differentiated; constants and xs not
+    """Returns the bytes that a loop keeps of an iteration, if all that can be is differentiated; constants and xs not
     counted.
     """
     inputs = [var.aval for var in body.jaxpr.invars]
@@ -79,12 +79,12 @@ def residual_bytes(body: ScanBody) -> int:
 
 
 class SlotBudget:
-    """Which runs of several steps, and how many slots, take at most so many bytes.
+    """Which runs of several iterations, and how many slots, take at most so many bytes.
 
     Args:
       body: of the scan.
       limit: bytes.
-      kept: variables of the step to keep in a run; None for those that make its backward pass cheap.
+      kept: variables of the body to keep in a run; None for those that make its backward pass cheap.
     """
 
     def __init__(self, body: ScanBody, limit: int, kept: Sequence[Any] | None = None) -> None:
@@ -153,7 +153,7 @@ class SlotBudget:
         return low
 
     def _beside(self, wanted: Wanted) -> Callable[[int], float]:
-        """Returns the function from steps in a run to what is needed beside the slots, in bytes."""
+        """Returns the function from iterations in a run to what is needed beside the slots, in bytes."""
         if wanted in self._counted:
             return self._counted[wanted]
         body = self.body
@@ -183,8 +183,8 @@ class SlotBudget:
 
 
 def working_bytes(body: ScanBody, work: Backward) -> int:
-    """Returns the bytes that taking the cotangents back through one step works with, a carry and its cotangents among
-    them.
+    """Returns the bytes that taking the cotangents back through one iteration works with, a carry and its cotangents
+    among them.
     """
     consts, carry, xs = _inputs(body)
     cts = [_compat.cotangent_aval(aval) for aval in (*body.carry_avals, *body.y_avals)]

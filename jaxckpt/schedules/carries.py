@@ -55,7 +55,7 @@ class KeptCarries(abc.ABC):
 
     @abc.abstractmethod
     def forward(self) -> tuple[tuple[Values, Values], Values]:
-        """Runs all steps; returns the results and the slots."""
+        """Runs all iterations; returns the results and the slots."""
 
     @abc.abstractmethod
     def last(self, slots: Values) -> Values:
@@ -65,8 +65,8 @@ class KeptCarries(abc.ABC):
     def restore(self, i: Any, slots: Values, parts: Any) -> tuple[Values, Values, Any]:
         """Returns the carry at the start of adjoint i's run, and the slots and parts after obtaining it."""
 
-    def steps(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
-        """Takes a carry through `count` steps, a number known now; writes ys where there are any."""
+    def iterate(self, carry: Values, start: Any, count: int, ys: Values) -> tuple[Values, Values]:
+        """Takes a carry through `count` iterations, a number known now; writes ys where there are any."""
 
         def one(j: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
             carry, ys = state
@@ -96,7 +96,7 @@ class Carries(KeptCarries):
         return Unreversed(jnp.asarray(starts, jnp.int32), jnp.asarray(left, jnp.int32), jnp.int32(top))
 
     def forward(self) -> tuple[tuple[Values, Values], Values]:
-        """Runs all steps; returns the results and the slots."""
+        """Runs all iterations; returns the results and the slots."""
         plan, init = self.plan, self.init
         ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
         slots = [self.home.buffer(value, plan.slots) for value in init]
@@ -104,7 +104,7 @@ class Carries(KeptCarries):
             whole = self.parts_of(*self.places.whole)
             carry, ys, slots, _ = self.advance(plan.units - 1, 0, init, ys, slots, whole)
             slots = self.home.write(slots, carry, self.spare)
-            return self.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+            return self.iterate(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
         # In device memory it is cheaper to put every run's carry somewhere: what is not kept goes to the spare row. So
         # the number of turns is known, and if nobody uses the ys, JAX sees it.
@@ -112,7 +112,7 @@ class Carries(KeptCarries):
             carry, ys, slots, part = state
             kept = i == self.parts.starts[part]
             slots = self.home.write(slots, carry, jnp.where(kept, self.row(part), self.spare))
-            carry, ys = self.steps(carry, i * plan.run, plan.run, ys)
+            carry, ys = self.iterate(carry, i * plan.run, plan.run, ys)
             return carry, ys, slots, part + kept
 
         turns, first = plan.units - (not self.even), jnp.int32(0)
@@ -120,7 +120,7 @@ class Carries(KeptCarries):
         if self.even:
             return (carry, ys), slots
         slots = self.home.write(slots, carry, self.spare)
-        return self.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
+        return self.iterate(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
     def last(self, slots: Values) -> Values:
         """Returns the carry at the start of the last run."""
@@ -141,7 +141,7 @@ class Carries(KeptCarries):
             return carry, ys, slots, parts
 
         def one(unit: Any, state: tuple[Values, Values]) -> tuple[Values, Values]:
-            return self.steps(state[0], unit * run, run, state[1])
+            return self.iterate(state[0], unit * run, run, state[1])
 
         def to_next(
             state: tuple[Any, Values, Values, Values, Unreversed],

@@ -1,10 +1,10 @@
 """The engine of `Slots`: a scan whose backward pass runs revolve's schedule in one compiled loop.
 
 The forward pass stores the carries that the schedule asks for in a buffer. The backward pass is a loop over *runs* of a
-few steps, from the last to the first. Each time round it restores a carry, advances it to the start of the run and
+few iterations, from the last to the first. Each time round it restores a carry, advances it to the start of the run and
 stores carries on the way, where `schedules.Places` says. Then it goes through the run forward once more, keeping what
-its backward pass needs, pulls the cotangents back step by step, and settles what could wait. Nothing in the compiled
-program depends on the length or on the number of slots but a few integers a slot.
+its backward pass needs, pulls the cotangents back iteration by iteration, and settles what could wait. Nothing in the
+compiled program depends on the length or on the number of slots but a few integers a slot.
 
 It is a custom_vjp, so it has no forward mode; `reverse_only` says so in words of ours. A custom_vjp gives a tangent to
 all of its results. Those that do not depend on what is differentiated lose it again, as they have none from lax.scan.
@@ -110,7 +110,7 @@ class _Static:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The backward step and the schedule, for what is differentiated."""
+    """The backward pass and the schedule, for what is differentiated."""
 
     work: Backward
     plan: Binomial
@@ -131,7 +131,7 @@ class _Engine:
         self.kept = dear_values(body) if kept is None else list(kept)
 
     def choose(self, flags: Operands) -> _Chosen:
-        """Returns the backward step and the schedule; `flags` say what is differentiated in."""
+        """Returns the backward pass and the schedule; `flags` say what is differentiated in."""
         body = self.body
         consts, init, xs = flags
         carry, ys = perturbed(body, consts, init, xs)
@@ -146,14 +146,14 @@ class _Engine:
                 plan = Binomial(body.length, run, min(self.slots.device, -(-body.length // run)), work.again)
                 plan = with_host(plan, self.slots.host, self.slots.transfer)
             else:
-                row = work.bytes_a_step / max(body.carry_bytes, 1)
+                row = work.iteration_bytes / max(body.carry_bytes, 1)
                 plan = self.slots.runs(body.length, row=row, again=work.again, costs=work.costs(body))
             if plan.run > 1:
                 return _Chosen(work, plan)
         return _Chosen(backward(body, wanted, None, defer=False), self.slots.runs(body.length))
 
     def _work(self, wanted: Wanted, plan: Binomial) -> Backward:
-        """Returns the backward step of a schedule."""
+        """Returns the backward pass of a schedule."""
         return backward(self.body, wanted, self.kept if plan.run > 1 else None, defer=plan.run > 1)
 
     # ---------------------------------------------------------------------------------------------------------- forward
@@ -165,7 +165,7 @@ class _Engine:
         return lax.scan(lambda carry, x: body.run(consts, carry, x), init, xs, length=body.length, reverse=body.reverse)
 
     def forward(self, plan: Binomial, operands: Operands) -> tuple[tuple[Values, Values], Values]:
-        """Runs all steps; returns the results and the slots."""
+        """Runs all iterations; returns the results and the slots."""
         return carries_of(self.body, plan, self.carry, operands).forward()
 
     # --------------------------------------------------------------------------------------------------------- backward
@@ -234,7 +234,7 @@ class _Turns:
         self.body, self.consts, self.xs = carries.body, carries.consts, carries.xs
 
     def adjoint(self, unit: Any, count: int, carry: Values, state: _State) -> _State:
-        """Takes the cotangents back through the `count` steps of run `unit`, from the carry at its start."""
+        """Takes the cotangents back through the `count` iterations of run `unit`, from the carry at its start."""
         start = unit * self.carries.plan.run
         if self.carries.plan.run == 1:
             rows = [carry[i] for i in self.work.carry_rows]
@@ -275,11 +275,11 @@ class _Turns:
 
         if work.keep is not None:
             return loop(count, one, (carry, stacks))[1]
-        carry, stacks = loop(count - 1, one, (carry, stacks))  # nothing waits for the carry after the last step
+        carry, stacks = loop(count - 1, one, (carry, stacks))  # nothing waits for the carry after the last iteration
         return note(stacks, carry, [], count - 1)
 
     def _place(self, j: Any, count: int) -> Any:
-        """Returns the row of the stacks for step j of a run: they lie as the rows of xs do."""
+        """Returns the row of the stacks for iteration j of a run: they lie as the rows of xs do."""
         return count - 1 - j if self.body.reverse else j
 
     def _pull(self, i: Any, rows: Values, state: _State) -> tuple[_State, Values]:

@@ -20,26 +20,26 @@ from jaxckpt.schedules.slots import SlotsWithin
 
 @dataclass(frozen=True)
 class Priced:
-    """A schedule, the runs of the step that it takes, and the bytes that it takes at most.
+    """A schedule, the runs of the body that it takes, and the bytes that it takes at most.
 
     Attributes:
       reverse_only: whether what it runs can be differentiated in reverse mode alone, and once.
     """
 
     schedule: LoopSchedule
-    steps: int
+    body_runs: int
     bytes: int
     reverse_only: bool = False
 
 
 def fit(body: ScanBody, limit: int, *, policy: bool = False) -> Priced:
-    """Returns the schedule with the fewest runs of the step that takes at most `limit` bytes, if all that can be is
+    """Returns the schedule with the fewest runs of the body that takes at most `limit` bytes, if all that can be is
     differentiated.
 
     Args:
       body: of the scan.
       limit: bytes.
-      policy: whether something is kept of steps that are checkpointed.
+      policy: whether something is kept of iterations that are checkpointed.
 
     Of equals, the one that JAX can differentiate in every way comes first, and then the one that takes less.
 
@@ -52,12 +52,12 @@ def fit(body: ScanBody, limit: int, *, policy: bool = False) -> Priced:
         least = min(choice.bytes for choice in choices)
         raise InfeasibleBudgetError(
             f"budget must be at least {format_bytes(least)} ({least} bytes), the need of the schedule that keeps "
-            f"least: one carry, and the working memory of a step and its backward pass; got {format_bytes(limit)} "
-            f"({limit} bytes). Raise the budget, or make the step smaller.",
+            "least: one carry, and the working memory of an iteration and its backward pass; got "
+            f"{format_bytes(limit)} ({limit} bytes). Raise the budget, or make the scan body smaller.",
             least_bytes=least,
             budget_bytes=limit,
         )
-    return min(fitting, key=lambda choice: (choice.steps, choice.reverse_only, choice.bytes))
+    return min(fitting, key=lambda choice: (choice.body_runs, choice.reverse_only, choice.bytes))
 
 
 def _choices(body: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
@@ -77,8 +77,8 @@ def _choices(body: ScanBody, limit: int, policy: bool) -> Iterator[Priced]:
         nest = segmented(length, size)
         if nest.inner is not None:
             copies = 2 * length * (xs + ys) if nest.rest else 0
-            yield Priced(nest, nest.steps, nest.count * one + nest.residuals * row + copies + sums + working)
+            yield Priced(nest, nest.body_runs, nest.count * one + nest.residuals * row + copies + sums + working)
     if one:
         runs = SlotBudget(body, limit)
         mixed = runs.choose(wanted)
-        yield Priced(SlotsWithin(limit), mixed.steps, runs.bytes(wanted, mixed), reverse_only=True)
+        yield Priced(SlotsWithin(limit), mixed.body_runs, runs.bytes(wanted, mixed), reverse_only=True)

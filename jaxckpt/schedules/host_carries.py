@@ -41,7 +41,7 @@ class HostCarries(KeptCarries):
         self.parts = ()
 
     def forward(self) -> tuple[tuple[Values, Values], Values]:
-        """Runs all steps; returns the results and the slots: buffers on the device, then those on the host."""
+        """Runs all iterations; returns the results and the slots: buffers on the device, then those on the host."""
         plan = self.plan
         device = [self.here.buffer(value, self.spare + 1) for value in self.init]
         host = [self.there.buffer(value, plan.placed.host_rows) for value in self.init]
@@ -49,7 +49,7 @@ class HostCarries(KeptCarries):
         begun = (0, int(self.turns.host[0])), (0, int(self.turns.device[0]))
         carry, ys, device, host = self._advance(jnp.int32(0), plan.units - 1, begun, (self.init, ys, device, host))
         device = self.here.write(device, carry, self.spare)
-        return self.steps(carry, (plan.units - 1) * plan.run, plan.last, ys), [*device, *host]
+        return self.iterate(carry, (plan.units - 1) * plan.run, plan.last, ys), [*device, *host]
 
     def last(self, slots: Values) -> Values:
         """Returns the carry at the start of the last run."""
@@ -84,7 +84,7 @@ class HostCarries(KeptCarries):
         carry, ys, device, host = state
 
         def one(unit: Any, both: tuple[Values, Values]) -> tuple[Values, Values]:
-            return self.steps(both[0], unit * self.plan.run, self.plan.run, both[1])
+            return self.iterate(both[0], unit * self.plan.run, self.plan.run, both[1])
 
         def keep(home: Home, table: Any, event: Any, state: Any) -> Any:
             at, carry, ys, slots = state

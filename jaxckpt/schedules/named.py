@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxckpt._errors import ArgumentError, did_you_mean
-from jaxckpt.core.schedule import LoopSchedule
+from jaxckpt.core.schedule import LoopCost, LoopSchedule
 from jaxckpt.core.units import counted
 from jaxckpt.schedules.segments import log_lengths, nested, plain, segmented, sqrt_size
 from jaxckpt.schedules.slots import Slots, is_int
@@ -46,7 +46,7 @@ def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> 
         return nested(length, log_lengths(length)) if schedule == "log" else plain(length, remat=schedule == "every")
     if is_int(schedule):
         if schedule < 1:  # type: ignore[operator]
-            raise ArgumentError(argument, "at least 1 where it is an int, the steps in a segment", schedule)
+            raise ArgumentError(argument, "at least 1 where it is an int, the iterations in a segment", schedule)
         return segmented(length, schedule)  # type: ignore[arg-type]
     if not isinstance(schedule, (tuple, list)) or not schedule or not all(is_int(n) for n in schedule):
         raise ArgumentError(argument, _RULE, schedule)
@@ -62,34 +62,32 @@ def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> 
     return nested(length, tuple(schedule))
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a schedule costs.
+@dataclass(frozen=True, kw_only=True)
+class Description(LoopCost):
+    """What running a scan by a schedule costs: a `LoopCost` that says what it is of.
 
     Attributes:
       length: iterations of the scan.
       schedule: what was described, as text.
-      kept_carries: carries kept from the forward to the backward pass.
-      peak_carries: most carries kept at once, in the backward pass.
-      residual_steps: most iterations whose residuals are kept at once.
-      forward_steps: iterations that a forward and a backward pass run; `length` of them are the forward pass.
-      host_carries: most carries kept at once in host slots; the others are in device memory.
-      transfers: carries moved between device and host, both ways.
     """
 
     length: int
     schedule: str
-    kept_carries: int
-    peak_carries: int
-    residual_steps: int
-    forward_steps: int
-    host_carries: int = 0
-    transfers: int = 0
+
+    @property
+    def residual_steps(self) -> int:
+        """`residual_iterations`, by its older name."""
+        return self.residual_iterations
+
+    @property
+    def forward_steps(self) -> int:
+        """`runs`, by its older name."""
+        return self.runs
 
     @property
     def overhead(self) -> float:
         """Iterations that run beyond the forward pass, for each iteration."""
-        return (self.forward_steps - self.length) / self.length if self.length else 0.0
+        return (self.runs - self.length) / self.length if self.length else 0.0
 
     def __str__(self) -> str:
         carries = f"{self.kept_carries} {'carry' if self.kept_carries == 1 else 'carries'}"
@@ -99,8 +97,8 @@ class Description:
             host = f"; besides, at most {self.host_carries} at once on the host, in {moved}"
         return (
             f"{self.schedule} over {counted(self.length, 'iteration')}: keeps {carries}, at most {self.peak_carries} "
-            f"at once and the residuals of {counted(self.residual_steps, 'iteration')}; runs "
-            f"{counted(self.forward_steps, 'iteration')}, {self.overhead:.2f} again for each{host}."
+            f"at once and the residuals of {counted(self.residual_iterations, 'iteration')}; runs "
+            f"{counted(self.runs, 'iteration')}, {self.overhead:.2f} again for each{host}."
         )
 
 
@@ -119,7 +117,7 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     >>> print(describe(100, "sqrt"))
     'sqrt' over 100 iterations: keeps 10 carries, at most 10 at once and the residuals of 10 iterations; runs 200
     iterations, 1.00 again for each.
-    >>> describe(1000, Slots(10)).forward_steps
+    >>> describe(1000, Slots(10)).runs
     4637
     >>> print(describe(10_007, Slots(32, host=1024), row=3.0))
     Slots(32, host=1024) over 10007 iterations: keeps 2 carries, at most 2 at once and the residuals of 6 iterations;
@@ -129,5 +127,4 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
         raise ArgumentError("length", "an int of at least 0", length)
     found = schedule_of(length, schedule)
     cost = found.cost(length, row=row) if isinstance(found, Slots) else found.cost(length)
-    kept = cost.kept_carries, cost.peak_carries, cost.residual_iterations, cost.runs, cost.host_carries, cost.transfers
-    return Description(length, repr(schedule), *kept)
+    return Description(**vars(cost), length=length, schedule=repr(schedule))

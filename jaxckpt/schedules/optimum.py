@@ -26,7 +26,7 @@ from jaxckpt.core.constants import LONGEST_RUN
 
 
 def repetitions(length: int, slots: int) -> int:
-    """Returns r: no step is run more than r times before it is linearised. The least r with C(slots+r, slots) >=
+    """Returns r: no iteration is run more than r times before it is linearised. The least r with C(slots+r, slots) >=
     length.
 
     >>> repetitions(10, 3), repetitions(1000, 10)
@@ -40,11 +40,11 @@ def repetitions(length: int, slots: int) -> int:
     return bisect.bisect_left(range(high), length, key=lambda r: math.comb(slots + r, slots))
 
 
-def extra_steps(length: int, slots: int) -> int:
-    """Returns t(length, slots): runs of the step beyond the linearising ones, with the forward pass up to the last step
-    counted.
+def extra_iterations(length: int, slots: int) -> int:
+    """Returns t(length, slots): runs of the body beyond the linearising ones, with the forward pass up to the last
+    iteration counted.
 
-    >>> [extra_steps(l, s) for l, s in [(10, 3), (56, 3), (100, 5), (100, 10), (1000, 10), (1000, 50)]]
+    >>> [extra_iterations(l, s) for l, s in [(10, 3), (56, 3), (100, 5), (100, 10), (1000, 10), (1000, 50)]]
     [15, 210, 316, 222, 3636, 1948]
     """
     if length < 1:
@@ -54,7 +54,8 @@ def extra_steps(length: int, slots: int) -> int:
 
 
 def split(length: int, slots: int) -> int:
-    """Returns j: with a carry kept at step 0 of `length` and one or more free slots, the next is best kept at step j.
+    """Returns j: with a carry kept at iteration 0 of `length` and one or more free slots, the next is best kept at
+    iteration j.
 
     Griewank and Walther's rule; any j with t = j + t(length-j, slots-1) + t(j, slots) would do.
     """
@@ -74,30 +75,30 @@ def split(length: int, slots: int) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """One move of a schedule: "store" or "restore" (carry of `step`, in `slot`), "advance" (from `step` to `stop`),
-    "adjoint" (of `step`).
+    """One move of a schedule: "store" or "restore" (carry of `iteration`, in `slot`), "advance" (from `iteration` to
+    `stop`), "adjoint" (of `iteration`).
     """
 
     kind: str
-    step: int
+    iteration: int
     slot: int = -1
     stop: int = -1
 
 
 def revolve(length: int, slots: int) -> Iterator[Move]:
-    """Yields the moves that reverse `length` steps with at most `slots` kept carries, in the fewest advances:
-    `extra_steps(length, slots)`.
+    """Yields the moves that reverse `length` iterations with at most `slots` kept carries, in the fewest advances:
+    `extra_iterations(length, slots)`.
 
-    Before the first move the carry of step 0 is at hand. An adjoint move takes the carry at hand through its step,
-    linearises it there and pulls the cotangent back; the carry at hand is then gone.
+    Before the first move the carry of iteration 0 is at hand. An adjoint move takes the carry at hand through its
+    iteration, linearises it there and pulls the cotangent back; the carry at hand is then gone.
 
-    >>> [f"{m.kind} {m.step}" for m in revolve(3, 2)]
+    >>> [f"{m.kind} {m.iteration}" for m in revolve(3, 2)]
     ['store 0', 'advance 0', 'store 1', 'advance 1', 'adjoint 2', 'restore 1', 'adjoint 1', 'restore 0', 'adjoint 0']
     """
     if length < 1:
         return
-    at = 0  # step of the carry at hand, -1 for none
-    todo = [(0, length, 0)]  # (first step, steps, slot of the first step's carry), depth first
+    at = 0  # iteration of the carry at hand, -1 for none
+    todo = [(0, length, 0)]  # (first iteration, iterations, slot of the first iteration's carry), depth first
     stored: dict[int, int] = {}
     while todo:
         start, count, slot = todo.pop()
@@ -122,22 +123,22 @@ def revolve(length: int, slots: int) -> Iterator[Move]:
             todo += [(start, j, slot), (start + j, count - j, slot + 1)]
 
 
-# -------------------------------------------------------------------------------------------------------- runs of steps
+# --------------------------------------------------------------------------------------------------- runs of iterations
 
 
 @dataclass(frozen=True)
 class Binomial:
-    """Revolve over runs of steps: the mixed schedule.
+    """Revolve over runs of iterations: the mixed schedule.
 
-    The unit that revolve reverses is a run of `run` steps. A run is gone through forward once more when its turn comes,
-    keeping of each of its steps what the backward pass needs, so that no step of it is run again. What a run keeps is
-    paid for in slots. With one step to a run it is revolve itself.
+    The unit that revolve reverses is a run of `run` iterations. A run is gone through forward once more when its turn
+    comes, keeping of each of its iterations what the backward pass needs, so that no iteration of it is run again. What
+    a run keeps is paid for in slots. With one iteration to a run it is revolve itself.
 
     Attributes:
-      length: steps.
-      run: steps in a run; the last has what is left.
+      length: iterations.
+      run: iterations in a run; the last has what is left.
       slots: carries kept at once.
-      again: whether a run keeps carries alone, so that its steps are run again to be linearised.
+      again: whether a run keeps carries alone, so that its iterations are run again to be linearised.
     """
 
     length: int
@@ -152,27 +153,28 @@ class Binomial:
 
     @property
     def last(self) -> int:
-        """Steps in the last run."""
+        """Iterations in the last run."""
         return self.length - (self.units - 1) * self.run
 
     @property
-    def steps(self) -> int:
-        """Runs of the step over a forward and a backward pass.
+    def body_runs(self) -> int:
+        """Runs of the body over a forward and a backward pass.
 
         The forward pass takes `length`; the backward pass advances carries, t(units, slots) runs but for those that the
         forward pass made, and goes through every run.
         """
         if not self.length:
             return 0
-        advances = extra_steps(self.units, self.slots) - (self.units - 1)
+        advances = extra_iterations(self.units, self.slots) - (self.units - 1)
         twice = self.length - self.units if self.again else 0
         return 2 * self.length + advances * self.run + twice
 
     def carries(self, row: float = 1.0) -> float:
-        """Carries that are kept at once, in the backward pass; what a run keeps of a step counts as `row` carries.
+        """Carries that are kept at once, in the backward pass; what a run keeps of an iteration counts as `row`
+        carries.
 
-        Of the first step it counts as none, for linearising a single step takes as much. A shorter last run has room of
-        its own.
+        Of the first iteration it counts as none, for linearising a single iteration takes as much. A shorter last run
+        has room of its own.
         """
         rows = self.run - 1 + (self.last if self.last < self.run else 0)
         return self.slots + (rows * row if rows else 0)
@@ -180,12 +182,12 @@ class Binomial:
 
 @dataclass(frozen=True)
 class TurnCosts:
-    """What the choice of runs weighs beside runs of the step, in units of one.
+    """What the choice of runs weighs beside runs of the body, in units of one.
 
     Attributes:
       turn: a turn of the backward loop.
-      kept: keeping a step's values in a run, and reading them again.
-      waiting: adding to those cotangents that can wait, at every step or once a run; 0 where none can.
+      kept: keeping an iteration's values in a run, and reading them again.
+      waiting: adding to those cotangents that can wait, at every iteration or once a run; 0 where none can.
     """
 
     turn: float = 0.25
@@ -196,19 +198,19 @@ class TurnCosts:
 def binomial(
     length: int, slots: int, *, row: float = math.inf, again: bool = False, costs: TurnCosts = TurnCosts()
 ) -> Binomial:
-    """Returns the runs and slots that use `slots` carries' bytes best: never more runs of the step than revolve with
+    """Returns the runs and slots that use `slots` carries' bytes best: never more runs of the body than revolve with
     `slots` carries.
 
     Args:
-      length: steps, at least 1.
+      length: iterations, at least 1.
       slots: carries whose bytes may be kept.
-      row: bytes that a run keeps of a step, in carries. Infinite: only runs of one step.
+      row: bytes that a run keeps of an iteration, in carries. Infinite: only runs of one iteration.
       again: whether a run keeps carries alone.
       costs: what else is weighed.
 
     >>> binomial(1024, 32, row=3.0)
     Binomial(length=1024, run=4, slots=23, again=False)
-    >>> binomial(1024, 32).steps == 1024 + 1 + extra_steps(1024, 32)
+    >>> binomial(1024, 32).body_runs == 1024 + 1 + extra_iterations(1024, 32)
     True
     """
 
@@ -229,20 +231,20 @@ def best_runs(
     again: bool = False,
     costs: TurnCosts = TurnCosts(),
 ) -> Binomial | None:
-    """Returns the runs that take least time, and no more runs of the step than revolve where that fits; None where
+    """Returns the runs that take least time, and no more runs of the body than revolve where that fits; None where
     nothing fits.
 
     Args:
-      length: steps, at least 1.
-      left: steps in a run -> slots that there is room for then; 0 where such a run does not fit.
-      row: what a run keeps of a step, in carries: of equally fast runs the one that keeps less is taken.
+      length: iterations, at least 1.
+      left: iterations in a run -> slots that there is room for then; 0 where such a run does not fit.
+      row: what a run keeps of an iteration, in carries: of equally fast runs the one that keeps less is taken.
       again: whether a run keeps carries alone.
       costs: what else is weighed.
     """
 
     def score(plan: Binomial) -> tuple[float, float]:
         kept = length * costs.kept if plan.run > 1 else 0.0
-        return plan.steps + plan.units * (costs.turn + costs.waiting) + kept, plan.carries(row)
+        return plan.body_runs + plan.units * (costs.turn + costs.waiting) + kept, plan.carries(row)
 
     plans = [
         Binomial(length, run, min(slots, -(-length // run)), again and run > 1)
@@ -250,7 +252,7 @@ def best_runs(
         if (slots := left(run)) >= 1
     ]
     if plans and plans[0].run == 1:
-        plans = [plan for plan in plans if plan.steps <= plans[0].steps]
+        plans = [plan for plan in plans if plan.body_runs <= plans[0].body_runs]
     return min(plans, key=score, default=None)
 
 
@@ -262,18 +264,18 @@ class Places:
     """The table with which a compiled loop places carries as revolve does: a few integers for each slot, for any length
     of the scan.
 
-    A slot holds the carry of the first step of a *part* that is still to be reversed; the parts lie one after the
+    A slot holds the carry of the first iteration of a *part* that is still to be reversed; the parts lie one after the
     other, in the order of the slots. A part with s slots free, its own included, and r repetitions left has at most
-    C(s+r, s) steps. When it is reversed, the next carry is kept at its step `cut`: what lies after that has a slot
-    less, what lies before it keeps its slot and has a repetition less. That is t(l, s) = j + t(l-j, s-1) + t(j, s),
-    with a j for which both sides stay optimal.
+    C(s+r, s) iterations. When it is reversed, the next carry is kept at its iteration `cut`: what lies after that has a
+    slot less, what lies before it keeps its slot and has a repetition less. That is t(l, s) = j + t(l-j, s-1) + t(j,
+    s), with a j for which both sides stay optimal.
 
     Attributes:
-      length, slots: steps, and slots that are used.
+      length, slots: iterations, and slots that are used.
       reach: int32 of shape (slots + 1, repetitions): C(s+r, s), or the length where that is less. Of shape (1, 1) for
         one slot.
-      starts: int32, one a slot: first steps of the parts once the forward pass has placed its carries; the length where
-        there is no part.
+      starts: int32, one a slot: first iterations of the parts once the forward pass has placed its carries; the length
+        where there is no part.
       left: int32, one a slot: repetitions that the parts have left then.
       top: the slot of the last part then.
     """
@@ -292,17 +294,17 @@ class Places:
         starts[0], left[0] = 0, repetitions(self.length, self.slots)
         return starts, left, 0
 
-    def cut(self, reach: Any, steps: Any, free: Any, left: Any) -> Any:
-        """Returns the step of a part at which the next carry is kept; where only one slot is free, its last step, which
-        needs no carry.
+    def cut(self, reach: Any, iterations: Any, free: Any, left: Any) -> Any:
+        """Returns the iteration of a part at which the next carry is kept; where only one slot is free, its last
+        iteration, which needs no carry.
 
         Args:
           reach: the table, as an array of NumPy's or JAX's.
-          steps, free, left: of the part, ints or arrays.
+          iterations, free, left: of the part, ints or arrays.
         """
         if self.slots == 1:
-            return steps - 1
-        most, rest = reach[free, left - 1], steps - reach[free - 1, left - 1]
+            return iterations - 1
+        most, rest = reach[free, left - 1], iterations - reach[free - 1, left - 1]
         return most + (rest - most) * (rest < most)
 
 
@@ -314,7 +316,7 @@ def places_bytes(length: int, slots: int) -> int:
 
 
 def places(length: int, slots: int) -> Places:
-    """Returns how `slots` carries are placed over `length` steps, both at least 1.
+    """Returns how `slots` carries are placed over `length` iterations, both at least 1.
 
     >>> places(10, 3).starts, places(10, 3).left
     (array([0, 4, 7], dtype=int32), array([1, 1, 1], dtype=int32))
@@ -327,8 +329,8 @@ def places(length: int, slots: int) -> Places:
     reach = np.stack(columns, axis=1).astype(np.int32) if slots > 1 else np.ones((1, 1), np.int32)
     empty = Places(length, slots, reach, np.empty(0), np.empty(0), 0)
     starts, left, top = empty.whole
-    while (steps := length - int(starts[top])) > 1:
-        to = int(starts[top]) + int(empty.cut(reach, steps, slots - top, int(left[top])))
+    while (iterations := length - int(starts[top])) > 1:
+        to = int(starts[top]) + int(empty.cut(reach, iterations, slots - top, int(left[top])))
         left[top] -= 1
         if to == length - 1:
             break

@@ -1,11 +1,11 @@
-"""The backward pass of a step: what to keep for it, and which cotangents can wait.
+"""The backward pass of an iteration: what to keep for it, and which cotangents can wait.
 
-*What to keep*: a few values of a step that make its backward pass cheap, the results of matmuls and the like, carried
-on through sums as long as that makes them no larger. Everything else is elementwise and computed again.
+*What to keep*: a few values of an iteration that make its backward pass cheap, the results of matmuls and the like,
+carried on through sums as long as that makes them no larger. Everything else is elementwise and computed again.
 
-*What can wait*: the cotangent of a matrix that is closed over is a sum over steps of products, d(W) = sum over t of
-outer(x_t, d(y_t)). Taken step by step that is a small matmul and a pass over all of d(W) each time. The factors are
-kept for a run of steps instead, and one matmul contracts over the steps too.
+*What can wait*: the cotangent of a matrix that is closed over is a sum over iterations of products, d(W) = sum over t
+of outer(x_t, d(y_t)). Taken iteration by iteration that is a small matmul and a pass over all of d(W) each time. The
+factors are kept for a run of iterations instead, and one matmul contracts over the iterations too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def dear_values(body: ScanBody) -> list[Any] | None:
-    """Returns the variables to keep of a step so that computing the others again is cheap; None where keeping values
-    cannot do that.
+    """Returns the variables of the body to keep so that computing the others again is cheap; None where keeping
+    values cannot do that.
 
     It cannot where a loop or another inner program does the work: its own intermediate values would be needed. (A
     function with a derivative of its own, jax.custom_jvp, brings that along.)
@@ -80,11 +80,11 @@ def _carried_on(eqns: Sequence[Any], kept: list[Any], results: Sequence[Any]) ->
     return list(chosen)
 
 
-_KEPT = f"{INTERNAL}kept:"  # what begins the names of a step's kept values
+_KEPT = f"{INTERNAL}kept:"  # what begins the names of an iteration's kept values
 
 
 def _with_names(body: ScanBody, kept: Sequence[Any]) -> Any:
-    """Returns the step's jaxpr with names at the values of `kept`."""
+    """Returns the body's jaxpr with names at the values of `kept`."""
     places = {var: place for place, var in enumerate(kept)}
     eqns: list[Any] = []
     for eqn in body.jaxpr.eqns:
@@ -99,7 +99,7 @@ def _with_names(body: ScanBody, kept: Sequence[Any]) -> Any:
 
 
 def _given(traced: Any, given: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a pulled-back step that reads the kept values from the variables `given`.
+    """Returns the jaxpr of a pulled-back iteration that reads the kept values from the variables `given`.
 
     What computes them is then needed no more, also where a derivative reads the result of its own operation.
     """
@@ -111,7 +111,7 @@ def _given(traced: Any, given: Sequence[Any]) -> Any:
     return surgery.without(redirect(traced), kept)
 
 
-# ---------------------------------------------------------------------------------------------------- the backward step
+# ---------------------------------------------------------------------------------------------------- the backward pass
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,16 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """The backward pass of a run of steps, one step at a time and then what could wait.
+    """The backward pass of a run of iterations, one iteration at a time and then what could wait.
 
-    A *stack* holds one value of every step of the run, rows in the order of xs.
+    A *stack* holds one value of every iteration of the run, rows in the order of xs.
 
     Attributes:
       wanted: which cotangents it computes.
       defers: whether cotangents of constants may wait for the end of a run.
-      again: whether `pull` runs the step again, or part of it that is not cheap.
-      keep: (consts, carry, x) -> (next carry, kept): runs a step and returns what is kept of it. None: nothing is, so a
-        run need not be run to its end, and `pull` runs each of its steps again.
+      again: whether `pull` runs the iteration again, or part of it that is not cheap.
+      keep: (consts, carry, x) -> (next carry, kept): runs an iteration and returns what is kept of it. None: nothing
+        is, so a run need not be run to its end, and `pull` runs each of its iterations again.
       pull: (consts, stacked rows, x, cotangents of carry and ys, sums) -> (cotangents of carry and x, sums, further
         stacked rows).
       settle: (consts, stacks, x rows, sums) -> sums: what could wait, over all rows. None: nothing could.
@@ -174,23 +174,23 @@ class Backward:
     waiting_bytes: int
 
     @property
-    def bytes_a_step(self) -> int:
-        """Bytes that a run keeps of each of its steps, with the rows of xs that are gathered for what waits."""
+    def iteration_bytes(self) -> int:
+        """Bytes that a run keeps of each of its iterations, with the rows of xs that are gathered for what waits."""
         return sum(map(aval_bytes, [*self.stacks, *self.gathered]))
 
     def costs(self, body: ScanBody) -> TurnCosts:
-        """Returns what runs of the step are weighed by."""
+        """Returns what runs of the body are weighed by."""
         unit = body.flops + ITERATION
-        return TurnCosts(TURN / unit, KEPT * self.bytes_a_step / unit, ADDED * self.waiting_bytes / unit)
+        return TurnCosts(TURN / unit, KEPT * self.iteration_bytes / unit, ADDED * self.waiting_bytes / unit)
 
 
 def backward(body: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defer: bool) -> Backward:
-    """Returns the backward pass of a step.
+    """Returns the backward pass of an iteration.
 
     Args:
       body: of the scan.
       wanted: which cotangents to compute.
-      kept: variables of the step whose values are kept; empty for none.
+      kept: variables of the body whose values are kept; empty for none.
       defer: whether cotangents of constants may wait for the end of a run.
     """
     kept = list(kept or ())
@@ -215,8 +215,8 @@ def backward(body: ScanBody, wanted: Wanted, kept: Sequence[Any] | None, *, defe
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of a pulled-back step in their order: constants, carries, xs, kept values, cotangents of carries and
-    of ys.
+    """The inputs of a pulled-back iteration in their order: constants, carries, xs, kept values, cotangents of carries
+    and of ys.
     """
 
     avals: list[Any]
@@ -239,19 +239,19 @@ class _Inputs:
 
 @dataclass(frozen=True, eq=False)
 class _Term:
-    """A summand of a constant's cotangent that can wait: the sum over steps of a product, or of a value; then what is
-    linear.
+    """A summand of a constant's cotangent that can wait: the sum over iterations of a product, or of a value; then what
+    is linear.
     """
 
     const: int
     var: Any  # the summand
-    leaf: Any  # the variable that is summed over steps
+    leaf: Any  # the variable that is summed over iterations
     dot: Any  # its equation where it is a matmul of two factors
-    factors: tuple[Any, ...]  # variables to have for every step: the matmul's operands, or the leaf
+    factors: tuple[Any, ...]  # variables to have for every iteration: the matmul's operands, or the leaf
 
 
 class _Splitter:
-    """Parts a pulled-back step into what the next step waits for and what can wait for the end of a run."""
+    """Parts a pulled-back iteration into what the next iteration waits for and what can wait for the end of a run."""
 
     def __init__(
         self, body: ScanBody, wanted: Wanted, kept: list[Any], groups: _Inputs, traced: Any, *, defer: bool
@@ -260,7 +260,7 @@ class _Splitter:
         self.body, self.wanted, self.kept, self.defer = body, wanted, kept, defer
         self.eqns, self.debug_info = jaxpr.eqns, jaxpr.debug_info
         self.inputs = surgery.inputs_of(jaxpr)
-        self.extra = _compat.jaxpr_consts(traced)  # arrays that differentiation made, the same at every step
+        self.extra = _compat.jaxpr_consts(traced)  # arrays that differentiation made, the same at every iteration
         consts, self.carry, self.x, self.kept_in, ct_carry, ct_ys = groups.split(jaxpr.invars)
         self.consts = [*jaxpr.constvars, *consts]
         self.cts = [*ct_carry, *ct_ys]
@@ -315,8 +315,8 @@ class _Splitter:
     # ---------------------------------------------------------------------------------------------------- what can wait
 
     def _summands(self, var: Any) -> list[Any]:
-        """Returns what a sum is of, in order; one of as many as the step uses a constant is as deep, so this does not
-        recurse.
+        """Returns what a sum is of, in order; one of as many as the iteration uses a constant is as deep, so this does
+        not recurse.
         """
         found, waiting = [], [var]
         while waiting:
@@ -360,8 +360,8 @@ class _Splitter:
         return None
 
     def _roots(self, term: _Term) -> list[Any]:
-        """Returns what has to be stacked for a term: of each factor the value under its layout, unless the step was
-        given it or kept it.
+        """Returns what has to be stacked for a term: of each factor the value under its layout, unless the iteration
+        was given it or kept it.
         """
         roots = []
         for factor in term.factors:
@@ -372,7 +372,9 @@ class _Splitter:
         return roots
 
     def _read(self, outputs: Iterable[Any]) -> set[Any]:
-        """Returns the variables that one step of the loop reads for `outputs`, and those of `outputs` themselves."""
+        """Returns the variables that one iteration of the loop reads for `outputs`, and those of `outputs`
+        themselves.
+        """
         outputs = [var for var in outputs if isinstance(var, _compat.Var)]
         run = surgery.needed(self.eqns, self.inputs, outputs, effects=not self.defer)
         return {v for eqn in run for v in eqn.invars if isinstance(v, _compat.Var)} | set(outputs)
@@ -417,7 +419,7 @@ class _Splitter:
         targets = [self.made[var].invars[0] for var in scattered.values()]
         outputs = [*self.ct_carry, *self.ct_x, *scattered.values(), *(var for _, var in added), *roots]
         inputs = [*self.consts, *rows, *self.x, *self.cts, *targets]
-        # Side effects of the step belong to the one that runs it, which is `keep` in a run of several steps.
+        # Side effects of the iteration belong to the one that runs it, which is `keep` in a run of several iterations.
         run = surgery.function(self.eqns, inputs, outputs, self.debug_info, effects=not self.defer)
         counts = [len(self.ct_carry), len(self.ct_x), len(scattered), len(added), len(roots)]
 
@@ -487,7 +489,7 @@ def _is_layout(eqn: Any) -> bool:
 
 
 def _contract(dot: Any, left: Any, right: Any) -> Any:
-    """Returns the matmul of an equation with its leading axis, of steps, contracted too."""
+    """Returns the matmul of an equation with its leading axis, of iterations, contracted too."""
     (left_axes, right_axes), (left_batch, right_batch) = dot.params["dimension_numbers"]
     shift = lambda axes: tuple(axis + 1 for axis in axes)
     params = {**dot.params}

@@ -73,7 +73,7 @@ class Nested(LoopSchedule):
             )
 
     @property
-    def steps(self) -> int:
+    def body_runs(self) -> int:
         """Runs of the body over a forward and a backward pass."""
         return self.length + self._again
 
@@ -81,7 +81,9 @@ class Nested(LoopSchedule):
     def _again(self) -> int:
         if self.inner is None:
             return self.length if self.remat else 0
-        return self.count * self.inner.steps + (self._rest.steps if self.tail is not None else self._rest._again)
+        return self.count * self.inner.body_runs + (
+            self._rest.body_runs if self.tail is not None else self._rest._again
+        )
 
     @property
     def _plain(self) -> Nested:
@@ -131,7 +133,7 @@ class Nested(LoopSchedule):
 
     def cost(self, length: int) -> LoopCost:
         """Returns what running it costs."""
-        return LoopCost(self.kept, self.carries, self.residuals, self.steps)
+        return LoopCost(self.kept, self.carries, self.residuals, self.body_runs)
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:
         """Returns what is told of its iterations."""
@@ -208,18 +210,18 @@ def checkpointed(
 
 
 def plain(length: int, *, remat: bool = False) -> Nested:
-    """Returns steps without segments; `remat`: each checkpointed by itself."""
+    """Returns iterations without segments; `remat`: each checkpointed by itself."""
     return Nested(length, rest=length, remat=remat)
 
 
 def nested(length: int, lengths: Sequence[int]) -> Nested:
-    """Returns `length` steps in nested segments.
+    """Returns `length` iterations in nested segments.
 
     Args:
-      length: steps.
-      lengths: outermost first: so many segments, each of so many segments, ..., each of so many steps. Their product
-        must be at least `length`; where it is more, segments are made equal and as long as need be, and what does not
-        divide comes last.
+      length: iterations.
+      lengths: outermost first: so many segments, each of so many segments, ..., each of so many iterations. Their
+        product must be at least `length`; where it is more, segments are made equal and as long as need be, and what
+        does not divide comes last.
 
     >>> nested(100, (10, 10))
     Nested(length=100, count=10, inner=Nested(length=10, count=0, inner=None, rest=10, remat=False), rest=0,
@@ -232,14 +234,15 @@ def nested(length: int, lengths: Sequence[int]) -> Nested:
     count = min(lengths[0], length)
     cover = math.prod(lengths[1:])
     shorter, longer = length // count, -(-length // count)
-    # Segments rounded down leave a rest of fewer steps than there are segments; rounded up, of fewer than a segment
-    # has. The first is better in a deep nest, where a long rest would want segments of its own.
+    # Segments rounded down leave a rest of fewer iterations than there are segments; rounded up, of fewer than a
+    # segment has. The first is better in a deep nest, where a long rest would want segments of its own.
     size = longer if longer * longer <= length and longer <= cover else shorter
     return _segments(length, min(size, cover), lengths[1:])
 
 
 def segmented(length: int, size: int) -> Nested:
-    """Returns `length` steps in segments of `size` steps; the last takes what is left and is not checkpointed.
+    """Returns `length` iterations in segments of `size` iterations; the last takes what is left and is not
+    checkpointed.
 
     >>> segmented(10, 4).count, segmented(10, 4).rest
     (2, 2)
@@ -254,8 +257,8 @@ def _segments(length: int, size: int, lengths: Sequence[int]) -> Nested:
 
 
 def sqrt_size(length: int) -> int:
-    """Returns steps in a segment of "sqrt": about the square root; a divisor of the length if one is near, since a rest
-    costs a copy of xs.
+    """Returns iterations in a segment of "sqrt": about the square root; a divisor of the length if one is near, since a
+    rest costs a copy of xs.
 
     >>> sqrt_size(10000), sqrt_size(1000), sqrt_size(10007)
     (100, 25, 100)
@@ -264,7 +267,7 @@ def sqrt_size(length: int) -> int:
     far = min(root // 2, 2**16)  # of a scan that long nobody minds the rest
     near = [size for size in range(max(1, root - far), root + far + 1) if length % size == 0]
     near = [size for size in near if length <= 2.25 * size * size and size * size <= 2.25 * length]
-    # Residuals of a step are larger than a carry, so of two divisors as near, the shorter segment.
+    # Residuals of an iteration are larger than a carry, so of two divisors as near, the shorter segment.
     closest = min(near, key=lambda size: (max(size * size, length) / min(size * size, length), size), default=None)
     return root + (length > root * (root + 1)) if closest is None else closest
 
@@ -283,7 +286,7 @@ def nearest_divisors(length: int, size: int) -> list[int]:
 
 
 def log_lengths(length: int) -> tuple[int, ...]:
-    """Returns the nested lengths of "log": 4 at every level but the innermost, which has 2 to 8 steps.
+    """Returns the nested lengths of "log": 4 at every level but the innermost, which has 2 to 8 iterations.
 
     >>> log_lengths(256), log_lengths(10007)
     ((4, 4, 4, 4), (4, 4, 4, 4, 4, 4, 3))

@@ -100,10 +100,10 @@ class Slots(LoopSchedule):
             run = min(self.run_length, length)
             mixed = with_host(Binomial(length, run, min(self.count, -(-length // run))), self.host, self.transfer)
         if not isinstance(mixed, TwoLevelRuns):
-            return LoopCost(mixed.slots, mixed.slots, min(mixed.run, length), mixed.steps)
+            return LoopCost(mixed.slots, mixed.slots, min(mixed.run, length), mixed.body_runs)
         levels = mixed.placed
         rows = levels.device_rows
-        return LoopCost(rows, rows, min(mixed.run, length), mixed.steps, levels.host_rows, mixed.transfers)
+        return LoopCost(rows, rows, min(mixed.run, length), mixed.body_runs, levels.host_rows, mixed.transfers)
 
     @property
     def _storage(self) -> LevelCounts:

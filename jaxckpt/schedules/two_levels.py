@@ -1,5 +1,5 @@
 """Two levels of slots: `slots` carries in device memory and `host` carries in host memory, placed so that runs of the
-step and transfers together cost least.
+body and transfers together cost least.
 
 The recursion is that of
 
@@ -8,27 +8,28 @@ The recursion is that of
     Herrmann and Pallez 2020, H-Revolve: a framework for adjoint computation on synchronous hierarchical platforms, ACM
     Transactions on Mathematical Software 46(2), 1-25.
 
-In runs of the step, with w and r the costs of a write to and a read from the host, and t(l, n) those of `extra_steps`,
-reversing l steps whose first carry is at hand, with m free slots on the host, costs
+In runs of the body, with w and r the costs of a write to and a read from the host, and t(l, n) those of
+`extra_iterations`, reversing l iterations whose first carry is at hand, with m free slots on the host, costs
 
     H(l, 0) = t(l, n),    H(l, m) = min(t(l, n), w + P(l, m)),
     P(l, m) = min(t(l, n), min over 1 <= j < l of  j + H(l-j, m-1) + r + P(j, m)),    P(1, m) = 0,
 
 where in P the first carry lies in one of the m slots. A table of H has length x host entries, each a minimum over
-length numbers: 10^11 operations for 10,007 steps with 1,024 slots. So the solution's form is used instead.
+length numbers: 10^11 operations for 10,007 iterations with 1,024 slots. So the solution's form is used instead.
 
 *Form.* A solution is a tree of *groups*. A group of level p starts at a carry on the host; it is a row of groups of
-level p + 1, and then a *leaf*, steps that are reversed with the device's slots alone. Before the leaf of level p is
-reversed, its steps run p times to obtain carries on the host, so x steps of it cost p x + t(x, n). Each group but the
-root is read once. The root's carry is written, and each group's but the first of its row, which starts where the row
-does. With a_p leaves of level p (a_0 = 1) the cost is
+level p + 1, and then a *leaf*, iterations that are reversed with the device's slots alone. Before the leaf of level p
+is reversed, its iterations run p times to obtain carries on the host, so x iterations of it cost p x + t(x, n). Each
+group but the root is read once. The root's carry is written, and each group's but the first of its row, which starts
+where the row does. With a_p leaves of level p (a_0 = 1) the cost is
 
     sum over leaves of (p x + t(x, n))  +  r (a_1 + a_2 + ...)  +  w (a_1 + max(0, a_2 - a_1) + max(0, a_3 - a_2) + ...)
 
-t is convex in x, with slope q over C(n+q-1, q) steps. So for given a_p the steps go to the leaves by slope p + q, the
-cheapest first, and the first sum has a closed form. What is left is a convex function of a few whole numbers, the a_p.
-It is minimised by steps of halving size: O(log(length) p^2) evaluations, and O(p^2 + host p) operations for each.
-The moves take O(length). That it is the recursion's minimum is tested for all small sizes, not proved for all sizes.
+t is convex in x, with slope q over C(n+q-1, q) iterations. So for given a_p the iterations go to the leaves by slope
+p + q, the cheapest first, and the first sum has a closed form. What is left is a convex function of a few whole
+numbers, the a_p. It is minimised by a descent whose stride halves: O(log(length) p^2) evaluations, and O(p^2 + host p)
+operations for each. The moves take O(length). That it is the recursion's minimum is tested for all small sizes, not
+proved for all sizes.
 
 Pure Python and NumPy, no JAX.
 """
@@ -44,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt.core.constants import LONGEST_RUN, TRANSFER
-from jaxckpt.schedules.optimum import Binomial, Move, TurnCosts, binomial, extra_steps, repetitions, revolve
+from jaxckpt.schedules.optimum import Binomial, Move, TurnCosts, binomial, extra_iterations, repetitions, revolve
 
 _STARTS = 6
 """Numbers of leaves that the search for the best ones starts from."""
@@ -53,7 +54,7 @@ _COSTS = TurnCosts()
 
 @dataclass(frozen=True)
 class Transfer:
-    """What moving a carry costs, in runs of the step.
+    """What moving a carry costs, in runs of the body.
 
     Attributes:
       write: from the device to the host.
@@ -69,11 +70,11 @@ class TwoLevels:
     """A solution.
 
     Attributes:
-      length: steps, at least 1.
+      length: iterations, at least 1.
       slots: carries in device memory at once.
       host: carries in host memory at once, the initial one counted where any is there.
       leaves: leaves of each level, 1 of level 0 first; (1,) leaves the host unused.
-      lengths: for each level (steps, leaves) pairs: how many leaves have so many steps, the longest first.
+      lengths: for each level (iterations, leaves) pairs: how many leaves have so many iterations, the longest first.
     """
 
     length: int
@@ -93,17 +94,17 @@ class TwoLevels:
         return _written(self.leaves)
 
     @property
-    def extra_steps(self) -> int:
-        """Runs of the step beyond the linearising ones; the forward pass up to the last step is counted."""
+    def extra_iterations(self) -> int:
+        """Runs of the body beyond the linearising ones; the forward pass up to the last iteration is counted."""
         return sum(
-            count * (level * steps + extra_steps(steps, self.slots))
+            count * (level * iterations + extra_iterations(iterations, self.slots))
             for level, pairs in enumerate(self.lengths)
-            for steps, count in pairs
+            for iterations, count in pairs
         )
 
     def cost(self, transfer: Transfer) -> float:
-        """Returns runs of the step beyond the linearising ones, and transfers, in runs of the step."""
-        return self.extra_steps + transfer.write * self.writes + transfer.read * self.reads
+        """Returns runs of the body beyond the linearising ones, and transfers, in runs of the body."""
+        return self.extra_iterations + transfer.write * self.writes + transfer.read * self.reads
 
     @property
     def host_rows(self) -> int:
@@ -134,19 +135,20 @@ class TwoLevels:
         return found
 
     def moves(self) -> Iterator[Move]:
-        """Yields the moves that reverse the steps, in order: those of `revolve`, and "write" and "read" (carry of
-        `step`, in host slot `slot`).
+        """Yields the moves that reverse the iterations, in order: those of `revolve`, and "write" and "read" (carry of
+        `iteration`, in host slot `slot`).
 
-        Before the first move the carry of step 0 is at hand. After a "read", too, the carry that was read is at hand.
+        Before the first move the carry of iteration 0 is at hand. After a "read", too, the carry that was read is at
+        hand.
         """
         groups = self._groups()
-        sizes = [[steps for steps, count in pairs for _ in range(count)] for pairs in self.lengths]
+        sizes = [[iterations for iterations, count in pairs for _ in range(count)] for pairs in self.lengths]
         own = [sizes[level].pop() for level, _, _, _ in groups]
         whole = list(own)
         for i in reversed(range(len(groups))):
             _, _, count, place = groups[i]
             whole[i] += sum(whole[place : place + count])
-        # (group, its first step, whether its start is written)
+        # (group, its first iteration, whether its start is written)
         todo = [(0, 0, False)]
         while todo:
             i, at, stored = todo.pop()
@@ -167,7 +169,7 @@ class TwoLevels:
 
 def _shifted(length: int, slots: int, start: int) -> Iterator[Move]:
     for move in revolve(length, slots):
-        yield Move(move.kind, move.step + start, move.slot, move.stop + start if move.kind == "advance" else -1)
+        yield Move(move.kind, move.iteration + start, move.slot, move.stop + start if move.kind == "advance" else -1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -175,15 +177,15 @@ def optimal_levels(length: int, slots: int, host: int, transfer: Transfer) -> Tw
     """Returns the solution that costs least.
 
     Args:
-      length: steps, at least 1.
+      length: iterations, at least 1.
       slots: carries in device memory, at least 1.
       host: carries in host memory, at least 0.
       transfer: the costs of the host.
 
     >>> best = optimal_levels(100, 3, 10, Transfer(2.0, 2.0))
-    >>> best.extra_steps, best.writes, best.reads, best.leaves
+    >>> best.extra_iterations, best.writes, best.reads, best.leaves
     (235, 10, 10, (1, 10))
-    >>> [optimal_levels(10007, 32, host, Transfer(0.25, 0.25)).extra_steps for host in (0, 256, 1024, 10007)]
+    >>> [optimal_levels(10007, 32, host, Transfer(0.25, 0.25)).extra_iterations for host in (0, 256, 1024, 10007)]
     [32888, 19724, 18956, 10006]
     """
     costs = _Costs(length, slots, min(host, length), transfer)
@@ -228,8 +230,8 @@ class _Costs:
 
     def __init__(self, length: int, slots: int, host: int, transfer: Transfer) -> None:
         self.length, self.slots, self.host, self.transfer = length, slots, host, transfer
-        self.most = repetitions(length, slots)  # a step of level p runs at least p times
-        self.widths = [1]  # steps of a leaf at each slope, the first step at slope 0
+        self.most = repetitions(length, slots)  # an iteration of level p runs at least p times
+        self.widths = [1]  # iterations of a leaf at each slope, the first iteration at slope 0
         reached = 1
         while reached < length:
             self.widths.append(math.comb(slots + len(self.widths) - 1, len(self.widths)))
@@ -246,16 +248,16 @@ class _Costs:
         if min(leaves) < 0 or sum(leaves) > self.length or not self._room(leaves):
             return math.inf, 0
         left = self.length - sum(leaves)
-        steps = sum(level * count for level, count in enumerate(leaves))
+        runs = sum(level * count for level, count in enumerate(leaves))
         slope = 1
         while left:
             taken = min(left, self._width(leaves, slope))
-            steps, left, slope = steps + taken * slope, left - taken, slope + 1
+            runs, left, slope = runs + taken * slope, left - taken, slope + 1
         writes, reads = _written(leaves), sum(leaves[1:])
-        return steps + self.transfer.write * writes + self.transfer.read * reads, writes + reads
+        return runs + self.transfer.write * writes + self.transfer.read * reads, writes + reads
 
     def _width(self, leaves: tuple[int, ...], slope: int) -> int:
-        """Returns the steps beyond the first of each leaf that cost `slope` runs."""
+        """Returns the iterations beyond the first of each leaf that cost `slope` runs."""
         return sum(
             count * self.widths[slope - level]
             for level, count in enumerate(leaves[:slope])
@@ -284,7 +286,7 @@ class _Costs:
         return True
 
     def lengths(self, leaves: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Returns the steps of the leaves, as of `TwoLevels.lengths`."""
+        """Returns the iterations of the leaves, as of `TwoLevels.lengths`."""
         left, slope = self.length - sum(leaves), 0
         while left > 0 and left >= (wide := self._width(leaves, slope + 1)):
             left, slope = left - wide, slope + 1
@@ -296,7 +298,7 @@ class _Costs:
             left -= more
             longer, part = divmod(more, wide) if wide else (0, 0)
             pairs = [(full + wide, longer), (full + part, int(part > 0)), (full, count - longer - (part > 0))]
-            found.append(tuple((steps, some) for steps, some in pairs if some))
+            found.append(tuple((iterations, some) for iterations, some in pairs if some))
         assert not left
         return tuple(found)
 
@@ -312,12 +314,12 @@ def _minimum(costs: _Costs) -> tuple[int, ...]:
 
 
 def _descend(costs: _Costs, leaves: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the leaves of each level to which no step is an improvement."""
+    """Returns the leaves of each level that no direction improves."""
     size = 1 << max(costs.length.bit_length() - 1, 0)
     while size:
         levels = min(len(leaves), costs.most) + 1
         padded = leaves + (0,) * (levels - len(leaves))
-        tries = (_stepped(padded, step, size) for step in _steps(levels))
+        tries = (_toward(padded, direction, size) for direction in _directions(levels))
         found = min(tries, key=costs.of)
         if costs.of(found) < costs.of(leaves):
             leaves = _short(found)
@@ -326,8 +328,8 @@ def _descend(costs: _Costs, leaves: tuple[int, ...]) -> tuple[int, ...]:
     return leaves
 
 
-def _stepped(leaves: tuple[int, ...], step: tuple[int, ...], size: int) -> tuple[int, ...]:
-    return (1, *(count + size * sign for count, sign in zip(leaves[1:], step)))
+def _toward(leaves: tuple[int, ...], direction: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return (1, *(count + size * sign for count, sign in zip(leaves[1:], direction)))
 
 
 def _short(leaves: tuple[int, ...]) -> tuple[int, ...]:
@@ -338,9 +340,9 @@ def _short(leaves: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @functools.cache
-def _steps(levels: int) -> list[tuple[int, ...]]:
-    """Returns the directions of steps, one number of -1, 0 and 1 for each level but level 0: all where there are few
-    levels; else neighbouring levels up or down together, from the one before or to the one after too.
+def _directions(levels: int) -> list[tuple[int, ...]]:
+    """Returns the directions of the descent, one number of -1, 0 and 1 for each level but level 0: all where there are
+    few levels; else neighbouring levels up or down together, from the one before or to the one after too.
     """
     count = levels - 1
     if count <= 5:
@@ -351,15 +353,15 @@ def _steps(levels: int) -> list[tuple[int, ...]]:
     return [tuple(sign * x for x in row) for row in (*rows, *moved) for sign in (1, -1)]
 
 
-# -------------------------------------------------------------------------------------------------------- runs of steps
+# --------------------------------------------------------------------------------------------------- runs of iterations
 
 
 @dataclass(frozen=True)
 class TwoLevelRuns(Binomial):
-    """Runs of steps over two levels of slots: `slots` counts carries on the device.
+    """Runs of iterations over two levels of slots: `slots` counts carries on the device.
 
     Attributes:
-      levels: the solution for as many steps as there are runs; its leaves are never (1,).
+      levels: the solution for as many iterations as there are runs; its leaves are never (1,).
     """
 
     levels: TwoLevels | None = None
@@ -371,9 +373,9 @@ class TwoLevelRuns(Binomial):
         return self.levels
 
     @property
-    def steps(self) -> int:
-        """Runs of the step over a forward and a backward pass."""
-        advances = self.placed.extra_steps - (self.units - 1)
+    def body_runs(self) -> int:
+        """Runs of the body over a forward and a backward pass."""
+        advances = self.placed.extra_iterations - (self.units - 1)
         twice = self.length - self.units if self.again else 0
         return 2 * self.length + advances * self.run + twice
 
@@ -387,9 +389,9 @@ def with_host(plan: Binomial, host: int, cost: float) -> Binomial:
     """Returns the same runs with so many host slots besides; the plan itself where they are of no use.
 
     Args:
-      plan: runs of steps, and slots on the device.
+      plan: runs of iterations, and slots on the device.
       host: carries in host memory.
-      cost: of moving a carry, one way, in runs of the step.
+      cost: of moving a carry, one way, in runs of the body.
     """
     if not host:
         return plan
@@ -410,14 +412,14 @@ def two_level_runs(
     costs: TurnCosts = _COSTS,
 ) -> Binomial:
     """Returns the runs that use the bytes of `slots` carries on the device, and `host` carries on the host, best: never
-    more runs of the step than with runs of one step.
+    more runs of the body than with runs of one iteration.
 
     Args:
       length, slots, row, again, costs: as of `binomial`.
       host, cost: as of `with_host`.
 
     >>> best = two_level_runs(10_007, 32, 1024, 0.25, row=3.0)
-    >>> best.run, best.units, best.steps
+    >>> best.run, best.units, best.body_runs
     (6, 1668, 23860)
     """
     enough = -(-length // (host + slots))
@@ -433,9 +435,9 @@ def two_level_runs(
     def score(plan: Binomial) -> tuple[float, float]:
         kept = length * costs.kept if plan.run > 1 else 0.0
         moved = plan.transfers * cost if isinstance(plan, TwoLevelRuns) else 0.0
-        return plan.steps + plan.units * (costs.turn + costs.waiting) + kept + moved, plan.carries(row)
+        return plan.body_runs + plan.units * (costs.turn + costs.waiting) + kept + moved, plan.carries(row)
 
-    return min((plan for plan in plans if plan.steps <= plans[0].steps), key=score)
+    return min((plan for plan in plans if plan.body_runs <= plans[0].body_runs), key=score)
 
 
 @dataclass(frozen=True)
@@ -469,15 +471,15 @@ class LevelCounts:
 class Turns:
     """The tables with which a compiled loop follows a solution: int32 arrays.
 
-    A turn takes one step back, the last step first. It takes a carry from its source, advances it to each of its
-    events, stores it there, and advances it to its step. Events that store on the host come first.
+    A turn takes one iteration back, the last iteration first. It takes a carry from its source, advances it to each of
+    its events, stores it there, and advances it to its iteration. Events that store on the host come first.
 
     Attributes:
       source: one a turn: HAND for the carry that the forward pass ended with, or a slot: i >= 0 on the device, ~i on
         the host.
-      at: one a turn: the step of that carry.
+      at: one a turn: the iteration of that carry.
       host, device: one a turn and one more: where its events begin among `to_host` and `to_device`.
-      to_host, to_device: step and slot of each event in turn; flat, since a TPU pads rows.
+      to_host, to_device: iteration and slot of each event in turn; flat, since a TPU pads rows.
     """
 
     source: np.ndarray
@@ -501,12 +503,12 @@ def turns(levels: TwoLevels) -> Turns:
     source, at = HAND, levels.length - 1
     for move in levels.moves():
         if move.kind in ("read", "restore"):
-            source, at = (~move.slot if move.kind == "read" else move.slot), move.step
+            source, at = (~move.slot if move.kind == "read" else move.slot), move.iteration
             begun = len(to_host), len(to_device)
         elif move.kind == "write":
-            to_host.append((move.step, move.slot))
+            to_host.append((move.iteration, move.slot))
         elif move.kind == "store":
-            to_device.append((move.step, move.slot))
+            to_device.append((move.iteration, move.slot))
         elif move.kind == "adjoint":
             # The forward pass makes the events before the first turn.
             begun = begun if rows else (len(to_host), len(to_device))

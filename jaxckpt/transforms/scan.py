@@ -51,22 +51,23 @@ def scan(
     Arguments, results and errors are those of lax.scan.
 
     Args:
-      f: the step, (carry, x) -> (carry, y), of pytrees. What it closes over is differentiated too.
-      init: the carry before the first step; integers and random keys may be in it.
-      xs: pytree of arrays with one row a step, or None.
-      length: steps; may be left out where there are xs.
+      f: the scan body, (carry, x) -> (carry, y), of pytrees. What it closes over is differentiated too.
+      init: the carry before the first iteration; integers and random keys may be in it.
+      xs: pytree of arrays with one row an iteration, or None.
+      length: iterations; may be left out where there are xs.
       reverse: whether to start from the last row.
-      unroll: as of lax.scan, for the innermost steps. With `Slots`: the steps that one turn of the backward loop takes;
-        what is kept of them comes on top of the slots. 1 leaves the number to the schedule, which pays for it in slots.
-        Where a budget picks slots, it picks this number too.
-      schedule: "none" (lax.scan as it is; with a policy, each step keeps what the policy says), "every" (each step
-        checkpointed), "sqrt" (segments of square-root length, one more run of each step), "log" (segments of segments,
-        4 at every level: fewest carries, about log4(length) more runs), an int (steps in a segment), a tuple of ints
-        (nested lengths, outermost first; their product at least the length), `Slots(n, host=0)`: at most n carries'
-        bytes, and so many carries in host memory, placed by the optimum; or any other
-        `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left, and
+      unroll: as of lax.scan, for the innermost iterations. With `Slots`: the iterations that one turn of the backward
+        loop takes; what is kept of them comes on top of the slots. 1 leaves the number to the schedule, which pays for
+        it in slots. Where a budget picks slots, it picks this number too.
+      schedule: "none" (lax.scan as it is; with a policy, each iteration keeps what the policy says), "every" (each
+        iteration checkpointed), "sqrt" (segments of square-root length, one more run of each iteration), "log"
+        (segments of segments, 4 at every level: fewest carries, about log4(length) more runs), an int (iterations in a
+        segment), a tuple of ints (nested lengths, outermost first; their product at least the length),
+        `Slots(n, host=0)`: at most n carries' bytes, and so many carries in host memory, placed by the optimum; or any
+        other `jaxckpt.schedules.LoopSchedule`. Lengths need not divide: a shorter last segment takes what is left, and
         nothing is padded.
-      policy: what is kept of each step where steps are checkpointed or gone through again; as of `jaxckpt.checkpoint`.
+      policy: what is kept of each iteration where iterations are checkpointed or gone through again; as of
+        `jaxckpt.checkpoint`.
       carry: what becomes of the carries between segments. SAVE; OFFLOAD, to keep them in host memory; or an action
         that keeps another form of them, such as `compress("bfloat16")` and `compress("int8") | OFFLOAD`, in schedules
         of segments. The scan's results stay exact; the backward pass runs segments again from what is restored. If no
@@ -78,7 +79,7 @@ def scan(
         differentiated that can be.
 
     Returns:
-      The carry after the last step, and the ys with one row a step.
+      The carry after the last iteration, and the ys with one row an iteration.
 
     Raises:
       ArgumentError: the schedule, the policy, the action or the budget is invalid.
@@ -99,7 +100,7 @@ def scan(
     if not hasattr(unroll, "__index__") or unroll < 0:
         raise ArgumentError("unroll", "a bool, or a whole number of at least 0", unroll)
     if rowless := [x for x in jax.tree.leaves(xs) if not getattr(x, "shape", ())]:
-        raise ArgumentError("xs", "a pytree of arrays with one row a step, or None", rowless[0])
+        raise ArgumentError("xs", "a pytree of arrays with one row an iteration, or None", rowless[0])
     if budget is not None and schedule != "sqrt":
         raise ArgumentError("schedule", "omitted if a budget is given, because the budget chooses it", schedule)
     policy_of(policy)

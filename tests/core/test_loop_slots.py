@@ -145,7 +145,7 @@ def counted_runs(schedule, length):
 def test_iterations_of_a_planned_loop_run_as_often_as_its_schedule_says(count, run):
     schedule = Slots(count, run_length=run)
     runs = counted_runs(schedule, 40)
-    assert runs <= schedule.cost(40).runs <= describe(40, Slots(count)).forward_steps + 40
+    assert runs <= schedule.cost(40).runs <= describe(40, Slots(count)).runs + 40
     assert runs > counted_runs(Slots(40), 40) >= 40
 
 
@@ -269,7 +269,7 @@ def test_two_schedules_cannot_have_one_kind():
 def test_a_schedule_of_ones_own_is_written_read_printed_and_described():
     schedule = Late(8)
     assert schedule_from(schedule.to_json()) == schedule == pickle.loads(pickle.dumps(schedule))
-    assert describe(LENGTH, schedule).forward_steps == 2 * LENGTH - 8
+    assert describe(LENGTH, schedule).runs == 2 * LENGTH - 8
     graph = trace(loss, *arguments())
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
     plan = Plan((), graph.fingerprint, loops=(Loop(place, schedule),))

@@ -1,4 +1,4 @@
-"""The compiled loops of `Slots`: the step runs as often as the optimum says, and the carries that are kept are the
+"""The compiled loops of `Slots`: the body runs as often as the optimum says, and the carries that are kept are the
 slots.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import jaxckpt
-from jaxckpt.schedules import Slots, extra_steps, optimum
+from jaxckpt.schedules import Slots, extra_iterations, optimum
 from jaxckpt.transforms.scan import scan
 from tests.helpers import assert_trees_close
 from tests.transforms.test_scan import Counter
@@ -26,12 +26,12 @@ FAST = {"xla_backend_optimization_level": "0"}
 
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of one step only, as the optimum is known for; longer ones take fewer steps, and some bytes."""
+    """Runs of one iteration only, as the optimum is known for; longer ones take fewer iterations, and some bytes."""
     monkeypatch.setattr(optimum, "LONGEST_RUN", 1)
 
 
 def loss(counter: Counter, schedule: Any, length: int, h: Any) -> Any:
-    """A recurrence of `length` steps, each of which runs the counter once."""
+    """A recurrence of `length` iterations, each of which runs the counter once."""
     return jnp.sum(
         scan(lambda c, _: (jnp.tanh(counter.multiply(c)), None), h, length=length, schedule=schedule)[0] ** 2
     )
@@ -49,9 +49,9 @@ def test_the_compiled_program_runs_the_step_as_often_as_the_optimum_and_keeps_th
     step = jax.jit(jax.grad(lambda h: loss(counter, Slots(slots), length, h)), compiler_options=FAST)
     compiled = step.lower(H).compile()
     jax.block_until_ready(compiled(H))
-    # The forward pass, one run of each step to differentiate it, and what the optimum adds, less the forward pass that
-    # it counts.
-    assert counter.runs == length + 1 + extra_steps(length, min(slots, length))
+    # The forward pass, one run of each iteration to differentiate it, and what the optimum adds, less the forward pass
+    # that it counts.
+    assert counter.runs == length + 1 + extra_iterations(length, min(slots, length))
     buffers = {int(rows) for rows in re.findall(rf"f32\[(\d+),{ROWS},{WIDTH}\]", compiled.as_text())}
     assert max(buffers, default=1) == min(slots, length)
 
@@ -85,7 +85,7 @@ def test_runs_of_several_steps_keep_a_row_for_each_slot_and_for_each_step_of_a_r
     compiled = jax.jit(jax.grad(fun), compiler_options=FAST).lower(H).compile()
     jax.block_until_ready(compiled(H))
     units = -(-length // run)
-    assert counter.runs == 2 * length + run * (extra_steps(units, min(slots, units)) - units + 1)
+    assert counter.runs == 2 * length + run * (extra_iterations(units, min(slots, units)) - units + 1)
     buffers = {int(rows) for rows in re.findall(rf"f32\[(\d+),{ROWS},{WIDTH}\]", compiled.as_text())}
     assert max(buffers) == max(min(slots, units), run)
     expected = jax.grad(

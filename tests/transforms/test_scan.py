@@ -19,7 +19,7 @@ from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE
 from jaxckpt.core.graph import trace
 from jaxckpt.memory.report import measure
 from jaxckpt.policies import Policy, op
-from jaxckpt.schedules import Nested, Slots, extra_steps, pullback, schedule_of
+from jaxckpt.schedules import Nested, Slots, extra_iterations, pullback, schedule_of
 from jaxckpt.transforms.checkpoint import checkpoint, tag
 from jaxckpt.transforms.scan import scan
 from tests.helpers import (
@@ -204,7 +204,7 @@ def test_the_random_programs_cover_what_they_should() -> None:
         assert 6 < sum(part in p.parts for p in programs) < PROGRAMS
 
 
-# ---------------------------------------------------------------------------------------------- how often the step runs
+# ---------------------------------------------------------------------------------------------- how often the body runs
 
 
 class Counter:
@@ -226,7 +226,7 @@ class Counter:
         return np.asarray(h) @ self.weight
 
 
-def count_steps(length: int, **options: Any) -> int:
+def count_runs(length: int, **options: Any) -> int:
     counter = Counter(4)
 
     def loss(h: Any) -> Any:
@@ -237,31 +237,31 @@ def count_steps(length: int, **options: Any) -> int:
 
 
 def test_the_counter_counts() -> None:
-    assert count_steps(10, schedule="none") == 10
-    assert count_steps(10, schedule="every") == 20
-    assert count_steps(12, schedule=(3, 2, 2)) == 36
+    assert count_runs(10, schedule="none") == 10
+    assert count_runs(10, schedule="every") == 20
+    assert count_runs(12, schedule=(3, 2, 2)) == 36
 
 
 @pytest.mark.parametrize(("length", "slots"), [(10, 3), (56, 3), (100, 5), (100, 10), (1000, 10), (1000, 50)])
-def test_slots_run_the_step_no_more_often_than_revolve(length: int, slots: int) -> None:
-    assert count_steps(length, schedule=Slots(slots)) <= length + 1 + extra_steps(length, slots)
+def test_slots_run_the_body_no_more_often_than_revolve(length: int, slots: int) -> None:
+    assert count_runs(length, schedule=Slots(slots)) <= length + 1 + extra_iterations(length, slots)
 
 
 @pytest.mark.parametrize("run", [2, 3, 7])
 def test_runs_of_steps_run_the_step_as_often_as_planned(run: int) -> None:
-    assert count_steps(50, schedule=Slots(4), unroll=run) == binomial_steps(50, run, 4)
+    assert count_runs(50, schedule=Slots(4), unroll=run) == binomial_runs(50, run, 4)
 
 
-def binomial_steps(length: int, run: int, slots: int) -> int:
+def binomial_runs(length: int, run: int, slots: int) -> int:
     units = -(-length // run)
-    return 2 * length + run * (extra_steps(units, min(slots, units)) - units + 1)
+    return 2 * length + run * (extra_iterations(units, min(slots, units)) - units + 1)
 
 
 @pytest.mark.parametrize("schedule", ["sqrt", "log", 7, (5, 3, 4), "every", "none"])
 def test_nested_schedules_run_the_step_as_often_as_described(schedule: Any) -> None:
     nest = schedule_of(53, schedule)
     assert isinstance(nest, Nested)
-    assert count_steps(53, schedule=schedule) == nest.steps
+    assert count_runs(53, schedule=schedule) == nest.body_runs
 
 
 def test_slots_keep_no_more_carries_than_they_are() -> None:
@@ -311,11 +311,11 @@ def test_every_schedule_keeps_what_it_should_and_no_more(target: str) -> None:
         schedule: temporaries(target, schedule)
         for schedule in ("none", "every", "sqrt", "log", 60, (4, 60), (3, 8, 10), Slots(12))
     }
-    spare = 9  # working memory of one step and its backward pass
+    spare = 9  # working memory of one iteration and its backward pass
     padding = 1.3 if target.startswith("tpu") else 1.02  # the TPU lays arrays out in tiles
     assert kept["none"] >= 2 * STEPS
     assert 0.9 * STEPS <= kept["every"] <= padding * STEPS + spare
-    residuals = kept["none"] / STEPS  # of a step, in carries
+    residuals = kept["none"] / STEPS  # of an iteration, in carries
     for schedule in ("sqrt", "log", 60, (4, 60), (3, 8, 10)):
         nest = schedule_of(STEPS, schedule)
         assert isinstance(nest, Nested)
@@ -399,7 +399,7 @@ def test_counters_and_keys_of_an_offloaded_carry_stay_where_they_are(schedule: A
 
 
 def _within(wrap: Callable, outer: Any, inner: Any = "sqrt", **options: Any) -> Callable:
-    """A scan whose step, wrapped, runs two other scans."""
+    """A scan whose body, wrapped, runs two other scans."""
 
     def loss(h: Any) -> Any:
         run = wrap(lambda h: scan(lambda h, x: (jnp.sin(h * x), None), h, jnp.ones(16), schedule=inner, **options)[0])
@@ -538,8 +538,8 @@ def test_the_program_is_no_larger_for_a_thousand_times_the_steps(slots: int) -> 
         )
         return len(list(trace(jax.grad(loss), weights).walk()))
 
-    # the longer scan has the plain schedule, the shorter one may take runs of steps: some 30 operations more, whatever
-    # the length
+    # the longer scan has the plain schedule, the shorter one may take runs of iterations: some 30 operations more,
+    # whatever the length
     assert size(100_000) == size(1_000_000) <= size(100) <= size(100_000) + 40
 
 
@@ -664,7 +664,7 @@ def test_a_policy_keeps_its_values_of_each_step(schedule: Any) -> None:
         gradient = functools.partial(tagged_loss, h=ARGS[1], xs=ARGS[2], schedule=schedule, policy=policy)
         return gradient_executions(gradient, ARGS[0])["dot_general"]
 
-    # Keeping "up" saves its matmul in every backward step.
+    # Keeping "up" saves its matmul in every iteration's backward pass.
     assert dots("nothing") - dots(Policy({"up": "save"})) >= 19
     assert dots("dots") <= dots(Policy({"up": "save"}))
 

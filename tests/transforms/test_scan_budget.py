@@ -162,18 +162,18 @@ def chosen(name: str, length: int, budget: int) -> Any:
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("length", [1000, 1009])
 def test_more_bytes_never_mean_more_steps(name: str, length: int) -> None:
-    steps = [chosen(name, length, 2**power).steps for power in range(22, 32)]
-    assert steps == sorted(steps, reverse=True)
-    assert steps[-1] == length  # everything kept, as lax.scan does
+    runs = [chosen(name, length, 2**power).body_runs for power in range(22, 32)]
+    assert runs == sorted(runs, reverse=True)
+    assert runs[-1] == length  # everything kept, as lax.scan does
 
 
 def test_the_fastest_schedule_that_fits_is_taken() -> None:
     length, carry = 1000, BATCH * WIDTH * 4
     plan = chosen("rnn", length, 200 * carry)
-    assert plan.steps <= 2 * length  # as "sqrt", which fits
+    assert plan.body_runs <= 2 * length  # as "sqrt", which fits
     assert temporaries("cpu", *gradient("rnn", length, schedule="sqrt")) <= 200 * carry
     few = chosen("rnn", length, 30 * carry)
-    assert few.steps < describe(length, Slots(16)).forward_steps  # 16 slots and what a step works with fit
+    assert few.body_runs < describe(length, Slots(16)).runs  # 16 slots and what an iteration works with fit
     assert isinstance(chosen("rnn", length, 10**9).schedule, Nested)
 
 

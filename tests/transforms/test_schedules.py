@@ -18,7 +18,7 @@ from jaxckpt.schedules import (
     TurnCosts,
     binomial,
     describe,
-    extra_steps,
+    extra_iterations,
     nested,
     places,
     places_bytes,
@@ -44,40 +44,40 @@ def optimum(length: int, slots: int) -> int:
 
 
 def run_moves(length: int, slots: int) -> int:
-    """Runs revolve's moves as a machine would, checking each; returns the steps advanced."""
+    """Runs revolve's moves as a machine would, checking each; returns the iterations advanced."""
     stored: dict[int, int] = {}
     at, waiting, advanced = 0, length, 0
     for move in revolve(length, slots):
         if move.kind == "store":
-            assert at == move.step and 0 <= move.slot < slots
+            assert at == move.iteration and 0 <= move.slot < slots
             stored[move.slot] = at
         elif move.kind == "restore":
-            assert stored[move.slot] == move.step
-            at = move.step
+            assert stored[move.slot] == move.iteration
+            at = move.iteration
         elif move.kind == "advance":
-            assert at == move.step < move.stop < waiting
-            advanced += move.stop - move.step
+            assert at == move.iteration < move.stop < waiting
+            advanced += move.stop - move.iteration
             at = move.stop
         else:
-            assert move.kind == "adjoint" and at == move.step == waiting - 1
-            at, waiting = -1, move.step
+            assert move.kind == "adjoint" and at == move.iteration == waiting - 1
+            at, waiting = -1, move.iteration
     assert waiting == 0
     return advanced
 
 
 def run_places(where: Places) -> list[int]:
-    """Does what a compiled loop does, checking that each adjoint has its carry; returns the steps advanced for each
-    adjoint.
+    """Does what a compiled loop does, checking that each adjoint has its carry; returns the iterations advanced for
+    each adjoint.
     """
     starts, left, top = where.whole
     advances = []
     for unit in range(where.length - 1, -1, -1):
         at, advanced = int(starts[top]), 0
         while at < unit:
-            step = int(where.cut(where.reach, unit + 1 - at, where.slots - top, int(left[top])))
-            assert 1 <= step <= unit - at
+            taken = int(where.cut(where.reach, unit + 1 - at, where.slots - top, int(left[top])))
+            assert 1 <= taken <= unit - at
             repetitions_left, left[top] = left[top], left[top] - 1
-            at, advanced = at + step, advanced + step
+            at, advanced = at + taken, advanced + taken
             if at < unit:
                 top += 1
                 assert top < where.slots
@@ -91,15 +91,15 @@ def run_places(where: Places) -> list[int]:
     return advances
 
 
-@pytest.mark.parametrize(("length", "slots", "steps"), KNOWN)
-def test_extra_steps_are_the_published_ones(length: int, slots: int, steps: int) -> None:
-    assert extra_steps(length, slots) == steps
+@pytest.mark.parametrize(("length", "slots", "iterations"), KNOWN)
+def test_extra_iterations_are_the_published_ones(length: int, slots: int, iterations: int) -> None:
+    assert extra_iterations(length, slots) == iterations
 
 
-def test_extra_steps_are_the_optimum_of_every_split() -> None:
+def test_extra_iterations_are_the_optimum_of_every_split() -> None:
     for length in range(45):
         for slots in range(1, 12):
-            assert extra_steps(length, slots) == optimum(length, slots), (length, slots)
+            assert extra_iterations(length, slots) == optimum(length, slots), (length, slots)
 
 
 def test_the_split_attains_the_optimum() -> None:
@@ -114,27 +114,27 @@ def test_no_step_is_run_more_often_than_repetitions_say() -> None:
         runs = np.zeros(length, int)
         for move in revolve(length, slots):
             if move.kind == "advance":
-                runs[move.step : move.stop] += 1
+                runs[move.iteration : move.stop] += 1
         assert runs.max() == repetitions(length, slots)
 
 
 @given(length=st.integers(0, 150), slots=st.integers(1, 160))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_moves_reverse_every_step_with_the_slots_there_are_in_the_fewest_advances(length: int, slots: int) -> None:
-    assert run_moves(length, slots) == extra_steps(length, slots)
+    assert run_moves(length, slots) == extra_iterations(length, slots)
 
 
 @given(length=st.integers(1, 200), slots=st.integers(1, 210))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_places_take_the_fewest_advances(length: int, slots: int) -> None:
     where = places(length, slots)
-    assert sum(run_places(where)) == extra_steps(length, slots)
+    assert sum(run_places(where)) == extra_iterations(length, slots)
     assert {table.dtype for table in (where.reach, where.starts, where.left)} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize(("length", "slots"), [(20_000, 64), (5_000, 2), (3_000, 1), (5_000, 4_000)])
 def test_places_of_long_scans_take_the_fewest_advances(length: int, slots: int) -> None:
-    assert sum(run_places(places(length, slots))) == extra_steps(length, slots)
+    assert sum(run_places(places(length, slots))) == extra_iterations(length, slots)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 12, 64, 2000])
@@ -148,8 +148,8 @@ def test_places_take_few_bytes_whatever_the_length(slots: int) -> None:
 
 
 def leaves(nest: Nested) -> Iterator[tuple[int, int]]:
-    """For each step, in order: how often it runs in a forward and backward pass, and how many segment starts are kept
-    around it.
+    """For each iteration, in order: how often it runs in a forward and backward pass, and how many segment starts are
+    kept around it.
     """
     if nest.inner is None:
         yield from [(2 if nest.remat else 1, 0)] * nest.length
@@ -168,10 +168,10 @@ def test_nested_lengths_cover_every_step_once_and_say_how_often_it_runs(length: 
         return
     nest = schedule_of(length, tuple(lengths))
     assert isinstance(nest, Nested)
-    steps = list(leaves(nest))
-    assert len(steps) == nest.length == length
-    assert sum(runs for runs, _ in steps) == nest.steps
-    assert max((around for _, around in steps), default=0) <= nest.carries
+    iterations = list(leaves(nest))
+    assert len(iterations) == nest.length == length
+    assert sum(runs for runs, _ in iterations) == nest.body_runs
+    assert max((around for _, around in iterations), default=0) <= nest.carries
 
 
 @given(length=st.integers(0, 3000), size=st.integers(1, 60))
@@ -189,7 +189,7 @@ def test_an_int_is_the_steps_in_a_segment_and_the_rest_is_shorter(length: int, s
 def test_sqrt_keeps_few_carries_and_runs_each_step_at_most_twice(length: int) -> None:
     nest = schedule_of(length, "sqrt")
     assert isinstance(nest, Nested)
-    assert nest.steps <= 2 * length
+    assert nest.body_runs <= 2 * length
     assert nest.carries + nest.residuals <= 2.2 * max(length, 1) ** 0.5 + 1
 
 
@@ -199,10 +199,10 @@ def test_log_keeps_fewer_carries_than_sqrt_and_no_more_than_five_a_level(length:
     assert isinstance(log, Nested) and isinstance(sqrt, Nested)
     assert log.carries + log.residuals < sqrt.carries + sqrt.residuals
     assert log.carries <= 5 * np.log(length) / np.log(4)
-    assert log.steps <= length * (np.log(length) / np.log(4) + 1.5)
+    assert log.body_runs <= length * (np.log(length) / np.log(4) + 1.5)
 
 
-# -------------------------------------------------------------------------------------------------------- runs of steps
+# --------------------------------------------------------------------------------------------------- runs of iterations
 
 
 @given(
@@ -217,12 +217,12 @@ def test_runs_never_take_more_steps_than_revolve_nor_more_bytes_than_the_slots(
     length: int, slots: int, row: float, again: bool, costs: TurnCosts
 ) -> None:
     plan = binomial(length, slots, row=row, again=again, costs=costs)
-    assert plan.steps <= length + 1 + extra_steps(length, slots)
+    assert plan.body_runs <= length + 1 + extra_iterations(length, slots)
     assert plan.slots >= 1 and plan.carries(row) <= slots
 
 
-def count_steps(plan: Binomial) -> int:
-    """Runs of the step when the plan is executed: forward pass, carries obtained from the slots, every run gone
+def count_runs(plan: Binomial) -> int:
+    """Runs of the body when the plan is executed: forward pass, carries obtained from the slots, every run gone
     through.
     """
     total = plan.length
@@ -237,44 +237,45 @@ def count_steps(plan: Binomial) -> int:
 def test_the_steps_of_a_plan_are_those_that_its_tables_make(length: int, run: int, slots: int, again: bool) -> None:
     run = min(run, length)
     plan = Binomial(length, run, min(slots, -(-length // run)), again)
-    assert plan.steps == count_steps(plan)
+    assert plan.body_runs == count_runs(plan)
 
 
 def test_a_slot_holds_residuals_where_that_saves_steps() -> None:
     with_runs, alone = binomial(1024, 64, row=3.0), binomial(1024, 64)
     assert with_runs.run > 1 and with_runs.carries(3.0) <= 64
-    assert with_runs.steps < 0.93 * alone.steps
+    assert with_runs.body_runs < 0.93 * alone.body_runs
 
 
 def test_runs_are_as_long_as_what_they_save_is_dear() -> None:
     def run(turn: float, kept: float) -> int:
         return binomial(1024, 96, row=1.0, costs=TurnCosts(turn, kept)).run
 
-    assert run(0.1, 2.0) == 1  # keeping takes longer than the steps that are saved
-    assert 1 < run(0.0, 0.0) < run(8.0, 0.0)  # a dear turn is worth a few steps more
+    assert run(0.1, 2.0) == 1  # keeping takes longer than the iterations that are saved
+    assert 1 < run(0.0, 0.0) < run(8.0, 0.0)  # a dear turn is worth a few iterations more
     assert run(8.0, 2.0) > 1
 
 
 def test_slots_beyond_the_length_run_no_step_to_come_by_a_carry() -> None:
     for length in (1, 2, 13):
         plan = binomial(length, length + 5)
-        assert plan.steps == 2 * length and plan.slots == length
+        assert plan.body_runs == 2 * length and plan.slots == length
 
 
 # ---------------------------------------------------------------------------------------------- descriptions, bad input
 
 
 def test_describe_counts_what_each_schedule_does() -> None:
-    assert describe(100, "none").forward_steps == 100 and describe(100, "none").residual_steps == 100
+    assert describe(100, "none").runs == 100 and describe(100, "none").residual_iterations == 100
     every = describe(100, "every")
-    assert (every.forward_steps, every.kept_carries, every.residual_steps) == (200, 100, 1)
-    assert (describe(100, 10).forward_steps, describe(100, 10).kept_carries) == (200, 10)
-    assert describe(103, 10).forward_steps == 203  # the last three are not run again
+    assert (every.runs, every.kept_carries, every.residual_iterations) == (200, 100, 1)
+    assert (describe(100, 10).runs, describe(100, 10).kept_carries) == (200, 10)
+    assert describe(103, 10).runs == 203  # the last three are not run again
     three = describe(1000, (10, 10, 10))
-    assert (three.forward_steps, three.kept_carries, three.peak_carries, three.residual_steps) == (3000, 10, 20, 10)
-    for length, slots, steps in KNOWN:
+    assert (three.runs, three.kept_carries, three.peak_carries, three.residual_iterations) == (3000, 10, 20, 10)
+    for length, slots, iterations in KNOWN:
         slotted = describe(length, Slots(slots))
-        assert slotted.forward_steps == length + 1 + steps and slotted.peak_carries == slots
+        assert slotted.runs == length + 1 + iterations and slotted.peak_carries == slots
+    assert (three.forward_steps, three.residual_steps) == (three.runs, three.residual_iterations), "the older names"
     assert "runs 200 iterations" in str(describe(100, "sqrt"))
     assert "over 1 iteration: keeps 1 carry, at most 1 at once and the residuals of 1 iteration; runs" in str(
         describe(1, Slots(3))
@@ -286,7 +287,7 @@ def test_describe_counts_what_each_schedule_does() -> None:
 @pytest.mark.parametrize("schedule", ["none", "every", "sqrt", "log", 3, (2, 2), Slots(3)])
 def test_describe_of_nothing_and_of_one_step(length: int, schedule: object) -> None:
     described = describe(length, schedule)  # type: ignore[arg-type]
-    assert length <= described.forward_steps <= 2 * length and described.peak_carries <= length
+    assert length <= described.runs <= 2 * length and described.peak_carries <= length
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
@@ -335,5 +336,5 @@ def test_nested_without_levels_is_plain() -> None:
 def test_describe_ends_at_once_for_lengths_that_no_machine_runs(length: int, schedule: object) -> None:
     start = time.process_time()
     described = describe(length, schedule)  # type: ignore[arg-type]
-    assert described.forward_steps >= length
+    assert described.runs >= length
     assert time.process_time() - start < 1

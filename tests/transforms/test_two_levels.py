@@ -14,15 +14,15 @@ import pytest
 
 from benchmarks.slots import ORACLE, compiled, counted
 from jaxckpt import OFFLOAD, ArgumentError, Slots, residuals, scan
-from jaxckpt.schedules import Transfer, describe, extra_steps, optimal_levels, schedule_from
+from jaxckpt.schedules import Transfer, describe, extra_iterations, optimal_levels, schedule_from
 from tests.helpers import assert_trees_close
 
 FAST = {"xla_backend_optimization_level": "0"}
 
 
 def by_recursion(length: int, slots: int, host: int, write: float, read: float) -> list[list[float]]:
-    """The recursion as it stands: costs by host slots and steps."""
-    alone = [float(extra_steps(steps, slots)) for steps in range(length + 1)]
+    """The recursion as it stands: costs by host slots and iterations."""
+    alone = [float(extra_iterations(iterations, slots)) for iterations in range(length + 1)]
     table = [alone]
     for m in range(1, host + 1):
         stored, fresh = [0.0] * (length + 1), [0.0] * (length + 1)
@@ -40,36 +40,36 @@ def test_the_optimum_is_the_recursions(slots: int, costs: tuple[float, float]) -
     length, host = 26, 4
     table = by_recursion(length, slots, host, *costs)
     for m in range(host + 1):
-        for steps in range(1, length + 1):
-            best = optimal_levels(steps, slots, m, Transfer(*costs))
-            assert best.cost(Transfer(*costs)) == pytest.approx(table[m][steps]), (steps, m, best)
+        for iterations in range(1, length + 1):
+            best = optimal_levels(iterations, slots, m, Transfer(*costs))
+            assert best.cost(Transfer(*costs)) == pytest.approx(table[m][iterations]), (iterations, m, best)
 
 
 def followed(moves: Any, length: int, slots: int, host: int) -> tuple[int, int, int]:
     """Follows moves and checks each: the carry at hand, what slots hold, the order of adjoints. Returns runs of the
-    step beyond the adjoints', writes and reads.
+    iteration beyond the adjoints', writes and reads.
     """
     at, here, there = 0, {}, {}
-    steps = writes = reads = 0
+    iterations = writes = reads = 0
     due = length - 1
     for move in moves:
         if move.kind == "advance":
-            assert move.step == at < move.stop <= due
-            steps, at = steps + move.stop - at, move.stop
+            assert move.iteration == at < move.stop <= due
+            iterations, at = iterations + move.stop - at, move.stop
         elif move.kind in ("store", "write"):
-            assert at == move.step
+            assert at == move.iteration
             rows, most = (here, slots) if move.kind == "store" else (there, host)
             assert 0 <= move.slot < most
             rows[move.slot] = at
             writes += move.kind == "write"
         elif move.kind in ("restore", "read"):
-            assert (here if move.kind == "restore" else there)[move.slot] == move.step
-            at, reads = move.step, reads + (move.kind == "read")
+            assert (here if move.kind == "restore" else there)[move.slot] == move.iteration
+            at, reads = move.iteration, reads + (move.kind == "read")
         else:
-            assert at == move.step == due
+            assert at == move.iteration == due
             at, due = -1, due - 1
     assert due == -1
-    return steps, writes, reads
+    return iterations, writes, reads
 
 
 @pytest.mark.parametrize("case", [(1, 1, 1), (2, 1, 9), (7, 1, 1), (31, 2, 3), (97, 1, 2), (101, 3, 4), (1009, 4, 20)])
@@ -79,32 +79,32 @@ def test_its_moves_reverse_the_steps_within_the_slots_at_its_cost(case: tuple[in
     best = optimal_levels(length, slots, host, Transfer(cost, cost))
     assert best.host_rows <= host and best.device_rows <= slots
     found = followed(best.moves(), length, max(best.device_rows, 1), best.host_rows)
-    assert found == (best.extra_steps, best.writes, best.reads)
+    assert found == (best.extra_iterations, best.writes, best.reads)
 
 
 @pytest.mark.parametrize("case", ORACLE)
 def test_iterations_and_transfers_are_at_most_those_of_hrevolve(case: tuple[int, int, int]) -> None:
-    steps, writes, reads = ORACLE[case]
+    iterations, writes, reads = ORACLE[case]
     best = optimal_levels(*case, Transfer(2.0, 2.0))
-    assert best.extra_steps + case[0] <= steps and best.writes <= writes and best.reads <= reads
-    assert best.extra_steps < 0.9 * extra_steps(case[0], case[1]), "the host is of use"
+    assert best.extra_iterations + case[0] <= iterations and best.writes <= writes and best.reads <= reads
+    assert best.extra_iterations < 0.9 * extra_iterations(case[0], case[1]), "the host is of use"
 
 
 @pytest.mark.parametrize("case", [(100, 3, 10), (23, 1, 2)])
 def test_the_compiled_loop_runs_and_moves_as_often_as_the_optimum_says(case: tuple[int, int, int]) -> None:
     length, slots, host = case
     best = optimal_levels(length, slots, host, Transfer(2.0, 2.0))
-    expected = {"iterations": length + 1 + best.extra_steps, "writes": best.writes, "reads": best.reads}
+    expected = {"iterations": length + 1 + best.extra_iterations, "writes": best.writes, "reads": best.reads}
     assert counted(*case) == expected
     assert best.writes and best.reads
 
 
 def test_with_host_slots_for_all_no_iteration_runs_twice_but_to_be_linearised() -> None:
     run = Slots(1, host=40, run_length=1)
-    assert optimal_levels(29, 1, 40, Transfer(0.25, 0.25)).extra_steps == 28, "the forward pass alone"
-    assert describe(29, run).forward_steps == 2 * 29 < describe(29, Slots(1, run_length=1)).forward_steps
+    assert optimal_levels(29, 1, 40, Transfer(0.25, 0.25)).extra_iterations == 28, "the forward pass alone"
+    assert describe(29, run).runs == 2 * 29 < describe(29, Slots(1, run_length=1)).runs
     told = describe(29, Slots(1, host=40))
-    assert told.forward_steps == 2 * 29
+    assert told.runs == 2 * 29
     assert told.host_carries <= 29 and told.transfers <= 2 * 29
 
 
