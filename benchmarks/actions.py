@@ -118,10 +118,9 @@ def table(results: dict[str, dict[str, dict[str, int]]]) -> str:
         "before the gelu, is kept by each action. Bytes in MiB, read from the compiled program. Expected: what the form",
         "needs, with float32 scales for each 128 numbers. A TPU holds the scales of the device on the chip, so they are",
         "not counted here; on its host rows of 32 scales are padded to 128. In unrolled layers the peak is where the",
-        "gradients are, when most of what is kept has gone, or lies in the memory of gradients that are not yet computed;",
-        "and a TPU's compiler fetches what is offloaded as soon as it is on the host. Masks are of 16 layers with relu and",
-        "dropout; the program that is compiled for a TPU has no buffer for saved ones and computes them again. Command:",
-        "`python -m benchmarks.actions`.",
+        "gradients are, when most of what is kept has gone, or lies in the memory of gradients that are not yet computed.",
+        "Masks are of 16 layers with relu and dropout; the program that is compiled for a TPU has no buffer for saved ones",
+        "and computes them again. Command: `python -m benchmarks.actions`.",
         "",
     ]
     for title, rows in results.items():

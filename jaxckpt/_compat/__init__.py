@@ -66,6 +66,13 @@ from jaxckpt._compat.jaxprs import (
     source_line,
     spec_of_parts,
 )
+from jaxckpt._compat.lowering import (
+    is_constant,
+    lower_fun,
+    lower_with,
+    register_lowering,
+    values_at_barrier,
+)
 from jaxckpt._compat.names import (
     ask_policy,
     everything_saveable,
@@ -91,9 +98,7 @@ from jaxckpt._compat.rules import (
     drop_unused,
     instantiate_zeros,
     jvp_rules,
-    lower_fun,
     pull_back,
-    register_lowering,
     tangent_program,
     transpose_rules,
     without_unused,
@@ -115,6 +120,7 @@ from jaxckpt._compat.traces import (
     clean_trace,
     cotangent_aval,
     create_device_mesh,
+    differentiates_loop,
     explicit_sharding,
     is_linearized,
     is_on_host,

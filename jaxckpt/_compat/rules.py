@@ -30,9 +30,6 @@ transpose_rules = ad.primitive_transposes
 batching_rules = batching.primitive_batchers
 """primitive -> (operands, axes, **params) -> (result, axis)"""
 
-register_lowering = mlir.register_lowering
-lower_fun = mlir.lower_fun
-
 Zero = ad.Zero
 instantiate_zeros = ad.instantiate_zeros
 broadcast = batching.broadcast

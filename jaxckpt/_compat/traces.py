@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax._src.interpreters import ad
 from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils
 from jax.extend import core as _extend_core
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p, scan_p
 
 from jaxckpt._compat.needs import VERSION, unsupported
 
@@ -38,6 +40,9 @@ unmapped_aval = _extend_core.unmapped_aval
 
 create_device_mesh = mesh_utils.create_device_mesh
 """Returns an array of devices, from (shape, devices)."""
+
+_LOOP_RULES = {ad.primitive_jvps[scan_p].__code__, ad.primitive_linearizations[scan_p].__code__}
+"""The code of JAX's rules that differentiate a scan, forward and for reverse mode."""
 
 
 def is_tracer(value: Any) -> bool:
@@ -117,6 +122,19 @@ def varying_axes(aval: Any) -> Any:
     array.
     """
     return aval.manual_axis_type if isinstance(aval, jax.core.ShapedArray) else None
+
+
+def differentiates_loop() -> bool:
+    """Whether JAX is differentiating a loop's body: whether its rules for a scan are on the stack.
+
+    The body's own trace does not say it, and what is differentiated within an iteration is traced in the same way.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _LOOP_RULES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_on_host(aval: Any) -> bool:

@@ -28,6 +28,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, InWords
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import primitives, surgery
+from jaxckpt.core.fetch import fetch, start_of_backward
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.tie import tie
 
@@ -164,7 +165,7 @@ def run_storing(closed: Any, args: Sequence[Any], waits: bool = False) -> tuple[
 
 def run_with(closed: Any, kept: StoredValues, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr with what was kept, decoded, in place of all that is marked."""
-    return _Storing(storing=False).program(closed, kept, args)[0]
+    return _Storing(storing=False).backward(closed, kept, args)
 
 
 def _named(kept: StoredValues, makers: Mapping[str, Any]) -> StoredValues:
@@ -195,6 +196,18 @@ class _Storing:
         self.branches = 0  # around what is evaluated
         self.away: set[str] = set()  # names of what goes to the host
         self.makers: dict[str, Any] = {}  # name -> the marker
+        self.start: Any = None  # of the backward pass that is evaluated, outside of loops
+
+    def backward(self, closed: Any, kept: StoredValues, args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a program, with what was kept for it."""
+        leaves, tree = jax.tree.flatten((kept, list(args)))
+        there = [place for place, leaf in enumerate(leaves) if _is_on_host(leaf)]
+        if there and not _compat.differentiates_loop():  # a loop's iterations are in order
+            self.start, held = start_of_backward([leaves[place] for place in there])
+            for place, leaf in zip(there, held):
+                leaves[place] = leaf
+            kept, args = jax.tree.unflatten(tree, leaves)
+        return self.program(closed, kept, args)[0]
 
     def program(self, closed: Any, kept: StoredValues | None, args: Sequence[Any]) -> tuple[list[Any], StoredValues]:
         """Returns the results of a program, and what is kept of it."""
@@ -241,7 +254,7 @@ class _Storing:
                     env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
                 else:
                     assert kept is not None, "the forward pass kept what is marked"
-                    there = _in(jax.memory.Space.Device, kept[name]) if action.on_host else kept[name]
+                    there = self._fetched(kept[name]) if action.on_host else kept[name]
                     env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
             again.add(eqn.outvars[0])
         return [_read(env, atom) for atom in jaxpr.outvars], found
@@ -262,7 +275,7 @@ class _Storing:
         (program,) = programs
         holds = primitives.of(primitive).holds
         if holds is Holds.CHECKPOINT and not self.storing:
-            run = lambda kept, *xs: self.program(program, kept, xs)[0]
+            run = lambda kept, *xs: _Storing(storing=False).backward(program, kept, xs)
             policy, prevent_cse = params["policy"], params["prevent_cse"]
             apart = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
             return jax.checkpoint(run, policy=policy, prevent_cse=apart)(kept, *operands), None
@@ -281,7 +294,8 @@ class _Storing:
 
             def read(*args: Any) -> list[Any]:
                 parts = [part[0] for part in args[: len(leaves)]]
-                return self.program(program, jax.tree.unflatten(tree, parts), args[len(leaves) :])[0]
+                with self._inner_body():
+                    return self.program(program, jax.tree.unflatten(tree, parts), args[len(leaves) :])[0]
 
             return list(_compat.mapped_as(eqn, read, more_in=kept.specs)(*leaves, *operands)), None
 
@@ -309,7 +323,8 @@ class _Storing:
         def body(
             carry: list[Any], rows: tuple[list[Any], StoredValues | None]
         ) -> tuple[list[Any], tuple[list[Any], StoredValues]]:
-            results, found = self.program(params["jaxpr"], rows[1], [*fixed, *carry, *rows[0]])
+            with self._inner_body():
+                results, found = self.program(params["jaxpr"], rows[1], [*fixed, *carry, *rows[0]])
             return results[:carries], (results[carries:], found)
 
         last, (ys, found) = lax.scan(
@@ -321,7 +336,7 @@ class _Storing:
         # What is mapped over the index runs all branches and selects from what goes in and out, on the device. So what
         # goes to the host does so behind the branches, and comes back before them.
         index, *inputs = operands
-        kept = _in(jax.memory.Space.Device, kept)
+        kept = self._fetched(kept)
         self.branches += 1
         keeps = [_typed(lambda *xs, i=i: self._branch(programs, kept, i, *xs)[1], inputs) for i in range(len(programs))]
 
@@ -346,6 +361,17 @@ class _Storing:
         moved = {name: item if name.startswith(INTERNAL) else self._moved(item) for name, item in found.items()}
         return moved | {name: _in(jax.memory.Space.Host, found[name]) for name in self.away.intersection(found)}
 
+    @contextlib.contextmanager
+    def _inner_body(self) -> Iterator[None]:
+        """Within this context, what is fetched is so without the start of the backward pass around the body."""
+        start, self.start = self.start, None
+        yield
+        self.start = start
+
+    def _fetched(self, arrays: Any) -> Any:
+        """Returns arrays on the device, those that are on the host from there."""
+        return jax.tree.map(lambda x: fetch(x, self.start) if _is_on_host(x) else x, arrays)
+
     def _branch(self, programs: list[Any], kept: Any, place: int, *inputs: Any) -> tuple[list[Any], StoredValues]:
         return self.program(programs[place], None if kept is None else kept[place], inputs)
 
@@ -360,6 +386,10 @@ def _in(space: Any, arrays: Any) -> Any:
         return jax.device_put(x, space, src=now)  # without the source it has no second derivative
 
     return jax.tree.map(move, arrays)
+
+
+def _is_on_host(x: Any) -> bool:
+    return _compat.is_on_host(jax.typeof(x))
 
 
 def _typed(fun: Any, args: Sequence[Any]) -> Any:

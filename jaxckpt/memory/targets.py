@@ -116,11 +116,11 @@ class Target:
         return PLATFORMS[self.platform].host_is_apart
 
     @property
-    def hides_transfers(self) -> bool:
-        """Whether transfers between device and host run beside other work outside of loops, too: not on a GPU, whose
-        compiler waits for them there.
+    def hidden_transfers(self) -> float:
+        """Which part of the transfers between device and host runs beside other work outside of loops: none on a GPU,
+        those to the host on a TPU.
         """
-        return PLATFORMS[self.platform].hides_transfers
+        return PLATFORMS[self.platform].hidden_transfers
 
     @property
     def link_bandwidth(self) -> float:

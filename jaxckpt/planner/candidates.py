@@ -96,8 +96,8 @@ def candidates_of(
         time = scaled(time, factor)
     operations = [mincut.Node(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
-    hides = context.in_loop or target.hides_transfers
-    stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index), hides))
+    hidden = 1.0 if context.in_loop else target.hidden_transfers
+    stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index), hidden))
 
     def ways_at(price: float | None) -> dict[int, list[mincut.Storage]]:
         return {index: [each.at(price or 0.0) for each in _here(stored(index), price)] for index in joint.origin}
@@ -298,15 +298,15 @@ class _Store:
         return mincut.Storage(self.action, self.bytes, self.time.effort + price * self.link)
 
 
-def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time, hides: bool) -> Sequence[_Store]:
+def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time, hidden: float) -> Sequence[_Store]:
     """Returns the ways to keep a value, which takes `write` to have in memory; one that no action admits is saved as it
-    is. `hides`: whether transfers to the host run beside other work.
+    is. `hidden`: which part of the transfers runs beside other work.
     """
     found = []
     for action in dict.fromkeys(given(action, value) for action in actions):
         cost = action.cost(value)
-        link = link_seconds(cost, target)
-        link, waits = (link, 0.0) if hides else (0.0, link)
+        seconds = link_seconds(cost, target)
+        link, waits = seconds * hidden, seconds * (1 - hidden)
         time = storing(cost, target) + write + Time(waits, waits)
         found.append(_Store(action, action.device_bytes(value), action.host_bytes(value), time, link, waits))
     return found

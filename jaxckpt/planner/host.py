@@ -1,9 +1,9 @@
 """The host's link and the host's memory: one resource of each for a whole step, which a plan's values share.
 
-Where a compiler hides transfers (`Target.hides_transfers`, and in loops), they run beside other work until the link is
-full: until it is at work for as long as the step computes. So they are free for a plan that leaves room, and what they
-cost beyond that is found as a price: of all plans within a limit of device memory, one that is cheapest in seconds of
-work plus the price times seconds of the link uses less of the link the higher the price is (H. Everett 1963,
+Where a compiler hides transfers (`Target.hidden_transfers`, and all in loops), they run beside other work until the
+link is full: until it is at work for as long as the step computes. So they are free for a plan that leaves room, and
+what they cost beyond that is found as a price: of all plans within a limit of device memory, one that is cheapest in
+seconds of work plus the price times seconds of the link uses less of the link the higher the price is (H. Everett 1963,
 "Generalized Lagrange multiplier method"). At a price a chain is a chain like any other, and every solver solves it.
 Where nothing hides them, a candidate's own seconds have them.
 

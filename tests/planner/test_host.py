@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -114,12 +116,15 @@ def test_a_gpu_waits_for_transfers_outside_of_loops():
 
 
 @pytest.mark.tpu
-def test_a_tpu_moves_beside_other_work():
+def test_a_tpu_moves_to_the_host_beside_other_work():
+    """It waits for what comes back: that is fetched when its region's backward pass begins."""
     ask = {"budget": "90%", "target": "tpu:v5e:2x2", "verify": False}
-    made, plain = (
-        jaxckpt.plan(loss, *shapes(), **ask, **more) for more in ({"actions": (RECOMPUTE, SAVE, OFFLOAD)}, {})
+    args = shapes(rows=16384, width=8192, hidden=8192, dtype=jnp.bfloat16)
+    made, plain = (jaxckpt.plan(loss, *args, **ask, **more) for more in ({"actions": (RECOMPUTE, SAVE, OFFLOAD)}, {}))
+    assert (
+        made.report.host_seconds == pytest.approx(2 * made.report.host_waits, ROUNDING) and made.report.host_waits > 0
     )
-    assert made.report.host_seconds > made.report.host_waits == 0.0 and made.overhead < plain.overhead
+    assert made.overhead < plain.overhead
 
 
 def test_where_nothing_else_fits_more_is_moved_than_can_be_hidden():
@@ -175,9 +180,16 @@ def test_a_scan_moves_what_its_iterations_keep():
 
 @pytest.mark.tpu
 def test_a_plan_with_moved_values_trains_as_the_function_does():
-    """Planned for a TPU and run here; a CPU's host memory is its own."""
-    actions = (RECOMPUTE, SAVE, OFFLOAD)
-    made = jaxckpt.plan(loss, *shapes(), budget="90%", target="tpu:v5e:2x2", actions=actions, verify=False)
+    """Planned for a TPU and run here; a CPU's host memory is its own. What the plan saves is moved: layers that run
+    here are too small for a plan to do it.
+    """
+    made = jaxckpt.plan(loss, *shapes(), budget="90%", target="tpu:v5e:2x2", verify=False)
+
+    def moved(region):
+        inner = tuple(map(moved, region.regions))
+        return dataclasses.replace(region, actions=dict.fromkeys(region.actions, OFFLOAD), regions=inner)
+
+    made = dataclasses.replace(made, regions=tuple(map(moved, made.regions)))
     assert OFFLOAD in [value for region in every_region(made.regions) for value in region.actions.values()]
     keys = jax.random.split(jax.random.key(0), 2 * LAYERS + 1)
     ws = [

@@ -298,6 +298,16 @@ def _to_a_memory(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)
 
 
+@rule("jaxckpt_start_of_backward", mixed=True)
+def _start_of_backward(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return Passage(shares, [WHOLE, *shares])  # a number, and what goes in
+
+
+@rule("jaxckpt_hold_on_host", mixed=True)
+def _hold_on_host(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
+    return Passage(shares, shares[:1])
+
+
 @rule("pmax", "pmin", "ppermute", "pbroadcast")
 def _between_devices(eqn: Any, shares: list[Share], axis: Axis) -> Passage:
     return Passage(shares, shares)

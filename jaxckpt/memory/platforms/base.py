@@ -72,8 +72,8 @@ class Platform(abc.ABC):
       fusing: how its compiler fuses.
       needs_assignment: whether figures of memory depend on the buffer assignment that the compiler dumps.
       host_is_apart: whether host memory is another one than the device's.
-      hides_transfers: whether its compiler runs transfers between device and host beside other work outside of loops,
-        too; otherwise the step waits for each of them there.
+      hidden_transfers: which part of the transfers between device and host its compiler runs beside other work outside
+        of loops: 1 for all, 0 if the step waits for each of them there.
       code_in_memory: whether the code of a program is in the device's memory, too.
       overstated: by how much the estimate of a step with checkpoints as people write them may be above its compiled
         peak.
@@ -88,7 +88,7 @@ class Platform(abc.ABC):
     fusing: Fusing = Fusing()
     needs_assignment: bool = False
     host_is_apart: bool = True
-    hides_transfers: bool = True
+    hidden_transfers: float = 1.0
     code_in_memory: bool = False
     overstated: float = OVERSTATED
 

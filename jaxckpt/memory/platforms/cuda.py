@@ -28,7 +28,7 @@ class Cuda(Platform):
     local_extra = "cuda12"
     packages = "jax-cuda12-pjrt", "jax-cuda13-pjrt"
     overstated = OVERSTATED_BY_CUDA
-    hides_transfers = False  # XLA's schedule ends 90% of their bytes right where they begin: see docs/actions.md
+    hidden_transfers = 0.0  # XLA's schedule ends 90% of their bytes right where they begin: see docs/actions.md
     # A scan's schedule is chosen before the chip is known: it is chosen for as many cores as an H100 has.
     fusing = Fusing(shares_zeros=True, sinks_fills=True, split_cores=CHIPS["h100"].gpu["cores"])
 

@@ -32,6 +32,9 @@ class Tpu(Platform):
     variables = "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH"
     needs_assignment = True
     code_in_memory = True
+    hidden_transfers = (
+        0.5  # those to the host; it fetches a value when its region's backward pass begins: `core/fetch.py`
+    )
 
     def parse(self, text: str) -> Place | None:
         """Returns a slice such as "v5e:2x2"; "v5e" is the smallest slice, one host."""
