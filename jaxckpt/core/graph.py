@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt.core import intervals, primitives, reads
+from jaxckpt.core.argument_names import named_leaves
 from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.primitives import Holds, Result
@@ -270,7 +271,7 @@ def _traced(
 ) -> tuple[Any, Any, Any, list[str]]:
     """Returns the closed jaxpr of a call, the structures of arguments and result, and the arguments' paths."""
     flat, in_tree = jax.tree.flatten((args, kwargs))
-    paths = [_argument_path(path) for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+    paths = [name for name, _ in named_leaves(args, kwargs)]
     out_tree: list[Any] = []
 
     def flat_fun(*leaves: Any) -> list[Any]:
@@ -493,12 +494,6 @@ def _bits(dtype: Any) -> int:
     if bits is not None and jax.numpy.issubdtype(dtype, np.complexfloating):
         bits *= 2
     return 8 if bits is None else int(bits)
-
-
-def _argument_path(path: tuple[Any, ...]) -> str:
-    place, key, *rest = path
-    head = f"args[{key.idx}]" if place.idx == 0 else f"{key.key}"
-    return head + jax.tree_util.keystr(tuple(rest))
 
 
 def _walk(body: Body) -> Iterator[Op]:

@@ -21,6 +21,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, JaxckptError
 from jaxckpt.core import graph as graphs
+from jaxckpt.core.argument_names import leaf_name, named_leaves, positional
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import Whole, is_array, is_given, is_number, is_operand
 from jaxckpt.core.typed import typed
@@ -172,15 +173,7 @@ class Taken:
 
     def paths(self) -> list[tuple[str, Any]]:
         """Returns the leaves of the arguments, each with its path: "args[0]['w']", "model.layers.0.kernel"."""
-        if self.whole:
-            flat = jax.tree_util.tree_leaves_with_path((self.args, self.kwargs))
-            return [(_path(path), leaf) for path, leaf in flat]
-        return list(self.args[0].items())
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    place, key, *rest = path
-    return (f"args[{key.idx}]" if place.idx == 0 else str(key.key)) + jax.tree_util.keystr(tuple(rest))
+        return named_leaves(self.args, self.kwargs) if self.whole else list(self.args[0].items())
 
 
 def take(
@@ -207,7 +200,7 @@ def take(
         return Taken(fun, args, kwargs, lambda out: out, lambda given: given, fun, tree)
 
     names = _names(fun, args)
-    labels = [_label(path, names) for path, _ in flat]
+    labels = [leaf_name(path, names) for path, _ in flat]
     rest = [place for place in range(len(leaves)) if place not in set(places)]
     name = lambda path: ".".join((labels[places[path[0]]], *map(str, path[1:])))
     objects = nnx.Objects([leaves[place] for place in places], name) if places else None
@@ -502,10 +495,4 @@ def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     signature = signature_of(fun)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [] if signature is None else [p.name for p in signature.parameters.values() if p.kind in by_position]
-    return [parameters[i] if i < len(parameters) else f"args[{i}]" for i in range(len(args))]
-
-
-def _label(path: tuple[Any, ...], names: list[str]) -> str:
-    place, key, *rest = path
-    head = names[key.idx] if place.idx == 0 else str(key.key)
-    return head + jax.tree_util.keystr(tuple(rest))
+    return [positional(place, parameters) for place in range(len(args))]

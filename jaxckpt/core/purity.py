@@ -19,6 +19,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
 from jaxckpt.core import lift
+from jaxckpt.core.argument_names import leaf_name
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.inline import called
 
@@ -37,10 +38,12 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
       EffectsError: at the call: it put a traced value into an object, or changed a container among its arguments.
     """
 
+    name_of = functools.partial(leaf_name, keyword="kwargs[{!r}]")
+
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = lift.paths_of((args, kwargs))
-        refuse_ref_arguments(fun, [(_argument(path), leaf) for path, leaf in given.items()])
+        refuse_ref_arguments(fun, [(name_of(path), leaf) for path, leaf in given.items()])
         before = {id(value) for _, value in _tracers(fun)}
         out = fun(*args, **kwargs)
         for where, value in _tracers(fun):
@@ -56,7 +59,7 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
             return out
         changed = [path for path in {**given, **after} if given.get(path, call) is not after.get(path, call)]
         if changed:
-            where = ", ".join(map(_argument, changed[:3]))
+            where = ", ".join(map(name_of, changed[:3]))
             raise EffectsError(
                 f"{_name(fun)} must not change its arguments, for it is traced apart from its calls; it changed "
                 f"{where}. {_HINT}"
@@ -116,12 +119,6 @@ def ref_in(graph: Graph) -> Op | None:
 
 def _name(fun: Callable[..., Any]) -> str:
     return f"fun ({getattr(fun, '__name__', type(fun).__name__)})"
-
-
-def _argument(path: tuple[Any, ...]) -> str:
-    place, *rest = path
-    head, rest = (f"args[{rest[0].idx}]", rest[1:]) if place.idx == 0 else ("kwargs", rest)
-    return head + jax.tree_util.keystr(tuple(rest))
 
 
 def _tracers(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

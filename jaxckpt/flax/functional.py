@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxckpt._errors import ArgumentError
+from jaxckpt.core.argument_names import positional
 from jaxckpt.core.leaves import Whole
 from jaxckpt.core.lift import Lifted, title
 from jaxckpt.transforms.checkpoint import checkpoint
@@ -77,7 +78,7 @@ class Arguments:
 
     def labels(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         """Returns a different name for each argument in messages: (of positional arguments, of keyword arguments)."""
-        names = [self.names[i] if i < len(self.names) else f"args[{i}]" for i in range(len(args))]
+        names = [positional(place, self.names) for place in range(len(args))]
         return names, {k: f"kwargs[{k!r}]" if k in names else k for k in kwargs}
 
 

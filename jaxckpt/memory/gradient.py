@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxckpt._errors import ArgumentError, InWords, NotDifferentiableError
 from jaxckpt.core import lift
+from jaxckpt.core.argument_names import named_leaves
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.units import counted
 
@@ -85,19 +86,16 @@ def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> S
     instead = lift.module_gradient(args[0], values=step is jax.value_and_grad)
     if instead is not None:
         return instead
-    paths = jax.tree_util.tree_leaves_with_path(args[0])
-    inexact = [is_inexact(leaf) for _, leaf in paths]
+    named = named_leaves(args[:1], {})
+    inexact = [is_inexact(leaf) for _, leaf in named]
     if not any(inexact):
-        kinds = [
-            f"args[0]{jax.tree_util.keystr(path)} is {getattr(leaf, 'dtype', type(leaf).__name__)}"
-            for path, leaf in paths
-        ]
+        kinds = [f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}" for name, leaf in named]
         raise NotDifferentiableError(
             "The first argument must have arrays of floating-point or complex types, because the step takes "
             "gradients with respect to them; "
             f"{', '.join(kinds[:3]) or 'it has no arrays'}. Put the parameters first, or pass your own step."
         )
-    needed = any(lift.is_number(leaf) for _, leaf in paths) and _needs_value(step(fun), args)
+    needed = any(lift.is_number(leaf) for _, leaf in named) and _needs_value(step(fun), args)
     return step if all(inexact) and not needed else functools.partial(_of_inexact, step)
 
 

@@ -17,6 +17,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError
 from jaxckpt.core import primitives, surgery
+from jaxckpt.core.argument_names import named_leaves
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import is_operand
@@ -113,17 +114,17 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+    named = named_leaves(args, {})
+    for name, leaf in named:
         if not is_operand(leaf):
             hint = "Close over values that are not arrays: residuals(lambda x: fun(x, 'mode'), x)."
-            raise ArgumentError(_path(path), "an array, a shape or a number", leaf, hint)
+            raise ArgumentError(name, "an array, a shape or a number", leaf, hint)
     leaves, tree = jax.tree.flatten(args)
     inexact = [is_inexact(leaf) for leaf in leaves]
     if not any(inexact):
         raise NotDifferentiableError(
             "args must have a leaf of an inexact dtype (float or complex) to be differentiated; there is none."
         )
-    paths = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
 
     def kept(*leaves: Any) -> list[Any]:
         def run(*leaves: Any) -> list[Any]:
@@ -139,7 +140,8 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
 
     closed = jax.make_jaxpr(kept)(*leaves)
     made = _Makers(_compat.open_jaxpr(closed))
-    arguments = dict(zip(made.jaxpr.invars, paths)) | dict.fromkeys(made.jaxpr.constvars, "closed-over constant")
+    arguments = {var: name for var, (name, _) in zip(made.jaxpr.invars, named)}
+    arguments |= dict.fromkeys(made.jaxpr.constvars, "closed-over constant")
     found: dict[Any, Residual] = {}
     for var in made.jaxpr.outvars:
         if isinstance(var, _compat.Literal):
@@ -152,10 +154,6 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
             name, tuple(var.aval.shape), var.aval.dtype, aval_bytes(var.aval), origin in arguments, source
         )
     return ResidualReport(tuple(sorted(found.values(), key=lambda r: (r.argument, -r.bytes, r.name))))
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    return f"args[{path[0].idx}]{jax.tree_util.keystr(path[1:])}"
 
 
 def _passed_on(eqn: Any, place: int) -> int | None:

@@ -23,6 +23,7 @@ import numpy as np
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError, InWords, JaxckptError
 from jaxckpt.core import lift, purity
+from jaxckpt.core.argument_names import positional
 from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
 from jaxckpt.core.leaves import array, is_array, is_given, is_operand
 from jaxckpt.core.tiling.divide import Tiling, divided, undivided
@@ -178,7 +179,7 @@ def _axes_of(in_axes: Any, args: tuple[Any, ...], fun: Callable[..., Any]) -> _A
             if axis is None:
                 found.append((leaf, None, ""))
                 continue
-            name = f"args[{place}]{jax.tree_util.keystr(path)}"
+            name = positional(place) + jax.tree_util.keystr(path)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 hint = "To trace the tiled function for shapes, use jax.eval_shape or jax.jit(tiled).lower."
                 raise ArgumentError(name, "an array", leaf, hint)

@@ -1,0 +1,44 @@
+"""The names of a call's arguments and of their leaves, in messages and reports: "args[0]['w']", "batch['x']"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+
+def positional(place: int, parameters: Sequence[str] = ()) -> str:
+    """Returns the name of a positional argument: its parameter, or "args[2]" where that is not given.
+
+    Args:
+      place: of the argument, from 0.
+      parameters: names of the positional parameters.
+    """
+    return parameters[place] if place < len(parameters) else f"args[{place}]"
+
+
+def leaf_name(path: tuple[Any, ...], parameters: Sequence[str] = (), *, keyword: str = "{}") -> str:
+    """Returns the name of a leaf: that of its argument, and the way to it from there.
+
+    Args:
+      path: of the leaf in the pytree (args, kwargs).
+      parameters: as of `positional`.
+      keyword: how to write the name of a keyword argument.
+
+    >>> [(path, _)] = jax.tree_util.tree_leaves_with_path(((), {"batch": {"x": 1}}))
+    >>> leaf_name(path), leaf_name(path, keyword="kwargs[{!r}]")
+    ("batch['x']", "kwargs['batch']['x']")
+    """
+    kind, key, *rest = path
+    head = positional(key.idx, parameters) if kind.idx == 0 else keyword.format(key.key)
+    return head + jax.tree_util.keystr(tuple(rest))
+
+
+def named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the leaves of a call's arguments, each with its name.
+
+    >>> named_leaves(({"w": 1.0}, 2.0), {"mask": 3.0})
+    [("args[0]['w']", 1.0), ('args[1]', 2.0), ('mask', 3.0)]
+    """
+    return [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))]
