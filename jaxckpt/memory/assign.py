@@ -34,6 +34,7 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import UnsupportedJaxError
+from jaxckpt.memory.dump import ENDING, largest_dump
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.targets import Target, target_of
 
@@ -43,9 +44,6 @@ SMALL = 8 * 1024
 """A program with fewer bytes of MLIR bytecode (about 25 operations) compiles to the end in the time that another
 process needs to start.
 """
-
-_DUMP = "after_optimizations.hlo.pb"
-"""How the name of the dump ends that has the buffer assignment."""
 
 INTERVAL = 0.02
 """Seconds between two checks of the folder."""
@@ -110,7 +108,6 @@ def _failed(
     """Returns the assignment of a compiler that the options `stopping` make fail."""
     if target.platform in _going_on:
         return None
-    dump = folder / "dump"
     start = time.perf_counter()
     try:
         with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
@@ -118,13 +115,12 @@ def _failed(
         said = "it failed at nothing"
     except _compat.CompileError as error:
         seconds = time.perf_counter() - start
+        found = largest_dump(folder / "dump")
         if _compat.is_stopped(error, folder / "stop"):
-            # The compiler may dump helpers beside the program; they are smaller.
-            found = sorted(dump.glob(f"*{_DUMP}"), key=lambda path: path.stat().st_size)
-            return Assigned(found[-1].read_bytes(), seconds) if found else None
+            return None if found is None else Assigned(found, seconds)
         refused = _compat.refused_option(error)
         unknown = refused is not None and refused.unknown and refused.name in stopping
-        if not unknown and not any(dump.glob(f"*{_DUMP}")):
+        if not unknown and found is None:
             return None  # compiled to the end, it fails with JAX's error
         said = str(error)
     _going_on.add(target.platform)
@@ -152,7 +148,7 @@ def _killed(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target:
     seconds = time.perf_counter() - start
     if (refused := folder / _REFUSED).exists():
         raise RefusedError(refused.read_text())
-    found = _dumped(folder, request.name, _DUMP)
+    found = _dumps_of(folder, request.name, ENDING)
     if ended or not found:
         logger.warning("the compiler ended in another process: %s", (folder / "log").read_text(errors="replace"))
         return None
@@ -171,7 +167,7 @@ def _run(folder: pathlib.Path, target: Target, name: str) -> bool:
     ):
         try:
             # The file with the assignment is complete when the next file exists.
-            while process.poll() is None and not _dumped(folder, name, "after_buffer_assignment.hlo.pb"):
+            while process.poll() is None and not _dumps_of(folder, name, "after_buffer_assignment.hlo.pb"):
                 time.sleep(INTERVAL)
             return bool(process.returncode)
         finally:
@@ -179,9 +175,9 @@ def _run(folder: pathlib.Path, target: Target, name: str) -> bool:
             process.wait()
 
 
-def _dumped(folder: pathlib.Path, name: str, what: str) -> list[str]:
-    """Returns the dumps of the program of this name. The compiler may also dump helper programs."""
-    return glob.glob(f"{glob.escape(str(folder / 'dump'))}/*.{glob.escape(name)}.*{what}")
+def _dumps_of(folder: pathlib.Path, name: str, ending: str) -> list[str]:
+    """Returns the files of the program of this name. The compiler may also dump helper programs."""
+    return glob.glob(f"{glob.escape(str(folder / 'dump'))}/*.{glob.escape(name)}.*{ending}")
 
 
 def main(folder: pathlib.Path, target: str) -> None:

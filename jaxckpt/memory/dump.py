@@ -10,6 +10,8 @@ They are not a public interface (see `hlo`), so the messages are checked against
 
 from __future__ import annotations
 
+import os
+import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +26,9 @@ from jaxckpt.memory.wire import Message
 # Layout::kHostMemorySpace). On TPUs the others are on the chip: the vector memory (VMEM) or, on v4, the common memory
 # (CMEM), and some with a few bytes of semaphores and scalars. On GPUs, 1 is main memory that collectives can reach.
 _MAIN, _HOST = 0, 5
+
+ENDING = "after_optimizations.hlo.pb"
+"""How the name of a file ends that has a program with its buffer assignment."""
 
 
 # The numbers of the fields of the assignment that are read, for each message; `hlo` has those of the program.
@@ -51,6 +56,15 @@ class _Trace:  # HeapSimulatorTrace and its Event
     events = 1
     kind, value, instruction, shares_with = 1, 2, 4, 5
     alloc, free, share = 0, 1, 2
+
+
+def largest_dump(folder: str | os.PathLike[str]) -> bytes | None:
+    """Returns the program that the compiler wrote to a folder, for `read_dump`; None if there is none.
+
+    A GPU's compiler may write helper programs beside it. They are smaller.
+    """
+    files = sorted(pathlib.Path(folder).glob(f"*{ENDING}"), key=lambda path: path.stat().st_size)
+    return files[-1].read_bytes() if files else None
 
 
 @garbage.seldom()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import html
 import logging
 import os
@@ -36,7 +35,7 @@ from jaxckpt.memory import assign
 from jaxckpt.memory import cache as results
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime, Space, Timeline
 from jaxckpt.memory.collectives import CompiledCollective, total
-from jaxckpt.memory.dump import read_dump
+from jaxckpt.memory.dump import largest_dump, read_dump
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.platforms.base import Figures
 from jaxckpt.memory.targets import Target, start_backend, target_of
@@ -322,7 +321,7 @@ def measure_traced(
     if report is None:
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as dumps:
             compiled, seconds = compiled_for(lowered, options | _compat.dump_options(dumps), resolved)
-            content = _dumped(dumps)
+            content = largest_dump(dumps)
         report = _whole(compiled, content, resolved, seconds)
     if entry is not None:
         results.store(entry, results.Answer(report.to_json(), content))
@@ -537,15 +536,6 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     code = None if platform.code_in_memory else 0
     report = _report(figures, assignment, target, assigned.seconds, code=code, flops=None)
     return dataclasses.replace(report, stopped=True), assigned.dump
-
-
-def _dumped(folder: str) -> bytes | None:
-    # A GPU's compiler may dump helpers beside the program; they are smaller.
-    files = sorted(glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb")), key=os.path.getsize)
-    if not files:
-        return None
-    with open(files[-1], "rb") as file:
-        return file.read()
 
 
 def _read(dump: bytes | None, platform: str, *, needed: bool) -> Assignment | None:

@@ -325,8 +325,8 @@ def test_the_schedule_of_a_loop_that_is_missing_is_an_error_or_changes_no_figure
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_program_with_arguments_and_no_results_has_a_peak_or_is_an_error(target, monkeypatch):
     """What is left out where nothing is computed: the arguments alone say what there must be."""
-    dumped, seen = module._dumped, []
-    monkeypatch.setattr(module, "_dumped", lambda *args: seen.append(dumped(*args)) or seen[-1])
+    dumped, seen = module.largest_dump, []
+    monkeypatch.setattr(module, "largest_dump", lambda *args: seen.append(dumped(*args)) or seen[-1])
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     report = measure(jax.jit(lambda x: (), keep_unused=True), x, target=target)
     assert report.peak_bytes >= x.size * 4
@@ -370,7 +370,7 @@ def test_what_is_another_kind_of_content_is_an_error():
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dump_that_contradicts_the_compilers_figures_is_an_error(target, monkeypatch):
     other = dumps.dump(target, layers=6)
-    monkeypatch.setattr(module, "_dumped", lambda *_: other)
+    monkeypatch.setattr(module, "largest_dump", lambda *_: other)
     with pytest.raises(UnreadableDumpError, match="argument bytes are"):
         measure(jax.value_and_grad(dumps.loss), *dumps.arguments(), target=target)
 
@@ -386,7 +386,7 @@ def test_a_compiler_that_says_a_peak_of_0_is_an_error(target, content, monkeypat
     )
     monkeypatch.setattr(module._compat, "memory_stats", silent)
     if content != "whole":
-        monkeypatch.setattr(module, "_dumped", lambda *_: content)
+        monkeypatch.setattr(module, "largest_dump", lambda *_: content)
     with pytest.raises(UnreadableDumpError):
         measure(lambda x: jnp.sin(x) @ x, x, target=target)
 
@@ -416,7 +416,7 @@ def test_where_the_figures_are_the_compilers_own_an_unreadable_dump_costs_the_ti
 ):
     step, args = jax.value_and_grad(dumps.loss), dumps.arguments()
     whole = measure(step, *args, target="cpu")
-    monkeypatch.setattr(module, "_dumped", lambda *_: content)
+    monkeypatch.setattr(module, "largest_dump", lambda *_: content)
     report = measure(step, *args, target="cpu")
     assert report.peak_bytes == whole.peak_bytes > 0
     assert "no timeline" in caplog.text
@@ -431,7 +431,7 @@ def test_where_figures_are_read_from_it_an_unreadable_dump_is_an_error(monkeypat
     step, args = jax.value_and_grad(dumps.loss), dumps.arguments()
     data = dumps.dump(target)
     content = data[: len(data) // 2] if content == "half" else content
-    monkeypatch.setattr(module, "_dumped", lambda *_: content)
+    monkeypatch.setattr(module, "largest_dump", lambda *_: content)
     with pytest.raises(UnreadableDumpError):
         measure(step, *args, target=target)
     if content is not None:  # and of a compiler that is stopped
