@@ -84,92 +84,187 @@ def candidates_of(
       carried: those of the outputs that are kept anyway.
       presets: name of a policy -> the values that it keeps, for a candidate of each.
     """
+    asked = _Asked(named, start, stop, outputs, active, carried)
+    stretch = _timed(asked, context)
+    joint, graph = stretch.joint, stretch.graph
+    forward, backward = stretch.total(joint.forward), stretch.total(joint.backward)
+    cuts = _cuts(stretch)
+    inner = held.programs(named.graph, named.body, start, stop, active)
+    numbers = {} if inner else _add_presets(cuts, stretch, presets)
+    candidates = [_candidate(stretch, cut) for cut in cuts]
+    if inner:  # what it takes to keep values within them, JAX says
+        look = _remembered(functools.partial(_checkpointed, asked, forward + backward, stretch.factor, context))
+        levels = _levels(named.graph, inner, _kept_around(stretch, inner), context)
+        candidates = _cheapest_first([*candidates, *map(look, levels)])
+        numbers = {name: len(candidates) + i for i, name in enumerate(presets)}
+        own = {*joint.origin.values(), *held.values(inner)}
+        candidates += [look({index: SAVE for index in values if index in own}) for values in presets.values()]
+    candidates += [_candidate(stretch, cut) for cut in _cuts_on_host(stretch, cuts)]
+    residuals = [index for index in joint.needed if index in joint.made]
+    left_bytes, left_time = _left(stretch)
+    plain_peak = stretch.peak([*joint.forward, *joint.backward], joint.results, joint.arriving)
+    return Candidates(
+        tuple(candidates),
+        forward,
+        backward,
+        forward_work=stretch.peak(joint.forward, joint.outcome, ()),
+        residual_bytes=sum(graph.values[index].bytes for index in residuals),
+        residual_time=total(map(stretch.write, residuals)),
+        left_bytes=left_bytes,
+        left_time=left_time,
+        plain_work=max(plain_peak - left_bytes, 0),
+        presets=numbers,
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `candidates_of` is asked about; its arguments."""
+
+    named: Named
+    start: int
+    stop: int
+    outputs: Sequence[int]
+    active: Collection[int]
+    carried: Collection[int]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A stretch, differentiated, with the times of its operations and the ways to keep its values.
+
+    Its values are numbered as in `graph`; `joint.origin` says which values of the function they are.
+
+    Attributes:
+      joint: its forward and its backward pass.
+      graph: that program, with the bytes of one device.
+      context: what the stretch is planned for.
+      time: operation -> time of one run.
+      factor: what the target's rates are multiplied with in `time`: 1, or what a run on the local device says.
+      write: value -> time to have it in memory.
+      stores: value -> the ways to keep it.
+      operations: the forward pass, as minimum cuts see it.
+      anyway: the values that are kept anyway, because they go out.
+    """
+
+    joint: _Joint
+    graph: Graph
+    context: Context
+    time: Callable[[Op], Time]
+    factor: float
+    write: Callable[[int], Time]
+    stores: Callable[[int], Sequence[_Store]]
+    operations: Sequence[mincut.Node]
+    anyway: frozenset[int]
+
+    def total(self, ops: Sequence[Op]) -> Time:
+        """Returns the time of one run of each operation."""
+        return total(map(self.time, ops))
+
+    def peak(self, ops: Sequence[Op], results: Sequence[int], there: Sequence[int]) -> int:
+        """Returns the bytes that operations need at once; arguments as of `stretch_peak`."""
+        return stretch_peak(self.graph, ops, results, there, self.context.target.platform)
+
+    def ways(self, price: float | None = None) -> dict[int, list[mincut.Storage]]:
+        """Returns value -> the ways to keep it. A second of the host's link costs `price` seconds; without a price,
+        these are the ways that have nothing on the host.
+        """
+        here = {index: _here(self.stores(index), price) for index in self.joint.origin}
+        return {index: [each.at(price or 0.0) for each in stores] for index, stores in here.items()}
+
+
+def _timed(asked: _Asked, context: Context) -> _Timed:
+    """Differentiates a stretch, and finds what its operations take and how its values can be kept."""
     target, shards = context.target, context.shards
-    joint = _Joint(named, None, *named.stretch(start, stop, outputs), outputs, active)
+    jaxpr, inputs = asked.named.stretch(asked.start, asked.stop, asked.outputs)
+    joint = _Joint(asked.named, None, jaxpr, inputs, asked.outputs, asked.active)
     graph = shards.applied(joint.graph)
     if context.cycles is not None:
         both = [*joint.forward, *joint.backward]
         context.cycles.learn(graph, both, graph.body, roofline(graph, target, shards))
     time, factor = timer(graph, target, shards, context.cycles), 1.0
     if context.timed and (expected := total(map(time, joint.forward)).seconds):
-        factor = run_seconds(named.stretch(start, stop, outputs)[0]) / expected
+        factor = run_seconds(jaxpr) / expected
         time = scaled(time, factor)
     operations = [mincut.Node(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
     hidden = 1.0 if context.in_loop else target.hidden_transfers
-    stored = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index), hidden))
+    stores = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index), hidden))
+    anyway = frozenset(index for index, original in joint.origin.items() if original in asked.carried)
+    return _Timed(joint, graph, context, time, factor, write, stores, operations, anyway)
 
-    def ways_at(price: float | None) -> dict[int, list[mincut.Storage]]:
-        return {index: [each.at(price or 0.0) for each in _here(stored(index), price)] for index in joint.origin}
 
-    ways = ways_at(None)
-    anyway = {index for index, original in joint.origin.items() if original in carried}
-
-    def candidate(cut: mincut.Cut) -> Candidate:
-        again = [joint.forward[place] for place in cut.again]
-        own = [index for index in cut.kept if index not in anyway]
-        # What is kept may be written over when it is used for the last time. What goes out is kept in any case, until
-        # the stretches that use it are done; if this one needs it too, it is there for longer. See `QUICK`.
-        there = [*joint.arriving, *(cut.kept if context.quick else own)]
-        peak = stretch_peak(graph, [*again, *joint.backward], joint.results, there, target.platform)
-        # The region has to be told that it needs what goes out.
-        kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
-        own_ways = [next(each for each in stored(index) if each.action == cut.kept[index]) for index in own]
-        spent = total(map(time, again)) + total(each.time for each in own_ways)
-        link, host, waits = (sum(getattr(each, name) for each in own_ways) for name in ("link", "host", "waits"))
-        return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept, link, host, waits)
-
-    cuts = mincut.cheapest_first(mincut.hull(operations, joint.needed, ways, anyway))
+def _cuts(stretch: _Timed) -> list[mincut.Cut]:
+    """Returns what can be kept on the device: the cuts that no other beats, the fewest bytes first."""
+    operations, needed, anyway = stretch.operations, stretch.joint.needed, stretch.anyway
+    cuts = mincut.cheapest_first(mincut.hull(operations, needed, stretch.ways(), anyway))
     if anyway.intersection(cuts[0].kept):  # a checkpoint without a policy: what goes out is not there for longer
-        cuts.insert(0, mincut.of_values(operations, joint.needed, {}, ()))
-    inner = held.programs(named.graph, named.body, start, stop, active)
+        cuts.insert(0, mincut.of_values(operations, needed, {}, ()))
+    return cuts
+
+
+def _add_presets(cuts: list[mincut.Cut], stretch: _Timed, presets: Mapping[str, Collection[int]]) -> dict[str, int]:
+    """Adds to `cuts` what each preset keeps, equal cuts once. Returns name of a preset -> number of its cut."""
+    ways = stretch.ways()
     numbers: dict[str, int] = {}
-    for name, values in presets.items() if not inner else ():
-        keys = {index for index, original in joint.origin.items() if original in values}
-        cut = mincut.of_values(operations, joint.needed, ways, keys, anyway)
+    for name, values in presets.items():
+        keys = {index for index, original in stretch.joint.origin.items() if original in values}
+        cut = mincut.of_values(stretch.operations, stretch.joint.needed, ways, keys, stretch.anyway)
         if cut not in cuts:
             cuts.append(cut)
         numbers[name] = cuts.index(cut)
-    residuals = [index for index in joint.needed if index in joint.made]
-    residual_bytes, residual_time = sum(graph.values[index].bytes for index in residuals), total(map(write, residuals))
-    left = passed_on(graph, joint.forward, joint.backward, joint.results, target.platform)
-    left_bytes = sum(size for size, _ in left)
-    # Of the forms of a value one is written: that which is there anyway, if one is.
-    left_time = total(min(map(write, forms), key=lambda time: time.effort) for _, forms in left if forms)
-    plain = stretch_peak(graph, [*joint.forward, *joint.backward], joint.results, joint.arriving, target.platform)
-    forward, backward = total(map(time, joint.forward)), total(map(time, joint.backward))
-    candidates = [*map(candidate, cuts)]
-    if inner:
-        # What holds programs runs again for nothing here: what that takes is seen where the programs keep something.
-        holds = {op.primitive for op, _, _ in inner}
-        free = [replace(o, seconds=0.0) if op.primitive in holds else o for o, op in zip(operations, joint.forward)]
-        around = mincut.cheapest_first(mincut.hull(free, joint.needed, ways, anyway))
-        kept = [{joint.origin[index]: action for index, action in cut.kept.items()} for cut in around]
-        asked = _Asked(named, start, stop, outputs, active, carried)
-        look = _remembered(functools.partial(_checkpointed, asked, forward + backward, factor, context))
-        candidates = _cheapest_first([*candidates, *map(look, _levels(named.graph, inner, kept, context))])
-        own = {*joint.origin.values(), *held.values(inner)}
-        numbers = {name: len(candidates) + i for i, name in enumerate(presets)}
-        candidates += [look({index: SAVE for index in values if index in own}) for values in presets.values()]
-    seen = [cut.kept for cut in cuts]
-    away = [each for index in joint.origin for each in stored(index) if each.on_host]
+    return numbers
+
+
+def _cuts_on_host(stretch: _Timed, known: Sequence[mincut.Cut]) -> list[mincut.Cut]:
+    """Returns what can be kept with values on the host, at several prices of its link, without what is known."""
+    away = [each for index in stretch.joint.origin for each in stretch.stores(index) if each.on_host]
+    seen = [cut.kept for cut in known]
+    found = []
     for price in LINK_PRICES if any(each.link for each in away) else (0.0,) if away else ():
-        for cut in mincut.hull(operations, joint.needed, ways_at(price), anyway):
+        for cut in mincut.hull(stretch.operations, stretch.joint.needed, stretch.ways(price), stretch.anyway):
             if cut.kept not in seen:
                 seen.append(cut.kept)
-                candidates.append(candidate(cut))
-    return Candidates(
-        tuple(candidates),
-        forward,
-        backward,
-        stretch_peak(graph, joint.forward, joint.outcome, (), target.platform),
-        residual_bytes,
-        residual_time,
-        left_bytes,
-        left_time,
-        max(plain - left_bytes, 0),
-        numbers,
-    )
+                found.append(cut)
+    return found
+
+
+def _candidate(stretch: _Timed, cut: mincut.Cut) -> Candidate:
+    """Returns the candidate that keeps what a cut does."""
+    joint = stretch.joint
+    again = [joint.forward[place] for place in cut.again]
+    own = [index for index in cut.kept if index not in stretch.anyway]
+    # What is kept may be written over when it is used for the last time. What goes out is kept in any case, until the
+    # stretches that use it are done; if this one needs it too, it is there for longer. See `QUICK`.
+    there = [*joint.arriving, *(cut.kept if stretch.context.quick else own)]
+    peak = stretch.peak([*again, *joint.backward], joint.results, there)
+    # The region has to be told that it needs what goes out.
+    kept = dict(sorted((joint.origin[index], action) for index, action in cut.kept.items()))
+    own_ways = [next(each for each in stretch.stores(index) if each.action == cut.kept[index]) for index in own]
+    spent = stretch.total(again) + total(each.time for each in own_ways)
+    link, host, waits = (sum(getattr(each, name) for each in own_ways) for name in ("link", "host", "waits"))
+    return Candidate(cut.bytes, spent.effort, max(peak - cut.bytes, 0), spent.seconds, kept, link, host, waits)
+
+
+def _left(stretch: _Timed) -> tuple[int, Time]:
+    """Returns `left_bytes` and `left_time`, as of `Candidates`."""
+    joint = stretch.joint
+    left = passed_on(stretch.graph, joint.forward, joint.backward, joint.results, stretch.context.target.platform)
+    # Of the forms of a value one is written: that which is there anyway, if one is.
+    forms_written = [min(map(stretch.write, forms), key=lambda time: time.effort) for _, forms in left if forms]
+    return sum(size for size, _ in left), total(forms_written)
+
+
+def _kept_around(stretch: _Timed, inner: Sequence[held.Program]) -> list[Mapping[int, Action]]:
+    """Returns what can be kept around the programs that a stretch's operations hold, the fewest bytes first.
+
+    These operations run again for nothing here: what that takes is seen where the programs keep something.
+    """
+    joint = stretch.joint
+    holds = {op.primitive for op, _, _ in inner}
+    free = [replace(o, seconds=0.0) if op.primitive in holds else o for o, op in zip(stretch.operations, joint.forward)]
+    around = mincut.cheapest_first(mincut.hull(free, joint.needed, stretch.ways(), stretch.anyway))
+    return [{joint.origin[index]: action for index, action in cut.kept.items()} for cut in around]
 
 
 def _levels(
@@ -210,18 +305,6 @@ def _remembered(look: Callable[[Mapping[int, Action]], Candidate]) -> Callable[[
         return known[key]
 
     return remembered
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What `candidates_of` is asked about; its arguments."""
-
-    named: Named
-    start: int
-    stop: int
-    outputs: Sequence[int]
-    active: Collection[int]
-    carried: Collection[int]
 
 
 def _checkpointed(

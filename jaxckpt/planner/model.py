@@ -26,7 +26,6 @@ from jaxckpt.planner import stages
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.preferences import barest, fastest, leanest, on_device, tightest
@@ -275,59 +274,25 @@ class _Builder:
         self.blocks: Collection[tuple[int, int]] = ()
 
     def build(self) -> Model:
+        """Cuts the function into stages, finds the candidates of each stretch that may be a region, and makes the chain
+        of these.
+        """
         graph = self.graph
         blocks = stages.repeats(graph)
-        if self.context.cycles is not None:
-            # What the compiler says of an operation in a block is kept for its stages: it fuses there as in the step.
-            for start, stop in itertools.pairwise(blocks):
-                if self.loops.isdisjoint(range(start, stop)):
-                    self._found(start, stop)
-        cuts = stages.cuts(graph, blocks, unlike=not blocks)
-        places = self._finer(stages.join(graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
-        self.block_ends = _block_ends(places, blocks)
-        length = len(places) - 1
+        places = self._cut_places(blocks)
         carried = self._carried(places)
-        segments: dict[tuple[int, int], Segment] = {}
-        singles: list[tuple[Time, Time, int]] = []
+        self.block_ends = _block_ends(places, blocks)
         self.blocks = {(places[s], places[t]) for s, t in itertools.pairwise(self.block_ends)}
-        ends = self._segments_with_candidates(places)
-        found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
-        for done, (s, t) in enumerate(ends):
-            self.progress(done, len(ends), "analysing stages")
-            found[s, t] = self._found(places[s], places[t])
-        self.progress(len(ends), len(ends), "")
-        for s in range(length):
-            one = found[s, s + 1]
-            singles.append((one.forward, one.backward, one.forward_work))
-        gradients = self._gradients(places)
-        made = _made_before([value for value, _ in carried], length)
-        passing = _passing([value for value, moving in carried if moving], length)
-        for s in range(length):
-            work = 0
-            for t in range(s + 1, length + 1):
-                candidates: list[Candidate] = []
-                if (s, t) in found:
-                    one = found[s, t]
-                    candidates = self._candidates(one, places[s], places[t])
-                    # Elsewhere the compiler moves work of the backward pass into the forward pass, and keeps what comes
-                    # out.
-                    if isinstance(one, Candidates) and (s, t) == (length - 1, length) and not self.looped:
-                        left = one.left_time
-                        candidates.append(Candidate(one.left_bytes, left.effort, one.plain_work, left.seconds))
-                    more = int(passing[s, t]) - self._written_before(places[s], places[t])
-                    candidates = [replace(each, work=max(each.work + more, 0)) for each in candidates]
-                forward = sum(singles[j][0].effort for j in range(s, t))
-                work = max(work, singles[t - 1][2] + int(made[s, t - 1]))
-                segments[s, t] = Segment(forward, work, sum(gradients[s:t]), tuple(candidates))
-        chain = Chain(length, segments, tuple(value for value, _ in carried))
-        forwards = tuple(single[0].seconds for single in singles)
-        seconds = sum(forwards) + sum(single[1].seconds for single in singles)
+        found = self._all_found(places)
+        singles = [found[s, s + 1] for s in range(len(places) - 1)]
+        segments = self._segments(places, found, singles, carried)
+        forwards = tuple(single.forward.seconds for single in singles)
         return Model(
             graph,
             tuple(places),
-            chain,
+            Chain(len(singles), segments, tuple(value for value, _ in carried)),
             forward=forwards,
-            step_seconds=seconds,
+            step_seconds=sum(forwards) + sum(single.backward.seconds for single in singles),
             distinct=len(self.analyses) + len(self.scans),
             fingerprint=graph.fingerprint,
             shards=self.context.shards,
@@ -339,6 +304,75 @@ class _Builder:
             active=frozenset(self.active),
             pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
+
+    def _cut_places(self, blocks: Sequence[int]) -> list[int]:
+        """Returns where stages begin and end.
+
+        Args:
+          blocks: as of `stages.repeats`.
+        """
+        if self.context.cycles is not None:
+            # What the compiler says of an operation in a block is kept for its stages: it fuses there as in the step.
+            for start, stop in itertools.pairwise(blocks):
+                if self.loops.isdisjoint(range(start, stop)):
+                    self._found(start, stop)
+        cuts = stages.cuts(self.graph, blocks, unlike=not blocks)
+        return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
+
+    def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:
+        """Returns (start, stop) of a segment -> what was found for it, for all segments that have candidates."""
+        ends = self._segments_with_candidates(places)
+        found: dict[tuple[int, int], Candidates | LoopCandidates] = {}
+        for done, (s, t) in enumerate(ends):
+            self.progress(done, len(ends), "analysing stages")
+            found[s, t] = self._found(places[s], places[t])
+        self.progress(len(ends), len(ends), "")
+        return found
+
+    def _segments(
+        self,
+        places: Sequence[int],
+        found: Mapping[tuple[int, int], Candidates | LoopCandidates],
+        singles: Sequence[Candidates | LoopCandidates],
+        carried: Sequence[tuple[Carried, bool]],
+    ) -> dict[tuple[int, int], Segment]:
+        """Returns all segments of the chain.
+
+        Args:
+          places: where stages begin and end.
+          found: as of `_all_found`; `singles`: of each stage.
+          carried: as of `_carried`.
+        """
+        length = len(singles)
+        gradients = self._gradients(places)
+        made = _made_before([value for value, _ in carried], length)
+        passing = _passing([value for value, moving in carried if moving], length)
+        segments: dict[tuple[int, int], Segment] = {}
+        for s in range(length):
+            work = 0
+            for t in range(s + 1, length + 1):
+                candidates: list[Candidate] = []
+                if (s, t) in found:
+                    candidates = self._candidates(found[s, t], places[s], places[t])
+                    if (s, t) == (length - 1, length):
+                        candidates += self._left_to_jax(found[s, t])
+                    more = int(passing[s, t]) - self._written_before(places[s], places[t])
+                    candidates = [replace(each, work=max(each.work + more, 0)) for each in candidates]
+                forward = sum(single.forward.effort for single in singles[s:t])
+                work = max(work, singles[t - 1].forward_work + int(made[s, t - 1]))
+                segments[s, t] = Segment(forward, work, sum(gradients[s:t]), tuple(candidates))
+        return segments
+
+    def _left_to_jax(self, last: Candidates | LoopCandidates) -> list[Candidate]:
+        """Returns the candidate of the last stage that leaves to JAX what is kept, if there is one.
+
+        The backward pass of this stage follows its forward pass at once, unless it is in a loop's body. Elsewhere the
+        compiler moves work of the backward pass into the forward pass, and keeps what comes out.
+        """
+        if not isinstance(last, Candidates) or self.looped:
+            return []
+        left = last.left_time
+        return [Candidate(last.left_bytes, left.effort, last.plain_work, left.seconds)]
 
     def _finer(self, places: list[int], blocks: Collection[int]) -> list[int]:
         """Returns the cuts with further ones in the stage that needs most, as long as each lowers that: it bounds what

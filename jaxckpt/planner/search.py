@@ -13,7 +13,7 @@ import copy
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from jaxckpt._errors import (
@@ -69,6 +69,36 @@ EVERYTHING = 2**62
 def _spread(errors: Sequence[int]) -> int:
     """Returns by how much errors differ, each from the next."""
     return sum(abs(second - first) for first, second in itertools.pairwise(errors))
+
+
+class _Bracket:
+    """The search for the limit whose plan needs as many bytes as it may, and not more.
+
+    Attributes:
+      low: the last limit whose plan needs no more than it may; `high`: the last whose plan needs more. None before.
+      step: by how many bytes the limit was moved the time before.
+      over: how many bytes the plan before needs more than it may.
+    """
+
+    def __init__(self) -> None:
+        self.low: int | None = None
+        self.high: int | None = None
+        self.step, self.over = 0, 0
+
+    def next(self, limit: int, over: int) -> int:
+        """Returns the limit to try next, after one whose plan needs `over` bytes more than it may.
+
+        It goes down by these bytes, or up where the plan needs less. Where the step before brought the plan less than
+        half way, it goes by at least twice that step. If that is not between `low` and `high`, it goes half way between
+        the two.
+        """
+        self.low, self.high = (limit, self.high) if over <= 0 else (self.low, limit)
+        self.step = max(abs(over), 2 * self.step if 2 * abs(over) > abs(self.over) else 0, 1)
+        self.over = over
+        limit -= self.step if over > 0 else -self.step
+        if self.low is not None and self.high is not None and not self.low < limit < self.high:
+            return (self.low + self.high) // 2
+        return limit
 
 
 class Search:
@@ -252,13 +282,13 @@ class Search:
     def _bracketed(self, standing: int, seen: Collection[Solution]) -> Solution | None:
         """Returns what `_aimed` does, by the chain as it is.
 
-        By the chain's bytes and the offset there is a first one. What is predicted of one says where the next is looked
-        for: by as many bytes up or down as it is off; by twice as many as the time before where that changed little;
-        and half way between one that is predicted to fit and one that is not, where it is not between them.
+        The solver's limit counts the chain's bytes, and the budget counts compiled bytes. So the limit is searched at
+        which the solver's plan is predicted to need all that it may. The first limit is the budget less the offset
+        between the two, and what is predicted of each plan moves the limit (`_Bracket`).
         """
         found, cheapest = None, None
         limit, aim = self.budget - self._offset(standing), self.budget - self._spare()
-        low, high, step, off = None, None, 0, 0
+        bracket = _Bracket()
         for _ in range(QUICK_AIMS if self.quick else AIMS):
             solution = self._solve(limit)
             if solution is None or (solution in seen and not self.quick):
@@ -270,12 +300,7 @@ class Search:
                     cheapest = solution
             if -AIMED * CLOSE * self.budget <= over <= 0 and not self.quick:
                 break
-            low, high = (limit, high) if over <= 0 else (low, limit)
-            step = max(abs(over), 2 * step if 2 * abs(over) > abs(off) else 0, 1)
-            off = over
-            limit -= step if over > 0 else -step
-            if low is not None and high is not None and not low < limit < high:
-                limit = (low + high) // 2
+            limit = bracket.next(limit, over)
         return cheapest or found
 
     def _spare(self) -> int:
@@ -357,31 +382,49 @@ class Search:
 
     def _or_by_hand(self, best: Try, standing: int, solutions: Collection[Solution]) -> Try:
         """Returns the best plan, or one of other solutions, written as people write checkpoints, that fits and
-        recomputes less: of those that are estimated to fit, the cheapest first; of those that are not, the leanest, to
-        learn what estimates are worth.
+        recomputes less.
+
+        They are compiled one by one. Each may become the best plan, and then those that do not recompute less drop out.
+        Each also says what estimates are worth.
         """
-        problem, tried = self.problem, 0
+        tried = 0
         least = FLOORS if self.quick else 1  # tried at least, if there are so many
         times = {solution: cost(self.chain, solution).time for solution in solutions}
         while tried < least or self.compiles < self.most:
-            most = OVERTIMED * self._chain_time(best)
-            near = [s for s in times if times[s] < most and (s, True) not in problem.tries]
-            efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
-            most = best.effort - TINY * problem.plain.time.effort
-            left = sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
-            learned = self._overstated()
-            known = learned or self._overstated(by_hand=False) or 1.0
-            estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
-            slack = CLOSE if self.quick else TINY  # equal estimates may be 64 bytes apart
-            chosen = next((s for s in left if estimate(s) <= (1 + slack) * max(known, 1.0) * self.budget), None)
-            if chosen is None and (learned is None or self.quick):  # what one is worth another may not be
-                near = [solution for solution in left if estimate(solution) <= self._most_overstated * self.budget]
-                chosen = min(near, key=estimate, default=None)
+            chosen = self._likely_to_fit(self._cheaper_by_hand(times, best))
             if chosen is None:
                 break
             best = self._better(best, self._try(chosen, standing, by_hand=True)) or best
             tried += 1
         return best
+
+    def _cheaper_by_hand(self, times: Mapping[Solution, float], best: Try) -> list[Solution]:
+        """Returns the solutions that, written by hand, take less than the best plan and are not compiled yet, the
+        cheapest first. Those that are far above it by the chain's `times` are not traced.
+        """
+        problem = self.problem
+        most = OVERTIMED * self._chain_time(best)
+        near = [s for s in times if times[s] < most and (s, True) not in problem.tries]
+        efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
+        most = best.effort - TINY * problem.plain.time.effort
+        return sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
+
+    def _likely_to_fit(self, solutions: Sequence[Solution]) -> Solution | None:
+        """Returns the solution, written by hand, to be compiled next; None where none is likely to fit.
+
+        Estimates may be above the compiled peak. The compiled plans say how many times, and the first solution is taken
+        that fits if its estimate is too high by as much. If there is none, and the compiled plans do not say enough,
+        the leanest one is taken, provided that it fits if its estimate is too high by as much as any on this platform.
+        """
+        learned = self._overstated()
+        known = learned or self._overstated(by_hand=False) or 1.0
+        estimate = functools.partial(self.problem.estimate, by_hand=True)  # a trace of the step
+        slack = CLOSE if self.quick else TINY  # equal estimates may be 64 bytes apart
+        chosen = next((s for s in solutions if estimate(s) <= (1 + slack) * max(known, 1.0) * self.budget), None)
+        if chosen is None and (learned is None or self.quick):  # what one is worth another may not be
+            near = [solution for solution in solutions if estimate(solution) <= self._most_overstated * self.budget]
+            chosen = min(near, key=estimate, default=None)
+        return chosen
 
     def _overstated(self, by_hand: bool = True) -> float | None:
         """Returns the estimate of a plan over its compiled peak: the most of those that were compiled as people write

@@ -258,6 +258,9 @@ class _TiledSearch:
     def _by_ways(self) -> None:
         """Plans with each way in which the stretches that need most can be divided: with as many tiles as there can be,
         and with the fewest that fit. Looks at no way that takes more time than the best plan.
+
+        Where as many tiles as there can be miss the budget by little, the next two smaller numbers are tried: compiled,
+        the step may need less with them.
         """
         chain = self.whole.model.chain
         most = len(self.seen) + (TILE_TRIES if self.plans else QUICK_TILE_TRIES)
@@ -266,25 +269,41 @@ class _TiledSearch:
         self.within.progress(0, 1, "looking for what can be tiled")
         ways = tiler.ways([solution for solution in solutions if solution is not None])
         for way in sorted(ways, key=lambda way: self._overhead((way,))):
-            size = self.whole.graph.values[way.value].shape[way.axis]
-            counts = [1 << power for power in range(1, MOST_TILES.bit_length()) if 1 << power < way.tiles]
-            divided = [replace(way, tiles=-(-size // -(-size // count))) for count in counts]
-            fitting, low, high = [*divided, way], 0, len(divided)
             if len(self.seen) >= most:
                 break
-            if not self._may_fit(way):
-                near = min(_compiled(self.tiled.with_tiles((way,))), default=math.inf) <= NEAR * self.within.budget
-                for fewer in reversed(divided[-2:]) if near else ():
-                    if self._may_fit(fewer):
+            fewer = self._with_fewer_tiles(way)
+            if self._may_fit(way):
+                self._look_for_fewest(fewer)
+            elif min(_compiled(self.tiled.with_tiles((way,))), default=math.inf) <= NEAR * self.within.budget:
+                for each in reversed(fewer[-2:]):
+                    if self._may_fit(each):
                         break
-                continue
-            while low < high:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self._may_fit(fitting[middle]) else (middle + 1, high)
+
+    def _with_fewer_tiles(self, way: TiledStretch) -> list[TiledStretch]:
+        """Returns a tiled stretch with 2, 4, 8, ... tiles, as long as these are fewer than it has; where the last tiles
+        would have no rows, with as many as have some.
+        """
+        size = self.whole.graph.values[way.value].shape[way.axis]
+        counts = [1 << power for power in range(1, MOST_TILES.bit_length()) if 1 << power < way.tiles]
+        return [replace(way, tiles=-(-size // -(-size // count))) for count in counts]
+
+    def _look_for_fewest(self, ways: list[TiledStretch]) -> None:
+        """Plans with the fewest tiles that fit, as far as bisection finds them.
+
+        Args:
+          ways: a tiled stretch with more and more tiles, each with fewer than one that fits.
+        """
+        low, high = 0, len(ways)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._may_fit(ways[middle]) else (middle + 1, high)
 
     def _may_fit(self, way: TiledStretch) -> bool:
-        """Returns whether a plan with one stretch in tiles fits; also True where all such plans are dearer than the
-        best one: those with fewer tiles may not be.
+        """Plans with one stretch in tiles, and returns whether a plan fits.
+
+        For tiles that were not planned yet, two estimates may spare it. Where the leanest plan is estimated to be far
+        above the budget, none fits. Where the tiles alone cost more than the best plan does, the answer is True
+        although nothing was planned: plans with fewer tiles may be cheaper, so the search is to go on with these.
         """
         problem, budget = self.tiled.with_tiles((way,)), self.within.budget
         least = problem.host(self.within.solver).least()

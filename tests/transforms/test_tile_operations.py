@@ -134,8 +134,8 @@ WRITTEN_DIFFERENTLY = {
 
 ELSEWHERE = {
     "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "device_put", "eval_jaxpr",
-    "jaxckpt_hold_on_host", "jaxckpt_start_of_backward", "jaxckpt_tie", "jit", "optimization_barrier", "pjit", "psum_invariant", "pvary", "remat", "remat2", "scan",
-    "shard_map", "while",
+    "jaxckpt_hold_on_host", "jaxckpt_start_of_backward", "jaxckpt_tie", "jit", "optimization_barrier", "pjit",
+    "psum_invariant", "pvary", "remat", "remat2", "scan", "shard_map", "while",
 }  # fmt: skip
 """Operations that hold programs, those that jax.shard_map puts in, and those of values on the host: test_tile.py,
 test_tile_sharded.py, test_tile_random.py and actions/test_offload.py tile them.

@@ -272,55 +272,99 @@ class _Turns:
                         self._row([(self.before[t, s], 1.0), (self.held[t, v], -1.0)], -np.inf, 0.0)
 
     def _bytes(self) -> None:
-        """Fills in the bytes of every turn: as each stage begins, and in the backward pass."""
+        """Fills in the bytes of every turn: as each stage begins, and in the backward pass.
 
-        def share(size: int) -> float:
-            return size / self.unit
-
-        keeps: int | None = None  # the column of what segments keep, at the end of the turn before
+        Each of these moments has a row: carried values, what segments keep, and what runs need together no more than
+        the limit less the gradients that are written. What segments keep has a column of its own before and after each
+        stage, and a row says what the stage adds to it. So what was kept in earlier turns need not be added up again.
+        """
+        keeps: int | None = None
         for t in reversed(range(self.length)):
-            free = 1.0 + ROOM - share(self.written[t + 1])
+            free = 1.0 + ROOM - self._share(self.written[t + 1])
             alive = [self._alive(t, v) for v in range(len(self.values))]
-            column = self._column()
-            ended = [n for n, way in enumerate(self.ways) if way.stop == t + 2]  # their backward pass is done
-            gone = [(self.kept[u, n], share(self.ways[n].kept)) for n in ended for u in range(t + 1, self.length)]
-            known = {} if keeps is None else {keeps: -1.0}
-            self._row([(column, 1.0), *known.items(), *gone], 0.0, 0.0)
+            keeps = self._kept_before(t, keeps)
             for i in range(t + 1):
-                there = [(column, 1.0)]
-                for v, value in enumerate(self.values):
-                    size = share(value.bytes)
-                    there += [(each, size) for each in self._there(t, i, v, alive[v])]
-                runs = [(self.again[t, i], share(self.needs[i]))]
-                for n, way in enumerate(self.ways):
-                    if way.start == i and way.stop <= t + 1:
-                        need = max(self.chain.segment(way.start, way.stop).forward_work, way.kept)
-                        runs.append((self.kept[t, n], share(need)))
-                self._row([*there, *runs], -np.inf, free)
-                after = self._column()
-                kept = [(self.kept[t, n], -share(way.kept)) for n, way in enumerate(self.ways) if way.stop == i + 1]
-                self._row([(after, 1.0), (column, -1.0), *kept], 0.0, 0.0)
-                column = after
-            # the backward pass of the segments that end here: what they keep is in `column` already
-            work = [
-                (self.kept[u, n], share(way.need - way.kept))
-                for n, way in enumerate(self.ways)
-                if way.stop == t + 1
-                for u in range(t, self.length)
-            ]
-            there = [(column, 1.0)]
-            for v, value in enumerate(self.values):
-                if value.made <= t:
-                    read = [
-                        each
-                        for s, (start, stop) in enumerate(self.segments)
-                        if stop == t + 1 and value.made < start and any(start <= use < stop for use in value.uses)
-                        for u in range(t, self.length)
-                        for each in self.keeping[u, s]
-                    ]
-                    there += [(each, share(value.bytes)) for each in self._most([self._next(t, v), read])]
-            self._row([*there, *work], -np.inf, free)
-            keeps = column
+                self._as_stage_begins(t, i, alive, keeps, free)
+                keeps = self._kept_after(t, i, keeps)
+            self._as_it_runs_back(t, keeps, free)
+
+    def _share(self, size: int) -> float:
+        """Returns bytes as a share of the limit, the unit of all rows of bytes."""
+        return size / self.unit
+
+    def _kept_before(self, t: int, keeps: int | None) -> int:
+        """Returns the column of what segments keep as turn t begins: that of the turn before, less what the segments
+        kept whose backward pass is done.
+
+        Args:
+          t: the turn.
+          keeps: the column at the end of the turn before; None in the first turn.
+        """
+        column = self._column()
+        ended = [n for n, way in enumerate(self.ways) if way.stop == t + 2]
+        gone = [(self.kept[u, n], self._share(self.ways[n].kept)) for n in ended for u in range(t + 1, self.length)]
+        known = {} if keeps is None else {keeps: -1.0}
+        self._row([(column, 1.0), *known.items(), *gone], 0.0, 0.0)
+        return column
+
+    def _kept_after(self, t: int, i: int, keeps: int) -> int:
+        """Returns the column of what segments keep after stage i of turn t: `keeps`, and what those keep that end
+        there.
+        """
+        column = self._column()
+        kept = [(self.kept[t, n], -self._share(way.kept)) for n, way in enumerate(self.ways) if way.stop == i + 1]
+        self._row([(column, 1.0), (keeps, -1.0), *kept], 0.0, 0.0)
+        return column
+
+    def _as_stage_begins(
+        self, t: int, i: int, alive: Sequence[list[tuple[int, list[int]]]], keeps: int, free: float
+    ) -> None:
+        """Limits the bytes of turn t as stage i begins: values, what segments keep, and what a run from there needs.
+
+        Args:
+          t, i: the turn and the stage.
+          alive: of each value, as of `_alive`.
+          keeps: the column of what segments keep.
+          free: share of the limit that there is.
+        """
+        there = [(keeps, 1.0)]
+        for v, value in enumerate(self.values):
+            size = self._share(value.bytes)
+            there += [(each, size) for each in self._there(t, i, v, alive[v])]
+        runs = [(self.again[t, i], self._share(self.needs[i]))]
+        for n, way in enumerate(self.ways):
+            if way.start == i and way.stop <= t + 1:
+                need = max(self.chain.segment(way.start, way.stop).forward_work, way.kept)
+                runs.append((self.kept[t, n], self._share(need)))
+        self._row([*there, *runs], -np.inf, free)
+
+    def _as_it_runs_back(self, t: int, keeps: int, free: float) -> None:
+        """Limits the bytes of turn t in the backward pass of the segments that end with stage t: values that they read
+        or that the next turn is to have, what segments keep, and what these segments need besides.
+
+        Args:
+          t: the turn.
+          keeps: the column of what segments keep, these segments too.
+          free: share of the limit that there is.
+        """
+        work = [
+            (self.kept[u, n], self._share(way.need - way.kept))
+            for n, way in enumerate(self.ways)
+            if way.stop == t + 1
+            for u in range(t, self.length)
+        ]
+        there = [(keeps, 1.0)]
+        for v, value in enumerate(self.values):
+            if value.made <= t:
+                read = [
+                    each
+                    for s, (start, stop) in enumerate(self.segments)
+                    if stop == t + 1 and value.made < start and any(start <= use < stop for use in value.uses)
+                    for u in range(t, self.length)
+                    for each in self.keeping[u, s]
+                ]
+                there += [(each, self._share(value.bytes)) for each in self._most([self._next(t, v), read])]
+        self._row([*there, *work], -np.inf, free)
 
     def _next(self, t: int, v: int) -> list[int]:
         """Returns the columns that say that a value is held into the turn after t."""
