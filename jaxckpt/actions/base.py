@@ -76,6 +76,11 @@ def _bytes(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize  # type: ignore[no-any-return]
 
 
+def device_share(value: Array) -> float:
+    """Returns the share of a value that one device has: 1, unless the devices divide it among them."""
+    return value.bytes / max(_bytes(value), 1)  # type: ignore[no-any-return]
+
+
 KINDS: dict[str, type[Action]] = {}
 """Kind -> class of the action."""
 
@@ -171,7 +176,7 @@ class Action(metaclass=_Kinds):
         if not self.changes:
             return (value,)
         made = jax.eval_shape(self.encode, jax.ShapeDtypeStruct(value.shape, value.dtype))
-        share = value.bytes / max(math.prod(value.shape) * value.dtype.itemsize, 1)  # that one device has
+        share = device_share(value)
         return tuple(StoredArray(each.shape, each.dtype, round(_bytes(each) * share)) for each in jax.tree.leaves(made))
 
     def cost(self, value: Array) -> Cost:

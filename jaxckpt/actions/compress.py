@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, ForwardModeError, did_you_mean
-from jaxckpt.actions.base import Action, Array, Cost
+from jaxckpt.actions.base import Action, Array, Cost, device_share
 from jaxckpt.actions.narrow import Narrow
 
 
@@ -118,8 +118,7 @@ class Compress(Action):
         *outer, last = value.shape
         scales = 0 if self._form.most is None else math.ceil(last / self.block) * _wide(value.dtype).itemsize
         whole = math.prod(outer) * (math.ceil(last * self._form.bits / 8) + scales)
-        share = value.bytes / max(math.prod(value.shape) * value.dtype.itemsize, 1)  # that one device has
-        return math.ceil(whole * share)
+        return math.ceil(whole * device_share(value))
 
     def cost(self, value: Array) -> Cost:
         """Returns some operations for each number, and that the value is read, and what is stored written and read."""

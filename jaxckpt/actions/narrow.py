@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt._errors import ArgumentError, did_you_mean
-from jaxckpt.actions.base import Action, Array, Cost
+from jaxckpt.actions.base import Action, Array, Cost, device_share
 
 DTYPES = tuple(f"{sign}int{bits}" for bits in (8, 16, 32) for sign in ("u", ""))
 """What integers are kept as, the narrowest first, and of equal ones the unsigned first."""
@@ -57,8 +57,7 @@ class Narrow(Action):
 
     def device_bytes(self, value: Array) -> int:
         """Returns the bytes of the narrower integers."""
-        share = value.bytes / max(math.prod(value.shape) * value.dtype.itemsize, 1)  # that one device has
-        return math.ceil(math.prod(value.shape) * np.dtype(self._dtype).itemsize * share)
+        return math.ceil(math.prod(value.shape) * np.dtype(self._dtype).itemsize * device_share(value))
 
     def cost(self, value: Array) -> Cost:
         """Returns that the value is read, and what is stored written and read."""
