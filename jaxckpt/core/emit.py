@@ -270,9 +270,10 @@ def _rewrite(
         if place not in loops:
             before.update((var, (place, new)) for var, new in zip(eqn.outvars, group[0].outvars) if var is not new)
             # A function with a rule may hand an operand on as it is, and so the name of it.
-            handed = primitives.of(op.primitive).holds is Holds.RULE and any(index in actions for index in op.inputs)
+            holds = primitives.of(op.primitive).holds
+            handed = holds is Holds.RULE and any(index in actions for index in op.inputs)
             inside = (
-                op.primitive not in ("scan", "cond")
+                holds not in (Holds.LOOP, Holds.BRANCHES)
                 and not _is_mapped_anew(op, names)
                 and any(index in actions for body in op.bodies for index in _own_values(body))
             )

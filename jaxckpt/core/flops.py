@@ -1,4 +1,5 @@
-"""Rules for the FLOPs of one execution of an operation: which primitive has which stands in `jaxckpt.core.primitives`.
+"""Rules for the FLOPs of one execution of an operation, and for how often it runs the programs that it holds: which
+primitive has which stands in `jaxckpt.core.primitives`.
 
 A multiply-add counts as two operations, a transcendental function as one per element, moving or reshaping data as none.
 """
@@ -13,6 +14,8 @@ Avals = list[Any]
 Params = Mapping[str, Any]
 FlopsRule = Callable[[Avals, Avals, Params], int]
 """Abstract values of operands and results, and the equation's parameters -> FLOPs."""
+RunsRule = Callable[[Params], int]
+"""The equation's parameters -> how often one execution of the operation runs each of its programs."""
 
 
 def size(aval: Any) -> int:
@@ -126,3 +129,21 @@ def threefry(inputs: Avals, outputs: Avals, params: Params) -> int:
     """Of random bits."""
     # 20 rounds of add, rotate (two shifts and an or) and xor on each of the two words.
     return 100 * sum(size(out) for out in outputs)
+
+
+# ------------------------------------------------------------------------------------------- how often its programs run
+
+
+def once(params: Params) -> int:
+    """Of a call, and where nobody knows."""
+    return 1
+
+
+def each_iteration(params: Params) -> int:
+    """Of a scan."""
+    return int(params["length"])
+
+
+def each_block(params: Params) -> int:
+    """Of a kernel that runs for each block of a grid; extents that are known only when it runs count as 1."""
+    return math.prod(extent for extent in params["grid_mapping"].grid if isinstance(extent, int))

@@ -464,8 +464,9 @@ class _Place:
     def inside(self, eqn: Any, params: Mapping[str, Any], primitive: str, call: bool) -> _Place:
         """Returns the place of the operations inside an equation."""
         scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
-        times = self.repeats * (params["length"] if primitive == "scan" else 1)
-        return _Place(times, self.addressable and (call or not primitives.of(primitive).opaque), scope)
+        facts = primitives.of(primitive)
+        times = 1 if facts.opaque else facts.runs(params)
+        return _Place(self.repeats * times, self.addressable and (call or not facts.opaque), scope)
 
 
 def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:
@@ -513,7 +514,7 @@ def parameters_text(op: Op) -> str:
     The programs of custom rules are not in it: two rules for functions of one name and one program have one text.
     """
     params = {name: stable(param) for name, param in sorted(op.params.items())}
-    if "sharding" in params and op.primitive != "sharding_constraint":
+    if "sharding" in params and not primitives.of(op.primitive).lays_out:
         # How arguments lie over automatic axes is no part of a program, but JAX writes their mesh into some operations.
         axes = getattr(getattr(op.params["sharding"], "mesh", None), "axis_types", ())
         if jax.sharding.AxisType.Explicit not in axes:

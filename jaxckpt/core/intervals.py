@@ -20,9 +20,6 @@ from jaxckpt import _compat
 from jaxckpt.core import primitives
 from jaxckpt.core.primitives import Holds
 
-_RETURN = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE, Holds.MAPPED)
-"""What hands on the results of its program."""
-
 Range = tuple[int, int]
 """The least and the greatest integer, both included."""
 Ranges = Sequence[Range | None]
@@ -86,7 +83,7 @@ def of_programs_results(primitive: str, operands: Ranges, eqn: Any, programs: Se
         consts, carries = _compat.num_scan_consts_carry(_compat.equation_params(eqn))
         first = [*operands[consts : consts + carries], *programs[0][carries:]]  # of no iterations they come out
         found.append(first)
-    elif holds is not Holds.BRANCHES and (holds not in _RETURN or len(found) != 1):
+    elif holds is not Holds.BRANCHES and (not holds.returns or len(found) != 1):
         found = []
     if not found or any(len(each) != len(eqn.outvars) for each in found):
         return of_results(primitive, operands, eqn, _compat.equation_params(eqn))

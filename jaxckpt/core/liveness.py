@@ -37,8 +37,6 @@ from jaxckpt.core.graph import Body, Graph, Op, trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
 BARRIER = "optimization_barrier"
-_WRITTEN_OUT = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
-"""Programs that are part of the one that they stand in."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def _flatten(
     """
     for op in body.ops:
         inputs = [_slot(graph, slots, index) for index in op.inputs]
-        if op.bodies and primitives.of(op.primitive).holds in _WRITTEN_OUT:
+        if op.bodies and primitives.of(op.primitive).holds.in_line:
             yield from _call(graph, op, slots, inputs, platform, around)
             continue
         made = [var.aval for var in op.equation.outvars if not isinstance(var, _compat.DropVar)]

@@ -17,7 +17,7 @@ def body_at(address: Address, graph: Graph) -> Body:
     body = graph.body
     for depth, (index, place) in enumerate(address):
         op = next((op for op in body.ops if op.index == index), None)
-        if op is None or not primitives.of(op.primitive).takes_regions or place >= len(op.bodies):
+        if op is None or not primitives.of(op.primitive).entered or place >= len(op.bodies):
             there = "there is no such operation" if op is None else f"it is {op.primitive}, of {len(op.bodies)} bodies"
             raise PlanMismatchError(
                 "A region's body must be one of a loop, a branch, a checkpoint, a jax.shard_map or a call; got body "

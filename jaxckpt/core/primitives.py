@@ -9,7 +9,6 @@ that is worth keeping, and of which nothing else is known.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jaxckpt.core import flops as rules
-from jaxckpt.core.flops import Avals, FlopsRule
+from jaxckpt.core.flops import Avals, FlopsRule, RunsRule
 
 
 class Kernel(enum.Enum):
@@ -67,6 +66,18 @@ class Holds(enum.Enum):
     MAPPED = enum.auto()
     """What runs on every device of a mesh."""
 
+    @property
+    def in_line(self) -> bool:
+        """Whether it is one program that could stand in the operation's place: it runs once, its inputs are the
+        operands, and its results are the operation's.
+        """
+        return self in (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
+
+    @property
+    def returns(self) -> bool:
+        """Whether it is one program whose results are the operation's, and that runs once, or once on each device."""
+        return self.in_line or self is Holds.MAPPED
+
 
 @dataclass(frozen=True)
 class Primitive:
@@ -80,6 +91,9 @@ class Primitive:
       result: how much of its operand the result is.
       linear: whether it is linear in all of its operands together, so that its derivative needs none of them; False
         also where nobody asked.
+      linear_in: of a product and the like, the places of the operands in each of which it is linear, the others held
+        fixed: see `is_linear_in`. None also where nobody asked.
+      lays_out: whether it is there to say how its operand lies over the devices, by its parameter `sharding`.
       sends: of a collective, what each device sends, in units of the larger of what goes in and what comes out.
       writes_over: whether it can write over an operand of the same size. What is fused can in any case.
       asks_result: whether its derivative may read its result: it is differentiated to find out. False where it is known
@@ -88,6 +102,9 @@ class Primitive:
         very result: a rounded one is equal to none of them.
       shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
+      runs: the rule for how often one execution runs each of them; once also where nobody knows.
+      backward_rule: whether its backward pass is a rule of the user's, and so need not be linear: that of a
+        `jax.custom_vjp`.
       opaque: whether no action can be given to the values of these.
       flat: whether its derivative is zero: see `is_flat`.
       elementwise: whether element i of each result is computed from elements i of its operands, which have the result's
@@ -100,12 +117,16 @@ class Primitive:
     dear: bool = True
     result: Result = Result.OTHER
     linear: bool = False
+    linear_in: tuple[int, ...] = ()
+    lays_out: bool = False
     sends: float = 0.0
     writes_over: bool = False
     asks_result: bool = True
     compares: bool = False
     shows: bool = False
     holds: Holds = Holds.PROGRAMS
+    runs: RunsRule = rules.once
+    backward_rule: bool = False
     opaque: bool = False
     flat: bool = False
     elementwise: bool = False
@@ -126,8 +147,15 @@ class Primitive:
         return self.holds in (Holds.CALL, Holds.CHECKPOINT, Holds.STATE)
 
     @property
-    def takes_regions(self) -> bool:
-        """Whether regions and planned loops may lie in its programs."""
+    def forward_rule(self) -> bool:
+        """Whether its derivative is a rule of the user's that runs forward: that of a `jax.custom_jvp`."""
+        return self.holds is Holds.RULE and not self.backward_rule
+
+    @property
+    def entered(self) -> bool:
+        """Whether plans and policies reach into its programs: regions, planned loops, and values that are kept in
+        another form may be in them.
+        """
         kinds = (Holds.LOOP, Holds.BRANCHES, Holds.CHECKPOINT, Holds.MAPPED, Holds.CALL)
         return self.holds in kinds and not self.opaque
 
@@ -175,7 +203,8 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("bitcast_convert_type empty empty2 from_edtype iota tie to_edtype", _MOVED),
     ("rev concatenate pad", replace(_FREE, linear=True)),
     ("dynamic_slice", _FREE),
-    ("real imag reduce_precision sharding_constraint", replace(_FREE, elementwise=True)),
+    ("real imag reduce_precision", replace(_FREE, elementwise=True)),
+    ("sharding_constraint", replace(_FREE, elementwise=True, lays_out=True)),
     ("pvary preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),
     ("random_seed random_wrap random_unwrap", _FREE),
     ("random_clone", replace(_FREE, elementwise=True)),
@@ -186,12 +215,14 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("dynamic_update_slice", Primitive(rules.free, dear=False, writes_over=True, asks_result=False)),
     # Elementwise, and computed where they are used.
     ("add add_any sub neg", replace(_EACH_SIMPLE, linear=True)),
-    ("mul square sin cos log log1p abs complex conj clamp select_n", _EACH_SIMPLE),
+    ("mul", replace(_EACH_SIMPLE, linear_in=(0, 1))),
+    ("square sin cos log log1p abs complex conj clamp select_n", _EACH_SIMPLE),
     ("sign floor ceil round", replace(_EACH_SIMPLE, flat=True)),
     ("eq ne lt le gt ge and or xor not is_finite", _EACH_SIMPLE),
     ("integer_pow", replace(_EACH_SIMPLE, flops=rules.integer_pow)),
     ("max min", replace(_EACH, compares=True)),
-    ("div rem pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _EACH),
+    ("div", replace(_EACH, linear_in=(0,))),
+    ("rem pow sqrt rsqrt cbrt exp exp2 expm1 log2 logistic tanh one_minus_square polynomial", _EACH),
     ("tan asin acos atan atan2 sinh cosh asinh acosh atanh", _EACH),
     ("erf erfc erf_inv lgamma digamma bessel_i0e bessel_i1e", _EACH),
     ("eq_to lt_to le_to nextafter mulhi clz population_count", _EACH),
@@ -210,7 +241,7 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("cumsum", replace(_CUMULATIVE, linear=True, asks_result=False)),
     ("cumprod cummax cummin cumlogsumexp", _CUMULATIVE),
     # What costs what it computes.
-    ("dot_general", Primitive(rules.dot_general, asks_result=False)),
+    ("dot_general", Primitive(rules.dot_general, asks_result=False, linear_in=(0, 1))),
     ("ragged_dot_general", Primitive(rules.ragged_dot)),
     ("scaled_matmul_wrapper", Primitive(rules.scaled_matmul)),
     ("conv_general_dilated", Primitive(rules.conv, asks_result=False)),
@@ -242,12 +273,14 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("jit pjit closed_call core_call eval_jaxpr", _CALL),
     ("checkpoint remat remat2", _CHECKPOINT),
     ("run_state", Primitive(holds=Holds.STATE)),
-    ("custom_jvp_call custom_vjp_call", _RULE),
-    ("scan", _LOOP),
+    ("custom_jvp_call", _RULE),
+    ("custom_vjp_call", replace(_RULE, backward_rule=True)),
+    ("CustomVJPTraced", Primitive(backward_rule=True)),  # a jax.custom_vjp under the flag jax_custom_vjp3
+    ("scan", replace(_LOOP, runs=rules.each_iteration)),
     ("while", replace(_LOOP, opaque=True)),
     ("cond", Primitive(holds=Holds.BRANCHES, asks_result=False)),
     ("shard_map", Primitive(holds=Holds.MAPPED, asks_result=False)),
-    ("pallas_call", Primitive(opaque=True)),
+    ("pallas_call", Primitive(opaque=True, runs=rules.each_block)),
     ("custom_lin custom_linear_solve", Primitive(holds=Holds.SCALARS, opaque=True)),
 )
 
@@ -266,11 +299,12 @@ def is_flat(primitive: str, dtype: Any) -> bool:
     return of(primitive).flat and not (primitive == "sign" and jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-def has_backward_rule(primitive: str) -> bool:
-    """Returns whether an operation's backward rule is the user's, and so need not be linear: that of a
-    `jax.custom_vjp`, which has another name under the flag jax_custom_vjp3.
+def is_linear_in(primitive: str, place: int, dtype: Any) -> bool:
+    """Returns whether an operation is linear in the operand at a place, one of a dtype, the others held fixed. The
+    quotient of integers is not: it is rounded.
     """
-    return primitive in ("custom_vjp_call", "CustomVJPTraced")
+    rounded = primitive == "div" and not jnp.issubdtype(dtype, jnp.inexact)
+    return place in of(primitive).linear_in and not rounded
 
 
 def holding(*kinds: Holds) -> frozenset[str]:
@@ -316,10 +350,5 @@ def altogether(primitive: str, params: Mapping[str, Any], each: Sequence[_Number
       primitive, params: the operation's.
       each: what one run of each of its programs takes.
     """
-    if of(primitive).holds is Holds.BRANCHES:
-        return max(each)
-    if primitive == "pallas_call":
-        times = math.prod(extent for extent in params["grid_mapping"].grid if isinstance(extent, int))
-    else:
-        times = params["length"] if primitive == "scan" else 1
-    return times * sum(each)
+    facts = of(primitive)
+    return max(each) if facts.holds is Holds.BRANCHES else facts.runs(params) * sum(each)

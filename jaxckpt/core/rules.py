@@ -36,9 +36,6 @@ JSON.
 
 PRIMITIVE = "custom_vjp_call"
 
-_ENTERED = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT)
-"""Not `jax.shard_map`: a forward rule is traced outside of the mesh, where its values do not vary over its axes."""
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -115,9 +112,12 @@ class _Opener:
 
     def _equation(self, eqn: Any) -> Any:
         name = _compat.primitive_name(eqn)
+        facts = primitives.of(name)
         if name == PRIMITIVE:
             new = _open(eqn) or eqn
-        elif primitives.of(name).holds in _ENTERED and name != "while":  # which has no reverse mode
+        elif facts.entered and facts.holds is not Holds.MAPPED:
+            # Not in a jax.shard_map: a forward rule is traced outside of the mesh, where its values do not vary over
+            # its axes.
             new = surgery.with_programs(eqn, self.jaxpr)
         else:
             return eqn

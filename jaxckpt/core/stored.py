@@ -60,10 +60,6 @@ class MappedValues:
     specs: tuple[Any, ...] = field(metadata={"static": True})
 
 
-_THROUGH = (Holds.LOOP, Holds.BRANCHES, Holds.CALL, Holds.CHECKPOINT, Holds.MAPPED)
-"""Programs in which markers are reached; while loops have no derivative."""
-
-
 def marker(name: str, action: Action) -> str:
     """Returns the name that marks a value: an internal name, and the action by which it is kept."""
     text = base64.urlsafe_b64encode(json.dumps(action.to_json()).encode()).decode()
@@ -142,7 +138,7 @@ def _holds(eqn: Any) -> bool:
     if facts.holds is Holds.RULE:
         return False  # those of an inner checkpoint, which has its own derivative
     inside = [has_markers(_compat.open_jaxpr(jaxpr)) for jaxpr in surgery.programs(eqn)]
-    if any(inside) and (facts.holds not in _THROUGH or facts.opaque):
+    if any(inside) and not facts.entered:
         raise ArgumentError(
             "policy",
             f"one that keeps values inside of {primitive} as they are",

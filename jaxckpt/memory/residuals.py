@@ -21,7 +21,6 @@ from jaxckpt.core.argument_names import named_leaves
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import is_operand
-from jaxckpt.core.primitives import Holds
 from jaxckpt.core.units import counted, format_bytes
 
 
@@ -159,7 +158,7 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
 def _passed_on(eqn: Any, place: int) -> int | None:
     """Returns the place of the operand that a call returns as it is at a place of its results; None if it does not."""
     programs = surgery.programs(eqn)
-    if len(programs) != 1 or primitives.of(_compat.primitive_name(eqn)).holds not in _ONCE:
+    if len(programs) != 1 or not primitives.of(_compat.primitive_name(eqn)).holds.in_line:
         return None
     inner = _compat.open_jaxpr(programs[0])
     result = inner.outvars[place]
@@ -167,10 +166,6 @@ def _passed_on(eqn: Any, place: int) -> int | None:
         return None
     origin = _Makers(inner).origin(result)
     return inner.invars.index(origin) if origin in inner.invars else None
-
-
-_ONCE = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE)
-"""Operations that run their program once, with their operands for its inputs."""
 
 
 class _Makers:

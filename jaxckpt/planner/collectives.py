@@ -95,4 +95,4 @@ def _size(graph: Graph, op: Op) -> int:
     is laid out anew, the bytes that a device gains.
     """
     given, made = (sum(graph.values[index].bytes for index in ends) for ends in (op.inputs, op.outputs))
-    return max(made - given, 1) if op.primitive == "sharding_constraint" else max(given + made, 1)
+    return max(made - given, 1) if primitives.of(op.primitive).lays_out else max(given + made, 1)

@@ -26,7 +26,7 @@ from jaxckpt.core import primitives
 from jaxckpt.core.constants import MATRIX, VECTOR, WEIGHT
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.liveness import BARRIER
-from jaxckpt.core.primitives import Holds, Kernel
+from jaxckpt.core.primitives import Kernel
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -175,10 +175,6 @@ def passes(graph: Graph, op: Op) -> bool:
     return primitives.is_same(op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None)
 
 
-_ONCE = (Holds.CALL, Holds.CHECKPOINT, Holds.RULE, Holds.MAPPED)
-"""Operations whose results are those of their program."""
-
-
 def _wanted_whole(graph: Graph) -> Collection[int]:
     """Returns the values that some operation wants in memory. What passes a value on wants it if the result is wanted;
     no fusion reaches over a barrier. What a call's program results in is wanted where the call's results are, that of
@@ -191,9 +187,9 @@ def _wanted_whole(graph: Graph) -> Collection[int]:
             facts = primitives.of(op.primitive)
             for inner in op.bodies:
                 ends = zip(inner.outputs, op.outputs)
-                if facts.holds in _ONCE:
+                if facts.holds.returns:
                     wanted.update(index for index, outer in ends if index is not None and outer in wanted)
-                elif facts.holds is not Holds.SCALARS:
+                else:
                     wanted.update(index for index, _ in ends if index is not None)
                 mark(inner)
             whole = facts.kernel is Kernel.OWN

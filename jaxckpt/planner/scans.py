@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxckpt import _compat
+from jaxckpt.core import primitives
 from jaxckpt.core.constants import (
     DEAR_LOOP,
     LENGTHS,
@@ -28,6 +29,7 @@ from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.loops import can_be_rewritten
+from jaxckpt.core.primitives import Holds
 from jaxckpt.core.regions import Address, Loop, Region
 from jaxckpt.core.scans import ScanBody
 from jaxckpt.core.schedule import LoopSchedule
@@ -111,7 +113,7 @@ def lean_loops(graph: Graph, body: Body | None = None, address: Address = ()) ->
         if can_be_rewritten(op) and op.params["length"] > 1:
             if not _compat.open_jaxpr(op.params["jaxpr"]).effects:
                 yield Loop(place, checkpointed(op.params["length"]), address)
-        elif op.primitive == "cond":
+        elif primitives.of(op.primitive).holds is Holds.BRANCHES:
             for number, inner in enumerate(op.bodies):
                 yield from lean_loops(graph, inner, (*address, (op.index, number)))
 

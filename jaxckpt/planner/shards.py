@@ -70,10 +70,11 @@ def _told(graph: Graph) -> dict[int, float]:
         if op.bodies or len(op.outputs) != 1:
             continue
         made = graph.values[op.outputs[0]]
-        layout = op.params.get("sharding") if op.primitive == "sharding_constraint" else None
+        facts = primitives.of(op.primitive)
+        layout = op.params.get("sharding") if facts.lays_out else None
         if isinstance(layout, NamedSharding) and PartitionSpec.UNCONSTRAINED not in layout.spec:
             found[made.index] = math.prod(layout.shard_shape(made.shape)) / max(math.prod(made.shape), 1)
-        elif primitives.of(op.primitive).fused and len(op.inputs) == 1 and op.inputs[0] in found:
+        elif facts.fused and len(op.inputs) == 1 and op.inputs[0] in found:
             given = graph.values[op.inputs[0]]
             if math.prod(given.shape) == math.prod(made.shape):
                 found[made.index] = found[given.index]
@@ -129,7 +130,7 @@ class _Reader:
         asked: dict[Shape, Any] = {}
         # What the program says of a layout comes first, then results that are in memory.
         for op in sorted(
-            ops, key=lambda op: (op.primitive != "sharding_constraint", primitives.of(op.primitive).fused)
+            ops, key=lambda op: (not primitives.of(op.primitive).lays_out, primitives.of(op.primitive).fused)
         ):
             for var, index in zip(op.equation.outvars, op.outputs):
                 shape = self.graph.values[index].shape

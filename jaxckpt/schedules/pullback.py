@@ -36,9 +36,8 @@ from jaxckpt.schedules.optimum import TurnCosts
 
 def is_cheap(eqn: Any) -> bool:
     """Whether an equation is not dear (`Primitive.dear`), or calls what is not; a loop or a branch always is."""
-    name = _compat.primitive_name(eqn)
-    facts = primitives.of(name)
-    if facts.holds is Holds.CALL or name == "custom_jvp_call":
+    facts = primitives.of(_compat.primitive_name(eqn))
+    if facts.holds is Holds.CALL or facts.forward_rule:
         return all(is_cheap(e) for program in surgery.programs(eqn) for e in _compat.open_jaxpr(program).eqns)
     return not facts.dear
 
@@ -51,7 +50,7 @@ def dear_values(body: ScanBody) -> list[Any] | None:
     function with a derivative of its own, jax.custom_jvp, brings that along.)
     """
     dear = [eqn for eqn in body.jaxpr.eqns if not is_cheap(eqn) and eqn.outvars]
-    if any(surgery.programs(eqn) and _compat.primitive_name(eqn) != "custom_jvp_call" for eqn in dear):
+    if any(surgery.programs(eqn) and not primitives.of(_compat.primitive_name(eqn)).forward_rule for eqn in dear):
         return None
     kept = [var for eqn in dear for var in eqn.outvars if not isinstance(var, _compat.DropVar)]
     return _carried_on(body.jaxpr.eqns, kept, body.jaxpr.outvars)
@@ -344,17 +343,16 @@ class _Splitter:
         while isinstance(leaf, _compat.Var) and leaf in self.made:
             eqn = self.made[leaf]
             name = _compat.primitive_name(eqn)
-            moving = [v for v in eqn.invars if isinstance(v, _compat.Var) and v in self.moving]
+            moving = [i for i, v in enumerate(eqn.invars) if isinstance(v, _compat.Var) and v in self.moving]
             if name == "dot_general" and len(moving) == 2:
                 return _Term(const, var, leaf, eqn, tuple(eqn.invars))
-            through = (
-                (primitives.of(name).linear and len(eqn.invars) == 1)
-                or name in ("dot_general", "mul")
-                or (name == "div" and moving and moving[0] is eqn.invars[0])
-            )
-            if not through or len(moving) != 1:
+            if len(moving) != 1:
                 break
-            leaf = moving[0]
+            operand = eqn.invars[moving[0]]
+            alone = primitives.of(name).linear and len(eqn.invars) == 1
+            if not alone and not primitives.is_linear_in(name, moving[0], operand.aval.dtype):
+                break
+            leaf = operand
         if isinstance(leaf, _compat.Var) and leaf in self.cotangents and leaf is not var:
             return _Term(const, var, leaf, None, (leaf,))
         return None

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jaxckpt
 from jaxckpt import _compat
@@ -23,7 +24,14 @@ from jaxckpt.schedules.pullback import is_cheap
 from tests.helpers import gradient_executions
 
 ROOT = pathlib.Path(jaxckpt.__file__).parent
-OLD = {"checkpoint", "remat", "pjit", "closed_call", "core_call"}  # of other versions, or of hi primitives
+OLD = {
+    "checkpoint",
+    "remat",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "CustomVJPTraced",
+}  # of other versions, or of hi primitives
 ONLY_NEW = {"log2", "one_minus_square", "polynomial", "reduced_vary_cast", "vary_unreduced_cast"}  # from jax 0.12
 X = jnp.ones((4, 8))
 
@@ -119,6 +127,63 @@ def test_what_is_linear_keeps_nothing_for_its_derivative(name):
     assert jaxckpt.residuals(LINEAR[name], X).kept_bytes == 0
     two, one = LINEAR[name](3 * X), LINEAR[name](X)
     assert jnp.allclose(two.astype(float), 3 * one.astype(float))
+
+
+LINEAR_IN = {
+    "mul": (lax.mul, (X, X)),
+    "div": (lax.div, (X, X)),
+    "dot_general": (lax.dot, (X, X.T)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.linear_in])
+def test_what_is_linear_in_an_operand_is_so_with_the_others_fixed(name):
+    fun, operands = LINEAR_IN[name]
+    assert [op.primitive for op in trace(fun, *operands).walk()] == [name]
+    for place in range(len(operands)):
+        alone = lambda x, place=place: fun(*operands[:place], x, *operands[place + 1 :])
+        is_linear = bool(jnp.allclose(alone(3 * operands[place]), 3 * alone(operands[place])))
+        assert primitives.is_linear_in(name, place, X.dtype) == is_linear
+
+
+def test_a_quotient_is_linear_where_it_is_not_rounded():
+    assert primitives.is_linear_in("div", 0, X.dtype) and primitives.is_linear_in("mul", 0, jnp.dtype(int))
+    assert not primitives.is_linear_in("div", 0, jnp.dtype(int))
+
+
+def _kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...]
+
+
+RUNS = {
+    "scan": (lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0], 3),
+    "while": (lambda x: lax.while_loop(lambda c: c[0, 0] > 0, jnp.sin, x), 1),  # nobody knows
+    "cond": (lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), 1),
+    "pallas_call": (pl.pallas_call(_kernel, out_shape=jax.ShapeDtypeStruct(X.shape, X.dtype), grid=(2, 5)), 10),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_how_often_an_operation_runs_its_programs(name):
+    fun, times = RUNS[name]
+    (op,) = (op for op in trace(fun, X).body.ops if op.primitive == name)
+    assert primitives.of(name).runs(op.params) == times
+    each = [sum(inner.flops for inner in body.ops) for body in op.bodies]
+    assert op.flops == (max(each) if name == "cond" else times * sum(each))
+    repeats = 1 if primitives.of(name).opaque else times
+    assert {inner.repeats for body in op.bodies for inner in body.ops} == {repeats}
+
+
+def test_what_lays_a_value_out_says_how():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    (op,) = trace(lambda x: lax.with_sharding_constraint(x, spread), X).walk()
+    assert primitives.of(op.primitive).lays_out and op.params["sharding"] is not None
+
+
+def test_rules_of_the_users_run_forward_or_backward():
+    assert TABLE["custom_jvp_call"].forward_rule and not TABLE["custom_jvp_call"].backward_rule
+    assert TABLE["custom_vjp_call"].backward_rule and not TABLE["custom_vjp_call"].forward_rule
 
 
 def test_what_only_moves_data_has_no_flops_and_is_not_dear():

@@ -123,9 +123,7 @@ def linear(name: str, eqn: Any, shares: list[Share]) -> Passage:
             return Passage([SUM if place in moved else share for place, share in enumerate(shares)], outs)
     elif name == "select_n" and not sums[0]:
         return Passage([WHOLE, *[SUM] * (len(shares) - 1)], outs)
-    elif (name in ("mul", "dot_general") and sum(sums) == 1) or (
-        name == "div" and sums == [True, False] and is_differentiable(dtypes[0])
-    ):
+    elif sum(sums) == 1 and primitives.is_linear_in(name, place := sums.index(True), dtypes[place]):
         return Passage(shares, outs)
     raise CoupledError("needs the whole sum over the axis")
 

@@ -164,11 +164,13 @@ def _unscaled(name: str) -> bool:
     """Whether the derivative of a scaled result need not be the derivative, scaled: a backward rule of the user's may
     clip it, and what devices send one another depends on what each of them has.
     """
-    return primitives.has_backward_rule(name) or primitives.of(name).collective
+    facts = primitives.of(name)
+    return facts.backward_rule or facts.collective
 
 
 def _is_a_rule(name: str) -> bool:
-    return primitives.of(name).holds is primitives.Holds.RULE or primitives.has_backward_rule(name)
+    facts = primitives.of(name)
+    return facts.holds is primitives.Holds.RULE or facts.backward_rule
 
 
 def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:

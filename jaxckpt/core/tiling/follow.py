@@ -239,7 +239,7 @@ class Followed:
 
 def _has_a_rule(eqn: Any) -> bool:
     """Whether an operation is, or holds, one with a backward rule of the user's for values that have derivatives."""
-    if primitives.has_backward_rule(_compat.primitive_name(eqn)):
+    if primitives.of(_compat.primitive_name(eqn)).backward_rule:
         return all(any(is_differentiable(each.aval.dtype) for each in them) for them in (eqn.invars, eqn.outvars))
     return any(_has_a_rule(each) for inner in _compat.held_jaxprs(eqn) for each in _compat.open_jaxpr(inner).eqns)
 
