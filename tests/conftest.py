@@ -32,7 +32,7 @@ import jax
 import pytest
 
 TRACING = """
-    actions compat/test_source.py memory/test_buffers.py memory/test_estimate.py memory/test_wire.py
+    compat/test_source.py memory/test_buffers.py memory/test_estimate.py memory/test_wire.py
     core/test_addresses.py core/test_emit.py core/test_files.py core/test_flops.py core/test_graph.py
     core/test_liveness.py core/test_plan.py core/test_primitives.py core/test_purity.py
     core/test_surgery.py core/test_typed.py core/test_units.py

@@ -39,6 +39,7 @@ def test_arguments_that_are_none(arguments, message):
         jaxckpt.estimate_memory_savings(*arguments)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("segment", [2, "sqrt"])
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
 def test_compiled_chains_have_what_it_says(target, segment):
