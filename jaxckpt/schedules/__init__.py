@@ -21,6 +21,7 @@ from jaxckpt.schedules.optimum import TurnCosts as TurnCosts
 from jaxckpt.schedules.optimum import best_runs as best_runs
 from jaxckpt.schedules.optimum import binomial as binomial
 from jaxckpt.schedules.optimum import extra_iterations as extra_iterations
+from jaxckpt.schedules.optimum import extra_steps as extra_steps
 from jaxckpt.schedules.optimum import places as places
 from jaxckpt.schedules.optimum import places_bytes as places_bytes
 from jaxckpt.schedules.optimum import repetitions as repetitions

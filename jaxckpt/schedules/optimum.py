@@ -53,6 +53,10 @@ def extra_iterations(length: int, slots: int) -> int:
     return r * length - math.comb(slots + r, slots + 1)
 
 
+extra_steps = extra_iterations
+"""`extra_iterations`, by its older name."""
+
+
 def split(length: int, slots: int) -> int:
     """Returns j: with a carry kept at iteration 0 of `length` and one or more free slots, the next is best kept at
     iteration j.
@@ -83,6 +87,11 @@ class Move:
     iteration: int
     slot: int = -1
     stop: int = -1
+
+    @property
+    def step(self) -> int:
+        """`iteration`, by its older name."""
+        return self.iteration
 
 
 def revolve(length: int, slots: int) -> Iterator[Move]:
@@ -168,6 +177,11 @@ class Binomial:
         advances = extra_iterations(self.units, self.slots) - (self.units - 1)
         twice = self.length - self.units if self.again else 0
         return 2 * self.length + advances * self.run + twice
+
+    @property
+    def steps(self) -> int:
+        """`body_runs`, by its older name."""
+        return self.body_runs
 
     def carries(self, row: float = 1.0) -> float:
         """Carries that are kept at once, in the backward pass; what a run keeps of an iteration counts as `row`

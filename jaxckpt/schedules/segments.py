@@ -78,6 +78,11 @@ class Nested(LoopSchedule):
         return self.length + self._again
 
     @property
+    def steps(self) -> int:
+        """`body_runs`, by its older name."""
+        return self.body_runs
+
+    @property
     def _again(self) -> int:
         if self.inner is None:
             return self.length if self.remat else 0

@@ -107,6 +107,11 @@ class TwoLevels:
         return self.extra_iterations + transfer.write * self.writes + transfer.read * self.reads
 
     @property
+    def extra_steps(self) -> int:
+        """`extra_iterations`, by its older name."""
+        return self.extra_iterations
+
+    @property
     def host_rows(self) -> int:
         """Most carries that lie on the host at once."""
         return 0 if len(self.leaves) == 1 else 1 + max(slot for _, slot, _, _ in self._groups())
