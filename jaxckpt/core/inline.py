@@ -108,6 +108,14 @@ def without_checkpoint(closed: Any, eqn: Any) -> Any:
     return _Inliner(lambda each: inner if checkpointed(each) is inner else None, ()).closed(closed)
 
 
+def without_own_calls(closed: Any) -> Any:
+    """Returns the closed jaxpr with the calls that `reads.reads_names` made written out, in checkpoints, loops and
+    branches too: their derivatives are then those of what is around them. Itself where it has none.
+    """
+    own = lambda eqn: eqn.params["call_jaxpr"] if reads.is_call(eqn) else None
+    return _Inliner(own, (*_OPENED, Holds.CALL)).closed(closed)
+
+
 @dataclass(eq=False)
 class _Program:
     """A program in the making.
