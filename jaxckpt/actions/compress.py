@@ -143,7 +143,10 @@ class Compress(Action):
         numbers = self._rounded(jnp.clip(scaled, -form.most, form.most), x)
         numbers = jnp.where(finite, jnp.clip(numbers, -form.most, form.most), scaled)
         if not form.uniform:
-            return numbers.astype(form.dtype), scales
+            numbers = numbers.astype(form.dtype)
+            # As bits: JAX reduces the precision of floats that a checkpoint in a checkpoint keeps, and takes
+            # float8_e4m3fn for a float with infinities, so that what is above 240 becomes NaN (jax 0.10.2 to 0.12.0.1).
+            return lax.bitcast_convert_type(numbers, jnp.uint8) if form.bits == 8 else numbers, scales
         whole = jnp.where(finite, numbers, -form.most - 1).astype(jnp.int8)
         return (_packed(whole) if form.bits == 4 else whole), scales
 
@@ -170,6 +173,8 @@ class Compress(Action):
         if form.uniform:
             whole = _unpacked(numbers, last) if form.bits == 4 else numbers
             numbers = jnp.where(whole < -form.most, jnp.nan, whole.astype(scales.dtype))
+        elif form.bits == 8:
+            numbers = lax.bitcast_convert_type(numbers, form.dtype)
         numbers = numbers.astype(scales.dtype)
         return (numbers * _spread(scales, self.block, last)).astype(like.dtype)
 

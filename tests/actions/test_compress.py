@@ -440,3 +440,17 @@ def test_a_file_with_a_block_for_a_form_without_scales_is_read():
     stored = {"kind": "compress", "form": "bfloat16", "block": 64}
     assert jaxckpt.actions.action_from(stored) == compress("bfloat16")
     assert "block" not in compress("bfloat16").to_json() and "block" in compress("int8").to_json()
+
+
+@pytest.mark.parametrize("form", FLOATS)
+def test_in_a_checkpoint_in_a_checkpoint_numbers_come_back_finite(form):
+    """JAX reduces the precision of floats that the inner one keeps and the outer one reads; a form need not be a float
+    as it thinks.
+    """
+    policy = Policy({"t*": compress(form)}, strict=False)
+    inner = jaxckpt.checkpoint(lambda x: jnp.sin(tag(x * 1.5, "t1")), policy=policy)
+    both = jaxckpt.checkpoint(lambda x: jnp.sum(inner(tag(jnp.tanh(x), "t2"))), policy=policy)
+    x = jnp.linspace(0.1, 1, 15).reshape(3, 5)
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(1.5 * jnp.tanh(x))))(x)
+    for got in (jax.grad(both)(x), jax.jit(jax.grad(both))(x)):
+        assert np.linalg.norm(got - expected) <= 3 * compress(form).error(x.dtype) * np.linalg.norm(expected)
