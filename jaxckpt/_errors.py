@@ -255,7 +255,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     'There is nothing to choose from.'
     """
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    begun = [each for each in known if name and each.startswith(str(name))]
+    near = begun[:3] or difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     if near:
         return f"Did you mean {' or '.join(repr(n) for n in near)}?"
     return f"There are {', '.join(repr(n) for n in known)}." if known else "There is nothing to choose from."

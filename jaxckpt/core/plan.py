@@ -304,6 +304,8 @@ class Plan:
         """
         try:
             return cls.from_json(read_whole(path).decode())
+        except PlanMismatchError as error:
+            raise PlanMismatchError(f"{path}: {error}") from error
         except (ArgumentError, UnicodeDecodeError) as error:
             raise PlanMismatchError(
                 f"A plan must be a text file that Plan.save wrote; {path} is none. Plan anew."
@@ -334,8 +336,8 @@ class Plan:
             "without a plan": self.unplanned_bytes,
         }
         known = [f"{name} {format_bytes(figure)}" for name, figure in figures.items() if figure is not None]
-        if self.overhead is not None:
-            known.append(f"added time {self.overhead:+.1%} of the step's")
+        if self.report is not None and self.overhead is not None:
+            known.append(f"added time {self.report.seconds_by} {self.overhead:+.1%}")
         lines += [f"  {', '.join(known)}"] if known else []
         lines += [] if self.report is None or not self.report.host_bytes else [f"  {self.report.host_line}"]
         lines += (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,10 @@ class Target:
         Raises:
           ArgumentError: the product of the sizes is not the number of devices, or an axis has no name.
         """
+        if not isinstance(shape, Iterable):
+            raise ArgumentError("shape", "a size for each axis, such as (2, 4)", shape)
+        if not isinstance(names, Iterable):
+            raise ArgumentError("names", 'a name for each axis, such as ("data", "model")', names)
         shape, names, devices = tuple(shape), tuple(names), self.devices
         if math.prod(shape) != len(devices) or len(names) != len(shape):
             raise ArgumentError(

@@ -17,6 +17,7 @@ from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationE
 from jaxckpt.actions import Action
 from jaxckpt.core import lift, stored
 from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.shown import Progress, silent, tells
 
 # Recomputation repeats the same operations, but XLA may order and fuse them in another way. The table has the relative
 # error of that for each dtype. If a program has several dtypes, the coarsest counts, because rounding in bfloat16 also
@@ -86,8 +87,9 @@ class Verification:
     per_action: tuple[ActionError, ...] = ()
 
     def __str__(self) -> str:
+        exact = f"Without {' and '.join(repr(each.action) for each in self.per_action)}, " if self.per_action else ""
         agree = (
-            f"{self.leaves} arrays agree within {self.rtol:g}; the worst is {self.worst}: "
+            f"{exact}{self.leaves} arrays agree within {self.rtol:g}; the worst is {self.worst}: "
             f"off by {self.max_abs_error:.3g}, {self.max_rel_error:.3g} of its largest value."
         )
         return "\n".join([agree, *map(str, self.per_action)])
@@ -100,8 +102,14 @@ class _Difference:
     relative: float
 
 
+@tells("tracing the functions")
 def verify(
-    fun: Callable[..., Any], reference: Callable[..., Any], *args: Any, rtol: float | None = None, seed: int = 0
+    fun: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    rtol: float | None = None,
+    seed: int = 0,
+    progress: Progress | bool | None = None,
 ) -> Verification:
     """Compares two functions: every output, and the gradient with respect to every inexact leaf of the arguments.
 
@@ -122,6 +130,9 @@ def verify(
       rtol: the allowed relative error. By default 1e-5 for float32, 1e-11 for float64, 1e-2 for float16 and 5e-2 for
         bfloat16; the coarsest dtype in the reference's program decides.
       seed: the seed of cotangents and filled data.
+      progress: True shows a bar, or lines where there is no terminal; False nothing; None a bar in a terminal, after
+        two seconds, and elsewhere a line each half minute. A function is called as `progress(done, total, what)` before
+        each run.
 
     Raises:
       VerificationError: the functions differ. The message has the worst array, its path and its errors.
@@ -150,9 +161,14 @@ def verify(
         both = functools.partial(_outputs_and_gradients, name=_name(each), seed=seed)
         return lift.attempt(each, args, {}, both)  # type: ignore[no-any-return]
 
+    assert not isinstance(progress, bool), "tells"
+    tell = progress or silent
     lossy = stored.lossy_actions(_compat.open_jaxpr(lift.trace(alike, *args).jaxpr))
+    runs = 2 + len(lossy)
+    tell(0, runs, f"running {_name(fun)}")
     with stored.only_lossy(None) if lossy else contextlib.nullcontext():
         got = run(alike)
+    tell(1, runs, f"running {_name(reference)}")
     expected = run(reference)
     differences = [*_compare(got[0], expected[0], "output"), *_compare(got[1], expected[1], "gradient of args", FLOOR)]
     worst = max(differences, key=lambda difference: difference.relative)
@@ -166,10 +182,12 @@ def verify(
             "closures, no random numbers without a key), so that a recomputation reads the same values as the "
             "forward pass."
         )
-    per_action = []
+    per_action: list[ActionError] = []
     for action in lossy:
+        tell(2 + len(per_action), runs, f"running {_name(fun)} with {action!r}")
         with stored.only_lossy(action):
             per_action.append(_action_error(action, run(alike)[1], expected[1]))
+    tell(runs, runs, "")
     too_far = max(per_action, key=lambda each: each.rel_error, default=None)
     if asked is not None and too_far is not None and not too_far.rel_error <= asked:
         raise VerificationError(f"Gradients must be within rtol={asked:g}. {too_far} Use another action, or no rtol.")

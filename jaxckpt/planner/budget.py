@@ -19,6 +19,7 @@ RULE = (
     "a number of bytes above 0, a size such as '12GiB', a share of the peak without a plan such as '60%', or 'device'"
 )
 _SHARE = re.compile(r"\s*(-?\d+(?:\.\d*)?|-?\.\d+)\s*%\s*")
+_FRACTION = re.compile(r"\s*(0?\.\d+|1\.0*)\s*")
 
 
 def budget_bytes(
@@ -87,6 +88,8 @@ def _check_text(budget: str) -> None:
         count = parse_bytes(budget)
     except ArgumentError:
         raise ArgumentError("budget", RULE, budget) from None
+    if _FRACTION.fullmatch(budget):  # bytes are whole, and nobody means one byte
+        raise ArgumentError("budget", RULE, budget, f"A share is written with %: '{float(budget):.0%}'.")
     if not count:
         raise ArgumentError("budget", RULE, budget, "Not even the arguments fit that.")
 

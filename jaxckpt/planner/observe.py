@@ -73,10 +73,13 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     for seen, asked, _, ends in calls:
         if asked:
             return replace(seen, differentiated=tuple(sorted(asked)), results=tuple(sorted(ends)), again=twice)
+    called = (
+        "calls it without taking a gradient, or the result depends on none of the floating-point arrays that it "
+        "differentiates: by default those of the first argument"
+    )
     raise NotDifferentiableError(
         "step must differentiate the function that it is given, as jax.value_and_grad does; it "
-        f"{'calls it without taking a gradient' if calls else 'does not call it'}. Then there is nothing to keep or "
-        f"to recompute."
+        f"{called if calls else 'does not call it'}. Then there is nothing to keep or to recompute."
     )
 
 

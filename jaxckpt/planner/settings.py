@@ -92,7 +92,7 @@ def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
     """
     if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
         raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
-    wanted = tuple(dict.fromkeys(action_from(action, "actions") for action in actions))
+    wanted = tuple(dict.fromkeys(action_from(action, f"actions[{place}]") for place, action in enumerate(actions)))
     if RECOMPUTE not in wanted or SAVE not in wanted:
         hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
         raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)

@@ -128,7 +128,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
         *((name, format_bytes(size)) for name, size in optional.items() if size),
     ]
     if report.flops is not None:
-        cells.append(("compiler's FLOPs", f"{report.flops:.3g}"))
+        cells.append(("compiler's FLOPs", f"{report.flops:.3g}, a loop's body once"))
     until = "buffers assigned in" if report.stopped else "compiled in"
     return [*cells, (until, format_seconds(report.compile_seconds))]
 
