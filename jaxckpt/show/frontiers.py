@@ -173,12 +173,12 @@ def _letters(frontier: Frontier, top: float) -> dict[str, str]:
 
 
 def _together(
-    points: Sequence[tuple[float, float, str]], right: float, top: float
+    points: Sequence[tuple[float, float, str]], wide: float, top: float
 ) -> list[tuple[tuple[float, float], str]]:
     """Returns where to write which names: points that lie too near to one another for two names get one."""
     groups: list[list[tuple[float, float, str]]] = []
     for x, y, name in points:
-        near = next((g for g in groups if abs(g[0][0] - x) < 0.025 * right and abs(g[0][1] - y) < 0.03 * top), None)
+        near = next((g for g in groups if abs(g[0][0] - x) < 0.025 * wide and abs(g[0][1] - y) < 0.03 * top), None)
         if near is None:
             groups.append([(x, y, name)])
         else:
@@ -207,8 +207,10 @@ def _draw_panel(
         *planned,
         *([chosen] if chosen is not None else []),
     ]
-    right = max([x(way) for way in drawn] + [1.0])
-    axes.set_xlim(-0.05 * right, 1.12 * right)
+    places = [x(way) for way in drawn]
+    left, right = min([*places, 0.0]), max([*places, 1.0])
+    wide = right - left
+    axes.set_xlim(left - 0.05 * wide, right + 0.12 * wide)
     axes.set_ylim(0, top)
     axes.set_xlabel(MEASURES[measure].format(by=frontier.seconds_by))
     axes.set_ylabel(f"peak of the step ({unit})")
@@ -223,7 +225,7 @@ def _draw_panel(
             [x(way) for way in shown], [(way.peak_bytes or 0) / divisor for way in shown], "o", markersize=5.5,
             markerfacecolor="white", markeredgecolor=plot.GREY, zorder=3, label="placed by hand",
         )  # fmt: skip
-    together = _together([(x(way), (way.peak_bytes or 0) / divisor, key[way.name]) for way in shown], right, top)
+    together = _together([(x(way), (way.peak_bytes or 0) / divisor, key[way.name]) for way in shown], wide, top)
     labels = [
         axes.annotate(letters, place, (4, 4), textcoords="offset points", fontsize=8, color=plot.GREY, zorder=3)
         for place, letters in together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -19,11 +20,16 @@ from jaxckpt.show.tree import nothing, plan_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
+    from matplotlib.text import Annotation
 
     from jaxckpt.core.graph import Graph
     from jaxckpt.core.plan import MemoryEstimate, PlanReport
     from jaxckpt.memory.report import MemoryReport
     from jaxckpt.planner.frontier import Frontier
+
+
+BESIDE = 5
+"""Points between a bar, or the line of the budget, and a label."""
 
 
 def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
@@ -193,10 +199,11 @@ def plan_report_figure(report: PlanReport) -> Figure:
     with matplotlib.rc_context(plot.STYLE):
         figure = Figure(figsize=(7.6, high + 3.6), dpi=150, layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=(high, 3.6))
-        _draw_peaks(parts[0], report)
+        labels = _draw_peaks(parts[0], report)
         axes = parts[1].subplots()
         plot.add_title(axes, "Live bytes over the step")
         plot.draw_timelines(axes, steps_of(report))
+        _part_from_budget(figure, labels, report)
     return figure
 
 
@@ -207,7 +214,7 @@ def _peaks_figure(report: PlanReport) -> Figure:
 
     with matplotlib.rc_context(plot.STYLE):
         figure = Figure(figsize=(7.6, _peaks_height(report)), dpi=150, layout="constrained")
-        _draw_peaks(figure, report)
+        _part_from_budget(figure, _draw_peaks(figure, report), report)
     return figure
 
 
@@ -215,20 +222,21 @@ def _peaks_height(report: PlanReport) -> float:
     return 1.5 + 0.55 * max(len(_peaks(report)), 1)
 
 
-def _draw_peaks(figure: FigureBase, report: PlanReport) -> None:
-    """Draws the peaks of a plan; within the style of all pictures."""
+def _draw_peaks(figure: FigureBase, report: PlanReport) -> list[Annotation]:
+    """Draws the peaks of a plan, and returns their labels; within the style of all pictures."""
     known = _peaks(report)
-    most = max([*(peak for _, peak in known), report.budget or 0, 1])
-    unit, divisor = plot.unit_of(most)
+    most, unit, divisor = _peaks_scale(report)
     axes = figure.subplots()
+    labels: list[Annotation] = []
     for place, (name, peak) in enumerate(known):
         _peak_bar(axes, place, peak / divisor, plot.GREY if name == "without a plan" else plot.FRONT)
         if name == "planned, predicted" and report.predicted is not None:
             _parts_bar(axes, place, report.predicted, divisor)
-        axes.annotate(
-            format_bytes(peak), (peak / divisor, place), (5, 0), textcoords="offset points", va="center",
+        label = axes.annotate(
+            format_bytes(peak), (peak / divisor, place), (BESIDE, 0), textcoords="offset points", va="center",
             fontsize=8.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
+        labels.append(label)
     if report.budget is not None:
         colour = plot.LINES[1]
         axes.axvline(report.budget / divisor, color=colour, linewidth=1.1, linestyle="--", label="budget")
@@ -241,6 +249,29 @@ def _draw_peaks(figure: FigureBase, report: PlanReport) -> None:
     time = added_time(report)
     added = "" if time is None else f": {time:+.1%} time {report.seconds_by}"
     plot.add_title(axes, f"Plan{'' if report.target is None else f' on {report.target}'}{added}")
+    return labels
+
+
+def _peaks_scale(report: PlanReport) -> tuple[int, str, float]:
+    """Returns (the most bytes that the peaks' picture shows, its unit, the bytes of the unit)."""
+    most = max([*(peak for _, peak in _peaks(report)), report.budget or 0, 1])
+    return (most, *plot.unit_of(most))
+
+
+def _part_from_budget(figure: Figure, labels: Sequence[Annotation], report: PlanReport) -> None:
+    """Moves labels of peaks that the line of the budget would cross to the right of it."""
+    if report.budget is None:
+        return
+    figure.draw_without_rendering()  # fixes the layout, because everything below is measured in it
+    scale = figure.dpi / 72
+    *_, divisor = _peaks_scale(report)
+    for label in labels:
+        axes: Any = label.axes
+        line, _ = axes.transData.transform((report.budget / divisor, 0))
+        box = label.get_window_extent().padded(2 * scale)
+        if box.x0 < line < box.x1:
+            end, _ = axes.transData.transform(label.xy)
+            label.set_position(((line - end) / scale + BESIDE, 0))
 
 
 def _peak_bar(axes: Axes, place: int, width: float, colour: str, left: float = 0.0, label: str | None = None) -> None:

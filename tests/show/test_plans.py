@@ -197,6 +197,20 @@ def test_the_picture_of_a_report_has_every_peak_and_the_budget(tmp_path):
     assert not plans.plan_report_figure(PlanReport(Plan((), "x"))).axes[0].patches
 
 
+@pytest.mark.parametrize("budget", [100, 101, 102, 104, 108, 112, 116])
+def test_no_label_of_a_peak_lies_on_the_line_of_the_budget(budget):
+    """The peaks are 100, 60 and 58 MiB; the budget is a little above one of them, or far from all."""
+    for peak in (100, 60, 58):
+        figure = plans.plan_report_figure(dataclasses.replace(report(), budget=budget * peak * MIB // 100))
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        (axes,) = figure.axes
+        line, right = axes.transData.transform((budget * peak / 100, 0))[0], figure.bbox.x1
+        boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.texts]
+        assert len(boxes) >= 3 and not any(box.x0 <= line <= box.x1 for box in boxes)
+        assert all(box.x1 <= right for box in boxes)
+
+
 def some_frontier():
     def planned(share, compiled=True):
         report = PlanReport(
@@ -246,6 +260,18 @@ def test_the_picture_has_every_point_that_is_no_more_than_a_third_above_the_step
     frontier.plot(tmp_path / "frontier.svg")
     assert "planner" in (tmp_path / "frontier.svg").read_text()
     assert plot.render(figure, "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("seconds", [1.5, 1.98])
+def test_the_picture_shows_plans_that_take_less_time_than_the_step_as_it_is(seconds):
+    faster = Point("80%", 80 * MIB, PlanReport(Plan((), "x"), measured_bytes=80 * MIB, flops=1000, seconds=seconds))
+    frontier = Frontier(
+        "cpu", Way("as it is", 100 * MIB, 1000, 2.0), (faster,), (Way("each block", 55 * MIB, 1300, 1.4),)
+    )
+    (axes,) = frontiers.frontier_figure(frontier).axes
+    (left, right), shown = axes.get_xlim(), [x for line in axes.lines for x in line.get_xdata()]
+    assert min(shown) == pytest.approx(-30) and max(shown) == 0
+    assert min(shown) - left > 0.02 * (right - left) and right - max(shown) > 0.02 * (right - left)
 
 
 def test_ways_by_hand_are_named_by_letters_with_a_key_and_neighbours_share_a_place():
