@@ -22,6 +22,7 @@ from jaxckpt.core import lift
 from jaxckpt.core.argument_names import leaf_name
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.inline import called
+from jaxckpt.core.sources import short_source
 
 NODES = 2000
 """Python objects that are looked at, at most."""
@@ -89,7 +90,7 @@ def refuse_refs(fun: Callable[..., Any], graph: Graph) -> None:
     if (op := ref_in(graph)) is not None:
         raise EffectsError(
             f"{_name(fun)} must not work on jax.Refs, whose order of reads and writes a recomputation would change; "
-            f"it does so in {op.primitive} at {op.source}. Carry the value from one operation to the next instead."
+            f"it does so in {op.primitive} at {short_source(op.source)}. Carry the value from one operation to the next instead."
         )
 
 
@@ -98,7 +99,7 @@ def refuse_effects(fun: Callable[..., Any], graph: Graph) -> None:
     if not _compat.remat_disallowed_effects(graph.jaxpr):
         return
     op = next((op for op in graph.walk() if _compat.remat_disallowed_effects(op.equation)), None)
-    where = "" if op is None else f" in {op.primitive} at {op.source}"
+    where = "" if op is None else f" in {op.primitive} at {short_source(op.source)}"
     raise EffectsError(
         f"{_name(fun)} must have no side effects, because the recomputation would repeat them; it has some{where}. Move "
         "them out of the function: return what they need, and act on it in the step."

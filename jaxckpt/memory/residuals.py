@@ -21,6 +21,7 @@ from jaxckpt.core.argument_names import named_leaves
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import is_operand
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import counted, format_bytes
 
 
@@ -73,7 +74,7 @@ class ResidualReport:
         rest = len(self.residuals) - len(kept)
         groups: dict[tuple[str, str, str], list[int]] = {}
         for r in kept:
-            groups.setdefault((f"{r.dtype}{list(r.shape)}", r.name, r.source), []).append(r.bytes)
+            groups.setdefault((f"{r.dtype}{list(r.shape)}", r.name, short_source(r.source)), []).append(r.bytes)
         rows = [
             (format_bytes(sum(sizes)), f"{len(sizes)} × " if len(sizes) > 1 else "", *words)
             for words, sizes in sorted(groups.items(), key=lambda group: -sum(group[1]))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 
 from jaxckpt._errors import InfeasibleBudgetError, TilingError
 from jaxckpt.core.graph import Op
 from jaxckpt.core.regions import TiledStretch
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import format_bytes
 from jaxckpt.planner.measured import Measured
 
@@ -68,7 +68,7 @@ def no_plan_with_tiles(
       refused: what stood in the way of more tiles.
       operations: how many of the function microbatches hold.
     """
-    coupling = dict.fromkeys((each.operation, pathlib.PurePath(each.line).name, each.reason) for each in refused)
+    coupling = dict.fromkeys((each.operation, each.line, each.reason) for each in refused)
     reasons = [f"{name}{f' at {line}' if line else ''} {reason}" for name, line, reason in coupling][:REASONS]
     found = ", ".join(
         f"the whole function in {tile.tiles} microbatches"
@@ -145,7 +145,7 @@ def _widest(measured: Measured, least: int | None, results: int | None, *, stand
         return None, "The function itself has no operations."
     start, stop, needed = model.widest()
     largest = max(model.graph.ops[start:stop], key=lambda op: op.bytes)
-    place = pathlib.PurePath(_source(largest)).name or largest.scope
+    place = short_source(_source(largest)) or largest.scope
     stretch = f"operations {start}–{stop}"
     if model.address:  # numbers count in the body that is planned
         around = next(op for op in graph.at(model.address[:-1]).ops if op.index == model.address[-1][0])

@@ -90,9 +90,7 @@ def plan_view(report: PlanReport, graph: Graph, title: str) -> Group:
       graph: of the function that it was made for.
       title: what was planned.
     """
-    return table.titled(
-        title, table.figures_table(plan_cells(report)), advice="\n".join(plan_lines(report.plan, graph))
-    )
+    return table.titled(title, table.figures_table(plan_cells(report)), tree=plan_lines(report.plan, graph))
 
 
 def report_view(report: PlanReport) -> Group:

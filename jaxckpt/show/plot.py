@@ -325,7 +325,7 @@ def report_figure(report: MemoryReport, *, buffers: int = 8) -> Figure:
         below.set_xlabel(f"bytes ({unit})")
         below.set_xlim(0, 1.9 * max(sizes, default=1) / divisor)
         for place, (size, (_, _, kind, _, operation, source)) in enumerate(zip(sizes, cells)):
-            words = f"{kind}: {operation}  {pathlib.PurePath(source).name}".rstrip()
+            words = f"{kind}: {operation}  {source}".rstrip()
             below.annotate(
                 words[:64], (size / divisor, place), (4, 0), textcoords="offset points", va="center", fontsize=7.5
             )

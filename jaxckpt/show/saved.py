@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def saved_view(report: PlanReport | None, tree: Sequence[str], title: str) -> Group:
     """Returns what is printed of a plan from a file: its figures and its tree."""
-    return table.titled(
-        title, table.figures_table([] if report is None else plans.plan_cells(report)), advice="\n".join(tree)
-    )
+    return table.titled(title, table.figures_table([] if report is None else plans.plan_cells(report)), tree=tree)
 
 
 def saved_figure(report: PlanReport | None, frontier: Frontier | None, title: str) -> Figure:
@@ -91,7 +89,7 @@ def difference_view(
     names: tuple[str, str], cells: Sequence[tuple[str, str, str, str]], lines: Sequence[str], title: str
 ) -> Group:
     """Returns what is printed of two plans: their figures side by side, and the lines in which they differ."""
-    return table.titled(title, table.figures_table(cells, ["", *names, "difference"]), advice="\n".join(lines))
+    return table.titled(title, table.figures_table(cells, ["", *names, "difference"]), tree=lines)
 
 
 def _flops(count: float) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import re
 import sys
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from jaxckpt.core import primitives
 from jaxckpt.core.primitives import Holds
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.memory.collectives import by_kind
 
@@ -35,7 +35,8 @@ LEAST_WIDTH = 80
 def to_text(renderable: Any, width: int = WIDTH) -> str:
     """Returns a rich renderable as plain text, without colours and trailing blanks."""
     buffer = io.StringIO()
-    Console(file=buffer, width=width, color_system=None, highlight=False).print(renderable)
+    console = Console(file=buffer, width=width, color_system=None, highlight=False)
+    console.print(renderable, crop=False)  # tables are no wider; lines of trees may be
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
 
 
@@ -101,12 +102,42 @@ def figures_table(rows: Sequence[tuple[str, ...]], header: Sequence[str] | None 
     return shown
 
 
-def titled(title: str, table: RenderableType, note: str = "", advice: str | None = None) -> Group:
-    """Returns a table with lines of text above and below it. Rich's title and caption cannot be wider than the
-    table.
+def titled(
+    title: str, table: RenderableType, note: str = "", advice: str | None = None, tree: Sequence[str] = ()
+) -> Group:
+    """Returns a table with lines of text, and those of a tree, above and below it. Rich's title and caption cannot be
+    wider than the table.
     """
-    lines = ([Text(note, style="dim")] if note else []) + ([Text(advice)] if advice else [])
+    lines: list[RenderableType] = [Text(note, style="dim")] if note else []
+    lines += [Text(advice)] if advice else []
+    lines += [_Tree(tree)] if tree else []
     return Group(Text(title, style="bold"), table, *lines)
+
+
+_BRANCHES = re.compile(r"[-+]?[│├└─ ]*(?:[\d.]+ \w+  )?")
+"""What stands in a tree's line before its words: branches, and the bytes of a value. Before it, the sign of a
+difference."""
+
+
+class _Tree:
+    """Lines of a tree. In a terminal, what does not fit goes on below, behind the tree's branches; elsewhere lines are
+    as long as they are.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            if not console.is_terminal or len(line) <= options.max_width:
+                yield Text(line, no_wrap=True, overflow="ignore")
+                continue
+            branches = _BRANCHES.match(line)
+            head = branches[0] if branches else ""
+            rest = re.sub(r"[^│ ]", " ", head.replace("├", "│"))
+            words = Text(line[len(head) :]).wrap(console, max(options.max_width - len(head), 20), overflow="fold")
+            for place, part in enumerate(words):
+                yield Text((rest if place else head) + part.plain, no_wrap=True, overflow="ignore")
 
 
 def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
@@ -151,7 +182,7 @@ def buffer_cells(report: MemoryReport, count: int) -> tuple[list[str], list[list
     groups: dict[tuple[str, ...], list[int]] = {}
     for buffer in report.largest(sys.maxsize):
         operation = buffer.operation if buffer.kind == "argument" else readable_operation(buffer.operation)
-        kind = (buffer.kind, buffer.shape, operation or buffer.name, _near(buffer.source))
+        kind = (buffer.kind, buffer.shape, operation or buffer.name, short_source(buffer.source))
         groups.setdefault(kind, []).append(buffer.bytes)
     return ["bytes", "buffers", "kind", "array", "operation", "source"], _largest_groups(groups, count)
 
@@ -203,7 +234,7 @@ def residuals_view(report: ResidualReport, count: int | None = 30) -> Group:
     arguments = [residual for residual in report.residuals if residual.argument]
     for residual in report.residuals:
         if not residual.argument:
-            kind = (format_array(residual.dtype, residual.shape), residual.name, _near(residual.source))
+            kind = (format_array(residual.dtype, residual.shape), residual.name, short_source(residual.source))
             groups.setdefault(kind, []).append(residual.bytes)
     rows = _largest_groups(groups, None)
     if count is not None and len(rows) > count:
@@ -240,11 +271,6 @@ def _text_table(header: list[str], rows: list[list[str]], *, text_from: int, fol
     for row in rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _near(source: str) -> str:
-    """Returns a source line. A path below the working directory is made relative to it."""
-    return source.removeprefix(os.getcwd() + os.sep)
 
 
 def markdown(header: list[str], rows: Iterable[list[str]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from jaxckpt.actions import SAVE
 from jaxckpt.core.outline import place_text
 from jaxckpt.core.plan_checks import scan_of
 from jaxckpt.core.regions import by_body, every_region
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.show import table
 
@@ -236,7 +236,7 @@ class _Drawing:
         for index, action in sorted(actions.items()):
             value = self.graph.values[index]
             name = _name(value) if action == SAVE else f"{action} {_name(value)}"
-            kind = (name, table.format_array(value.dtype, value.shape), pathlib.PurePath(value.source).name)
+            kind = (name, table.format_array(value.dtype, value.shape), short_source(value.source))
             alike.setdefault(kind, []).append(action.stored_bytes(value) * (1 if each else value.repeats))
         lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
         least = LISTED * sum(sum(sizes) for _, sizes in lines)
@@ -268,7 +268,7 @@ def _what(ops: Sequence[Op]) -> str:
         return f"{ops[0].primitive} of {_what(ops[0].bodies[0].ops)}"
     scopes = list(dict.fromkeys(op.scope for op in ops if op.scope))
     if not scopes:
-        sources = list(dict.fromkeys(pathlib.PurePath(op.source).name for op in ops if op.source))
+        sources = list(dict.fromkeys(short_source(op.source) for op in ops if op.source))
         return sources[0] + (f" to {sources[-1]}" if len(sources) > 1 else "") if sources else ops[0].primitive
     parts = [scope.split("/") for scope in scopes]
     common = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts))]

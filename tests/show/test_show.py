@@ -1,10 +1,13 @@
 """Tables, pictures, pages: the figures are in them, and a file is written whole or not at all."""
 
+import io
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 import jaxckpt
 from jaxckpt import ArgumentError
@@ -47,6 +50,34 @@ def test_printed_residuals_have_equal_arrays_in_one_row_and_a_total():
     assert (
         str(jaxckpt.residuals(lambda x: 2.0 * x, jnp.ones(3))).strip() == "0 B  kept for the backward pass, in 0 arrays"
     )
+
+
+def test_source_lines_have_no_folders_where_people_read_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    report = jaxckpt.residuals(loss, jnp.ones((256, 256)))
+    folder = os.path.dirname(__file__)
+    assert any(each.source.startswith(folder) for each in report.residuals), "data has the whole path"
+    buffers = table.buffers_view(REPORT, 3)
+    for shown in (str(report), table.to_text(table.residuals_view(report)), table.to_text(buffers)):
+        assert "test_show.py:" in shown and folder not in shown
+    assert folder not in html.buffers_of(REPORT)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_lines_of_a_tree_are_whole_in_a_file_and_behind_its_branches_in_a_terminal(width):
+    lines = ["├─ " + "a_long_name/" * 20 + ": keeps 2 values, 1.5 MiB", "│     1.5 MiB  " + "word " * 40, "└─ short"]
+    shown = table.to_text(table.titled("A plan", table.figures_table([]), tree=lines), width).splitlines()
+    assert shown[-3:] == [line.rstrip() for line in lines]
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, force_terminal=True, color_system=None)
+    console.print(table.titled("A plan", table.figures_table([]), tree=lines))
+    found = [line.rstrip() for line in buffer.getvalue().splitlines()]
+    tree = found[next(i for i, line in enumerate(found) if line.startswith("├─")) :]
+    at = next(i for i, line in enumerate(tree) if "MiB  word" in line)
+    assert at > 2 and len(tree) > at + 2 and max(map(len, tree)) <= width
+    assert all(line.startswith("│  ") for line in tree[1:at])
+    assert all(re.match(r"│ {14}word", line) for line in tree[at + 1 : -1]) and tree[-1] == "└─ short"
+    assert "".join(line[3:] for line in tree[:at]).replace(" ", "") == lines[0][3:].replace(" ", "")
 
 
 def test_residuals_as_a_table():

@@ -8,7 +8,6 @@ dividing by a count, a logarithm, another loss. An operation that needs both a c
 from __future__ import annotations
 
 import contextlib
-import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from jaxckpt._errors import TilingError
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.graph import aval_bytes
 from jaxckpt.core.inline import inline, without_checkpoint, without_checkpoints
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.tiling import axes
 from jaxckpt.core.tiling import gathers as gathers  # these two note their rules
 from jaxckpt.core.tiling import nested as nested
@@ -302,7 +302,7 @@ class _Division:
         maker = self.complete.get(var, self.makers.get(var))
         if maker is None:
             return "joins rows with a sum over all rows"
-        line = pathlib.PurePath(_compat.source_line(maker)).name
+        line = short_source(_compat.source_line(maker))
         return f"joins rows with the sum over all rows that {_compat.primitive_name(maker)} at {line} makes"
 
     def _out(self, atom: Any) -> Share:

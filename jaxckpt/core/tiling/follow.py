@@ -17,6 +17,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import TilingError
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import inline
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.tiling import axes
 from jaxckpt.core.tiling.shares import WHOLE, At, Axis, CoupledError, Kind, Passage, Share, is_differentiable
 
@@ -204,14 +205,14 @@ def evaluate(lines: Sequence[Line], env: dict[ShareKey, Any], at: At) -> None:
 
 def error(eqn: Any, why: CoupledError, hint: str = "") -> TilingError:
     """Returns the error of an equation that couples."""
-    return TilingError(_compat.primitive_name(eqn), _compat.source_line(eqn), str(why), hint or why.hint)
+    return TilingError(_compat.primitive_name(eqn), short_source(_compat.source_line(eqn)), str(why), hint or why.hint)
 
 
 def located(eqn: Any, inside: TilingError) -> TilingError:
     """Returns the error of an operation inside of an equation, with the equation's line if it has none itself."""
     if inside.line:
         return inside
-    return TilingError(inside.operation, _compat.source_line(eqn), inside.reason, inside.hint)
+    return TilingError(inside.operation, short_source(_compat.source_line(eqn)), inside.reason, inside.hint)
 
 
 @dataclass(frozen=True, eq=False)

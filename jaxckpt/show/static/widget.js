@@ -357,7 +357,7 @@ class Timeline {
     return [
       line(band.operation || band.name, "operation"),
       line([band.shape, this.sizeOf(panel, band, step), band.kind].filter(Boolean).join(" · ")),
-      line(band.source, "source"), line(this.lifetime(panel, band), "soft"),
+      line(shortLine(band.source), "source"), line(this.lifetime(panel, band), "soft"),
     ].filter(Boolean);
   }
 
@@ -377,7 +377,7 @@ class Timeline {
     this.detail.dataset.source = band.source;
     this.detail.replaceChildren(
       make("h3", {}, `Pinned, of ${panel.program.name} `, make("button", { type: "button", click: () => this.pin(panel, null) }, "unpin")),
-      make("dl", {}, ...pair("source line", band.source), ...pair("operation", band.operation), ...pair("array", band.shape), ...pair("bytes", bytes),
+      make("dl", {}, ...pair("source line", shortLine(band.source)), ...pair("operation", band.operation), ...pair("array", band.shape), ...pair("bytes", bytes),
         ...pair("kind", band.kind), ...pair("live", this.lifetime(panel, band)), ...pair("instruction", band.name)),
       ...(kin.length ? [
         make("p", {}, `${counted(kin.length, "buffer")} drawn of this line, ${formatBytes(live)} at the peak`
