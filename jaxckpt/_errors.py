@@ -244,6 +244,19 @@ class FactoryError(JaxckptError, ValueError):
     """The argument of the command line is not a model factory."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a sentence with the known names nearest to `name`; "" if none is near. For errors whose rule has all of
+    them.
+
+    >>> nearest("dot", ["dots", "nothing"]), nearest("xyz", ["dots", "nothing"])
+    ("Did you mean 'dots'?", '')
+    """
+    known = list(known)
+    begun = [each for each in known if name and each.startswith(str(name))]
+    near = begun[:3] or difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a sentence with the known names nearest to `name`, or with all known names if none is near.
 
@@ -255,10 +268,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     'There is nothing to choose from.'
     """
     known = list(known)
-    begun = [each for each in known if name and each.startswith(str(name))]
-    near = begun[:3] or difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
-    if near:
-        return f"Did you mean {' or '.join(repr(n) for n in near)}?"
+    if near := nearest(name, known):
+        return near
     return f"There are {', '.join(repr(n) for n in known)}." if known else "There is nothing to choose from."
 
 

@@ -13,6 +13,7 @@ and around none for None. `segment_size` is an int or "sqrt". `real=True` asks f
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -77,8 +78,8 @@ def named(spec: str, argument: str, what: str) -> Any:
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        near = f" {did_you_mean(spec, models.NAMES)}" if argument == "FACTORY" and spec and not colon else ""
-        raise FactoryError(f"{argument} must be FILE.py:NAME or package.module:NAME, with {what}; got {spec!r}.{near}")
+        hint = _missing_name(spec.removesuffix(":"), argument) if spec.strip(":") and not spec.startswith(":") else ""
+        raise FactoryError(f"{argument} must be FILE.py:NAME or package.module:NAME, with {what}; got {spec!r}.{hint}")
     module = _import_file(pathlib.Path(place)) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, name):
         functions = [
@@ -91,10 +92,32 @@ def named(spec: str, argument: str, what: str) -> Any:
     return getattr(module, name)
 
 
+def _missing_name(place: str, argument: str) -> str:
+    """Returns sentences, after a blank, on a word without a NAME: what to write, and what there is to choose from."""
+    path = pathlib.Path(place)
+    if not place.endswith(".py"):
+        module = f" {place} may be a module: write {place}:NAME." if "." in place else ""
+        return module or (f" {did_you_mean(place, models.NAMES)}" if argument == "FACTORY" else "")
+    if not path.is_file():
+        return f" {_no_file(path)}"
+    try:
+        parsed = ast.parse(path.read_bytes()).body  # the file is read and not run
+    except (SyntaxError, ValueError):
+        return f" Write {place}:NAME."
+    functions = [each.name for each in parsed if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
+    there = f"The file's functions are {', '.join(functions)}." if functions else "The file defines no functions."
+    return f" Write {place}:NAME. {there}"
+
+
+def _no_file(path: pathlib.Path) -> str:
+    """Returns the sentence on a file that is not there, with the nearest that are."""
+    there = [p.name for p in path.parent.glob("*.py")]
+    return f"There is no file {path}. {did_you_mean(path.name, there) if there else ''}".rstrip()
+
+
 def _import_file(path: pathlib.Path) -> ModuleType:
     if not path.is_file():
-        there = [p.name for p in path.parent.glob("*.py")]
-        raise FactoryError(f"There is no file {path}. {did_you_mean(path.name, there) if there else ''}".rstrip())
+        raise FactoryError(_no_file(path))
     path = path.resolve()
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, FactoryError, MissingPackageError, did_you_mean
+from jaxckpt._errors import ArgumentError, FactoryError, MissingPackageError, nearest
 from jaxckpt.core import lift
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.memory.gradient import StepMaker
@@ -47,7 +47,7 @@ def optimised(name: str, args: tuple[Any, ...]) -> tuple[StepMaker, tuple[Any, .
     3
     """
     if name not in OPTIMIZERS:
-        raise ArgumentError("--optimizer", f"one of {', '.join(OPTIMIZERS)}", name, did_you_mean(name, OPTIMIZERS))
+        raise ArgumentError("--optimizer", f"one of {', '.join(OPTIMIZERS)}", name, nearest(name, OPTIMIZERS))
     if not args:
         raise ArgumentError("--optimizer", "for a loss with parameters as its first argument", name)
     if lift.module_gradient(args[0], values=True) is not None:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, nearest
 
 
 class Array(Protocol):
@@ -467,7 +467,7 @@ def action_from(value: Any, argument: str = "action") -> Action:
     if found is None:
         known = [name for name, cls in KINDS.items() if cls.listed]
         rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(known)}"
-        raise ArgumentError(argument, rule, value, did_you_mean(str(kind), known))
+        raise ArgumentError(argument, rule, value, nearest(str(kind), known))
     try:
         return found(**parameters)  # type: ignore[no-any-return]
     except ArgumentError:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, ForwardModeError, did_you_mean
+from jaxckpt._errors import ArgumentError, ForwardModeError, nearest
 from jaxckpt.actions.base import Action, Array, Cost, device_share
 from jaxckpt.actions.narrow import Narrow
 
@@ -87,7 +87,7 @@ class Compress(Action):
     def __post_init__(self) -> None:
         if not isinstance(self.form, str) or self.form not in FORMS:
             known = [*FORMS, "narrow"]
-            raise ArgumentError("form", f"one of {', '.join(known)}", self.form, did_you_mean(str(self.form), known))
+            raise ArgumentError("form", f"one of {', '.join(known)}", self.form, nearest(str(self.form), known))
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ArgumentError("block", "an int of at least 1: numbers that share a scale", self.block)
         if self._form.most is None:  # plan files of before have a block for every form

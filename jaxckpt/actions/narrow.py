@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, nearest
 from jaxckpt.actions.base import Action, Array, Cost, device_share
 
 DTYPES = tuple(f"{sign}int{bits}" for bits in (8, 16, 32) for sign in ("u", ""))
@@ -33,7 +33,7 @@ class Narrow(Action):
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
-            hint = did_you_mean(str(self.dtype), DTYPES)
+            hint = nearest(str(self.dtype), DTYPES)
             raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}, or None", self.dtype, hint)
 
     def given(self, value: Array) -> Action | None:

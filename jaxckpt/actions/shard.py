@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, InWords, did_you_mean
+from jaxckpt._errors import ArgumentError, InWords, nearest
 from jaxckpt.actions.base import Action, Array, Cost, StoredArray
 
 _Names = tuple[tuple[str, ...], ...]
@@ -123,7 +123,7 @@ class Shard(Action):
             for name in names:
                 if name not in kinds:
                     rule = f"of axes that the mesh has: {', '.join(map(str, kinds))}"
-                    raise ArgumentError("spec", rule, name, did_you_mean(name, [str(each) for each in kinds]))
+                    raise ArgumentError("spec", rule, name, nearest(name, [str(each) for each in kinds]))
                 if (why := _taken(aval, name, kinds[name])) and isinstance(x, jax.Array):
                     rule = f"of axes over which {_shown(aval)} is replicated"
                     raise ArgumentError("spec", rule, InWords(f"{name!r} for dimension {dim}"), why)

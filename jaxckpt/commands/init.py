@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, nearest
 from jaxckpt.commands import base, output
 from jaxckpt.commands.base import Command
 from jaxckpt.core.files import check_writable, write_whole
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> None:
         framework, file = "linen", framework
     if framework not in FRAMEWORKS:
         rule = f"one of {', '.join(FRAMEWORKS)}"
-        raise ArgumentError("FRAMEWORK", rule, framework, did_you_mean(framework, FRAMEWORKS))
+        raise ArgumentError("FRAMEWORK", rule, framework, nearest(framework, FRAMEWORKS))
     file = file or f"train_{framework}.py"
     if not file.endswith(".py"):
         raise ArgumentError("FILE.py", "a Python file, NAME.py", file)

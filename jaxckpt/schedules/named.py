@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, nearest
 from jaxckpt.core.schedule import LoopCost, LoopSchedule
 from jaxckpt.core.units import counted
 from jaxckpt.schedules.segments import log_lengths, nested, plain, segmented, sqrt_size
@@ -40,7 +40,7 @@ def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> 
         return schedule
     if isinstance(schedule, str):
         if schedule not in NAMES:
-            raise ArgumentError(argument, _RULE, schedule, did_you_mean(schedule, NAMES))
+            raise ArgumentError(argument, _RULE, schedule, nearest(schedule, NAMES))
         if schedule == "sqrt":
             return segmented(length, sqrt_size(length))
         return nested(length, log_lengths(length)) if schedule == "log" else plain(length, remat=schedule == "every")
