@@ -12,6 +12,7 @@ import jax
 
 from jaxckpt import training
 from jaxckpt._errors import ArgumentError, FactoryError, NotDifferentiableError, did_you_mean
+from jaxckpt.core.lift import trace
 from jaxckpt.factories import Factory, call, parameters
 from jaxckpt.memory.compare import check_differentiable
 from jaxckpt.memory.gradient import StepMaker, suited
@@ -77,11 +78,36 @@ def variants_for(
     for name in chosen:
         variant = offered.get(name) or (_segments(name) if segments and blocks else None)
         if variant is None:
-            raise ArgumentError("variants", "names of variants", name, did_you_mean(name, offered))
+            near = _lacking(factory, name) or did_you_mean(name, offered)
+            raise ArgumentError("variants", "names of variants", name, near)
         picked.append(variant)
     if not picked:
         return (*standard, *own)
     return tuple(dict.fromkeys([*picked, *own]))
+
+
+def _lacking(factory: Factory, name: str) -> str:
+    """Returns sentences on a variant that a factory cannot have, because it lacks a parameter; "" for other names."""
+    variant = next((v for v in STANDARD if name in (v.name, *v.aliases)), None) or _segments(name)
+    if variant is None:
+        return ""
+    if why := without(factory):
+        return f"There are {', '.join(repr(each.name) for each in STANDARD if each.where != 'blocks')}. {why}"
+    hint = "A factory with that argument has segments of several blocks too."
+    return f"{called(factory)} takes no argument `segment_size`. {hint}"
+
+
+def without(factory: Factory) -> str:
+    """Returns a sentence on a factory that has no variants with checkpoints around its blocks; "" for others."""
+    if {"checkpoint", "*"} & parameters(factory):
+        return ""
+    hint = "A factory with that argument, a transform that it puts around each block, has the other variants too."
+    return f"{called(factory)} takes no argument `checkpoint`. {hint}"
+
+
+def called(factory: Factory) -> str:
+    """Returns what a factory is called in messages."""
+    return getattr(factory, "__name__", repr(factory))
 
 
 def _segments(name: str) -> Variant | None:
@@ -98,11 +124,17 @@ class Built:
       functions: name of a variant -> its function.
       args: of the training steps of all variants.
       step: makes the training step of a function; None for its value and gradient.
+      factory: what made them.
+      variants: all of them.
+      plain: returns the function of the variant "none", which need not be one of them.
     """
 
     functions: Mapping[str, Callable[..., Any]]
     args: tuple[Any, ...]
-    step: StepMaker | None = None
+    step: StepMaker | None
+    factory: Factory
+    variants: tuple[Variant, ...]
+    plain: Callable[[], Callable[..., Any]]
 
     @property
     def step_or_gradient(self) -> StepMaker:
@@ -116,6 +148,25 @@ class Built:
     def made_step(self, name: str) -> Callable[..., Any]:
         """Returns the training step of a variant."""
         return self.suited_step(name)(self.functions[name])
+
+    def note(self) -> str:
+        """Returns a sentence if the factory takes a `checkpoint` that changes nothing; otherwise ""."""
+        blocks = [variant.name for variant in self.variants if variant.where == "blocks"]
+        if not blocks or _default(self.factory, "checkpoint") is not None:
+            return ""
+        plain = self._fingerprint(self.plain())
+        if any(self._fingerprint(self.functions[name]) != plain for name in blocks):
+            return ""
+        return (
+            f"{called(self.factory)} takes `checkpoint`, which changes nothing: with it "
+            f"({', '.join(blocks[:3])}{' ...' if len(blocks) > 3 else ''}) and without it (none) the program is the "
+            f"same. Put it around each block: block = checkpoint(block)."
+        )
+
+    def _fingerprint(self, fun: Callable[..., Any]) -> str:
+        """Returns the fingerprint of a function's program; if there is a training step, of that."""
+        traced = fun if self.step is None else suited(self.step, fun, self.args)(fun)
+        return trace(traced, *self.args).fingerprint
 
     def trained(self, step: StepMaker | None, optimizer: str | None) -> Built:
         """Returns this with another training step.
@@ -181,14 +232,16 @@ def build(
     args: tuple[Any, ...] = ()
     step: StepMaker | None = None
     shapes: Any = None
-    for variant in variants:
+    chosen = tuple(variants)
+    unset = {"checkpoint": None} if "checkpoint" in known and _default(factory, "checkpoint") is None else {}
+    for variant in chosen:
         more: dict[str, Any] = {}
         if variant.where == "blocks":
             more["checkpoint"] = functools.partial(checkpoint, policy=variant.policy)
             if "segment_size" in known or variant.segment_size != 1:
                 more["segment_size"] = variant.segment_size
-        elif "checkpoint" in known and _default(factory, "checkpoint") is None:
-            more["checkpoint"] = None
+        else:
+            more |= unset
         if real and "real" in known and not functions:  # once: all variants have the same arguments
             more["real"] = True
         made = call(factory, **{**settings, **more})
@@ -207,7 +260,11 @@ def build(
                 "has renamed submodules, as flax.linen.remat does. Use jaxckpt.flax.checkpoint, which keeps the names."
             )
         functions[variant.name] = fun
-    return Built(functions, args, step)
+
+    def plain() -> Callable[..., Any]:
+        return functions["none"] if "none" in functions else call(factory, **{**settings, **unset}).fun
+
+    return Built(functions, args, step, factory, chosen, plain)
 
 
 def _default(factory: Callable[..., Any], name: str) -> Any:

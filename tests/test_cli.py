@@ -36,6 +36,12 @@ def bare():
     loss, args = model()
     return loss, args
 
+def ignoring(checkpoint=None, segment_size=1):
+    return model()
+
+def own_default(checkpoint=jax.checkpoint):
+    return model(checkpoint)
+
 def lenient(rows: "int | str" = 8, width=8.0):
     return (lambda x: jnp.sum(jnp.sin(x))), (jnp.ones((3 if rows == "few" else rows, int(width))),)
 
@@ -101,6 +107,35 @@ def test_a_factory_without_checkpoint_gets_none_and_whole(factory, capsys):
     code, out, _ = run(capsys, "compare", f"{factory}:bare", "--target", "cpu")
     assert code == 0
     assert re.findall(r"^\s+(none|whole|dots|segments\S*)", out, re.MULTILINE) == ["none", "whole"]
+    assert "bare takes no argument `checkpoint`. A factory with that argument" in " ".join(out.split())
+    out = run(capsys, "compare", f"{factory}:bare", "--target", "cpu", "--variants", "none,whole")[1]
+    assert "checkpoint`" not in out
+
+
+@pytest.mark.parametrize("optimizer", [(), ("--optimizer", "sgd")])
+def test_a_checkpoint_that_changes_nothing_is_told(factory, capsys, optimizer):
+    """Of a factory that takes `checkpoint` and does not call it, under the tables; where it is called, nothing is."""
+    told = "ignoring takes `checkpoint`, which changes nothing"
+    for command in (
+        ("compare", f"{factory}:ignoring", "--variants", "dots"),
+        ("compare", f"{factory}:ignoring", "--variants", "none,segments:2,whole"),
+        ("measure", f"{factory}:ignoring", "--variant", "segments:2"),
+        ("residuals", f"{factory}:ignoring", "--variant", "dots"),
+    ):
+        code, out, _ = run(capsys, *command, *(("--target", "cpu") if command[0] != "residuals" else ()), *optimizer)
+        assert code == 0 and told in " ".join(out.split()), command
+    for command in (
+        ("compare", f"{factory}:ignoring", "--variants", "none,whole"),
+        ("compare", f"{factory}:model", "--variants", "everything"),
+        ("compare", f"{factory}:own_default", "--variants", "nothing"),
+    ):
+        code, out, _ = run(capsys, *command, "--target", "cpu", *optimizer)
+        assert code == 0 and "changes nothing" not in out, command
+
+
+def test_a_frontier_has_no_points_by_hand_of_a_checkpoint_that_changes_nothing(factory, capsys):
+    code, out, _ = run(capsys, "plan", f"{factory}:ignoring", "--target", "cpu", "--frontier", "--no-verify")
+    assert code == 0 and "which changes nothing" in out and "beside it" not in out
 
 
 def test_chosen_variants_settings_and_time(factory, capsys):
@@ -219,6 +254,17 @@ def test_measure_without_code_on_a_tpu_that_is_not_here(factory, capsys):
     [
         (["compare", "{}:modell"], "has no function 'modell'. Did you mean 'model'"),
         (["compare", "{}"], "FACTORY must be FILE.py:NAME or package.module:NAME"),
+        (["compare", "{}"], "model_file.py:NAME. The file's functions are model, bare, ignoring"),
+        (["plan", "{}:", "--budget", "60%"], "model_file.py:NAME. The file's functions are model, bare, ignoring"),
+        (["plan", "no_such_file.py", "--budget", "60%"], "There is no file no_such_file.py."),
+        (["plan", "models.lstm", "--budget", "60%"], "write models.lstm:NAME"),
+        (["plan", "lstmm", "--budget", "60%"], "Did you mean 'lstm'"),
+        (["compare", "{}:model", "--step", "{}"], "--step must be FILE.py:NAME or package.module:NAME"),
+        (
+            ["measure", "{}:bare", "--variant", "dots"],
+            "There are 'none', 'whole'. bare takes no argument `checkpoint`.",
+        ),
+        (["compare", "{}:own_default", "--variants", "segments:3"], "own_default takes no argument `segment_size`."),
         (["compare", "no_such_file.py:model"], "no_such_file.py"),
         (["compare", "no.such.module:model"], "no.such.module"),
         (["compare", "{}:not_a_function"], "not_a_function"),
@@ -272,6 +318,16 @@ def test_errors_are_one_line_and_exit_one(factory, capsys, argv, message):
     lines = [line for line in err.splitlines() if line.startswith("jaxckpt: error:")]
     assert len(lines) == 1 and "Traceback" not in err
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    "argv", [["init", "torch"], ["plan", "{}:model", "--budget", "60%", "--actions", "zip"],
+             ["compare", "{}:model", "--optimizer", "zzz"]]
+)  # fmt: skip
+def test_errors_list_what_there_is_once(factory, capsys, argv):
+    _, _, err = run(capsys, *(part.format(factory) for part in argv))
+    listed = re.search(r"one of (\w+)", err)[1]
+    assert len(re.findall(rf"\b{listed}\b", err)) == 1, err
 
 
 @pytest.mark.parametrize("option", ["--output", "--json", "--html", "--plot"])

@@ -52,7 +52,9 @@ def _run(options: argparse.Namespace) -> None:
             cache=options.cache,
             progress=progress,
         )
-    output.tell(table.comparison_view(comparison))
+    output.tell(
+        table.comparison_view(comparison), built.note() if names else variants.without(loaded[0]) or built.note()
+    )
     output.write(options.json, lambda: json.dumps({"factory": options.factory, **comparison.to_json()}, indent=1))
     output.write(options.plot, lambda: plot.render(plot.comparison_figure(comparison), plot.check_suffix(options.plot)))
     output.write(options.html, lambda: html.comparison_page(comparison))

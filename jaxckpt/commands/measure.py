@@ -53,6 +53,7 @@ def _run(options: argparse.Namespace) -> None:
         )
         progress(1, 1, "")
     output.tell(table.report_view(report, f"{options.factory}, {name}"), table.buffers_view(report, options.largest))
+    output.tell(built.note())
     output.write(
         options.json,
         lambda: json.dumps({"factory": options.factory, "variant": name, **table.report_values(report)}, indent=1),

@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 from jaxckpt import factories, variants
@@ -109,7 +108,7 @@ def _run(options: argparse.Namespace) -> None:
     built = base.build(options, loaded, variants.variants_for(loaded[0], chosen=["none"]), real=options.time)
     fun, verify, solver = built.functions["none"], not options.no_verify, options.solver
     built.check(options.factory)
-    found, swept = None, None
+    found, swept, note = None, None, ""
     with output.progress() as progress:
         problem = problems.problem_of(
             fun,
@@ -130,7 +129,9 @@ def _run(options: argparse.Namespace) -> None:
             if options.time:
                 found = timed(found, problem, progress)
         if options.frontier:
-            others = _by_hand(loaded, options)
+            by_hand = _by_hand(loaded, options)
+            note = "" if by_hand is None else by_hand.note()
+            others = {} if by_hand is None or note else by_hand.functions
             swept = sweep(problem, BUDGETS, verify=verify, solver=solver, others=others, progress=progress)
         elif found is not None and (options.plot or options.html):
             progress(0, 1, "predicting other budgets")
@@ -143,7 +144,7 @@ def _run(options: argparse.Namespace) -> None:
         output.write(options.output, lambda: saved.text_of(found.plan, view))
         content |= found.to_json()
     if options.frontier and swept is not None:
-        output.tell(frontiers.frontier_view(swept))
+        output.tell(frontiers.frontier_view(swept), note)
         content["frontier"] = swept.to_json()
     output.write(options.json, lambda: json.dumps(content, indent=1))
     if swept is not None:
@@ -158,12 +159,10 @@ def _run(options: argparse.Namespace) -> None:
         output.write(options.html, lambda: page(frontier=swept, title=f"Plan for {title}"))
 
 
-def _by_hand(
-    loaded: tuple[factories.Factory, StepMaker | None], options: argparse.Namespace
-) -> dict[str, Callable[..., Any]]:
-    """Returns name -> function with checkpoints around its blocks, for the variants that the factory can have."""
+def _by_hand(loaded: tuple[factories.Factory, StepMaker | None], options: argparse.Namespace) -> variants.Built | None:
+    """Returns the variants of the factory with checkpoints around its blocks; None if it can have none."""
     chosen = [variant for variant in variants.variants_for(loaded[0]) if variant.where == "blocks"]
-    return dict(base.build(options, loaded, chosen).functions) if chosen else {}
+    return base.build(options, loaded, chosen) if chosen else None
 
 
 COMMAND = Command(

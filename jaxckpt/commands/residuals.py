@@ -28,7 +28,7 @@ def _run(options: argparse.Namespace) -> None:
         seen = observe(fun, built.step, args)
         fun, args = functools.partial(seen.fun, **seen.kwargs), seen.args
     report = residuals(fun, *args)
-    output.tell(table.residuals_view(report, None if options.all else 30))
+    output.tell(table.residuals_view(report, None if options.all else 30), built.note())
     output.write(options.json, lambda: json.dumps(report.to_json(), indent=1))
 
 
