@@ -1,6 +1,8 @@
 """`jaxckpt show` and `jaxckpt diff`: plans from their files."""
 
 import json
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +67,11 @@ def test_a_plan_that_was_saved_alone_is_shown_with_its_model_or_without(files, c
     path = tmp_path / "alone.json"
     jaxckpt.Plan.load(files / "b.json").save(path)
     code, out, _ = run(capsys, "show", path)
-    assert code == 0 and ": keeps " in out and "Give the model too" in out
+    assert (
+        code == 0 and ": keeps " in out and "Give the model too" in out and out.startswith(f"Plan in {path} on cpu\n")
+    )
     code, out, _ = run(capsys, "show", path, files / "plan_files_model.py:model")
-    assert code == 0 and "In the order in which it runs" in out
+    assert code == 0 and "In the order in which it runs" in out and "py:model on cpu\n" in out
     code, out, err = run(capsys, "show", path, files / "plan_files_model.py:model", "--set", "layers=6")
     assert (code, out) == (1, "") and "Make a plan for this function" in err
 
@@ -84,6 +88,31 @@ def test_diff_has_figures_and_regions(files, capsys, tmp_path):
     lines = {name: set(saved.regions_of(plan).values()) for name, plan in (("first", first), ("second", second))}
     assert found["only_in_first"] and set(found["only_in_first"]) <= lines["first"]
     assert found["only_in_second"] and set(found["only_in_second"]) <= lines["second"]
+
+
+def test_diff_of_plans_that_were_saved_alone_names_values_with_the_model(files, capsys, tmp_path):
+    for name in ("a.json", "b.json"):
+        jaxckpt.Plan.load(files / name).save(tmp_path / name)
+    plans = tmp_path / "a.json", tmp_path / "b.json"
+    code, out, _ = run(capsys, "diff", *plans)
+    assert code == 0 and ": keeps " in out and "Give the model too" in out
+    code, out, _ = run(capsys, "diff", *plans, files / "plan_files_model.py:model")
+    assert code == 0 and "float32[1024, 16]" in out and "plan_files_model.py:6 (loss)" in out
+    assert (
+        out.split("--- a.json")[1] == run(capsys, "diff", files / "a.json", files / "b.json")[1].split("--- a.json")[1]
+    )
+    code, _, err = run(capsys, "diff", *plans, files / "plan_files_model.py:model", "--set", "layers=6")
+    assert code == 1 and "Make a plan for this function" in err
+
+
+def test_diff_of_plans_for_two_targets_names_both_and_subtracts_no_times(files, capsys, tmp_path):
+    plan = jaxckpt.Plan.load(files / "b.json")
+    replace(plan.report, target="cuda:h100").plan.save(tmp_path / "h100.json")
+    out = run(capsys, "diff", files / "a.json", tmp_path / "h100.json")[1]
+    assert re.search(r"^target +cpu +cuda:h100$", out, re.MULTILINE)
+    assert re.search(r"^time .*%$", out, re.MULTILINE) and " points" not in out
+    out = run(capsys, "diff", files / "a.json", files / "b.json")[1]
+    assert re.search(r"^target +cpu +cpu +the same$", out, re.MULTILINE) and " points" in out
 
 
 def test_diff_of_the_same_and_of_other_programs(files, capsys):

@@ -6,16 +6,19 @@ import argparse
 import difflib
 import json
 import pathlib
+from collections.abc import Sequence
 
 from jaxckpt.commands import base, output, saved
 from jaxckpt.commands.base import Command
 from jaxckpt.core.plan import Plan
 from jaxckpt.show.saved import difference_cells, difference_view
+from jaxckpt.show.tree import plan_lines
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     base.add(parser, "first", metavar="A.json", help="a file of `jaxckpt plan --output` or of Plan.save")
     base.add(parser, "second", metavar="B.json", help="another one")
+    base.factory_options(parser, optional=True)
     base.add(parser, "--json", metavar="OUT.json", help="write the figures and the regions that differ as JSON")
 
 
@@ -31,11 +34,14 @@ def _run(options: argparse.Namespace) -> None:
         gone, come = [], []
     elif first == second:
         lines = ["Both plans do the same."]
+    elif options.factory is not None:
+        trees = [plan_lines(plan, saved.graph_of(plan, options)) for plan in (first, second)]
+        lines = _different(trees[0], trees[1], names)
     elif one is not None and two is not None:
-        trees = difflib.unified_diff(one.tree, two.tree, *names, n=0, lineterm="")
-        lines = [line for line in trees if not line.startswith("@@")]
+        lines = _different(one.tree, two.tree, names)
     else:
         lines = [*(f"- {line}" for line in gone), *(f"+ {line}" for line in come)]
+        lines.append("Give the model too, to see names and bytes: jaxckpt diff A.json B.json FACTORY.")
     cells = difference_cells(first.report, second.report)
     output.tell(difference_view(names, cells, lines, f"{names[0]} and {names[1]}"))
     content = {
@@ -47,6 +53,12 @@ def _run(options: argparse.Namespace) -> None:
         "only_in_second": come,
     }
     output.write(options.json, lambda: json.dumps(content, indent=1))
+
+
+def _different(one: Sequence[str], two: Sequence[str], names: tuple[str, str]) -> list[str]:
+    """Returns the lines in which two trees differ, under the names of their plans."""
+    lines = difflib.unified_diff(one, two, *names, n=0, lineterm="")
+    return [line for line in lines if not line.startswith("@@")]
 
 
 def _regions(first: Plan, second: Plan) -> tuple[list[str], list[str]]:
@@ -61,6 +73,6 @@ COMMAND = Command(
     _run,
     """\
   jaxckpt diff plan60.json plan40.json
+  jaxckpt diff plan60.json plan40.json my_train.py:make_step
 """,
-    takes_factory=False,
 )

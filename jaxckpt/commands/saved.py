@@ -4,18 +4,25 @@ model.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxckpt import variants
 from jaxckpt._errors import ArgumentError, PlanMismatchError
+from jaxckpt.commands import base
 from jaxckpt.core import outline
+from jaxckpt.core.bare import bare
 from jaxckpt.core.files import read_whole
+from jaxckpt.core.graph import Graph
+from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport, sealed
 from jaxckpt.core.regions import every_region
 from jaxckpt.planner.frontier import Frontier, Point, Way
+from jaxckpt.planner.observe import observe
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,30 @@ def _figures(point: Mapping[str, Any]) -> PlanReport:
         flops=point["flops"],
         seconds=point["seconds"],
     )
+
+
+def graph_of(plan: Plan, options: argparse.Namespace) -> Graph:
+    """Returns the graph of the model that a plan is held against.
+
+    Args:
+      plan: the plan.
+      options: those of `base.factory_options`.
+
+    Raises:
+      PlanMismatchError: the plan is for another program.
+    """
+    loaded = base.load(options)
+    built = base.build(options, loaded, variants.variants_for(loaded[0], chosen=["none"]))
+    built.check(options.factory)
+    seen = observe(built.functions["none"], built.suited_step("none"), built.args)
+    graph = trace(seen.fun if plan.respect_checkpoints else bare(seen.fun), *seen.args, **seen.kwargs)
+    plan.check(graph)
+    return graph
+
+
+def target_text(plan: Plan) -> str:
+    """Returns " on " and the target that a plan was made for; "" where that is not known."""
+    return "" if plan.report is None or plan.report.target is None else f" on {plan.report.target}"
 
 
 def regions_of(plan: Plan) -> dict[tuple[str, str], str]:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from jaxckpt import variants
 from jaxckpt._errors import ArgumentError
 from jaxckpt.commands import base, output, saved
 from jaxckpt.commands.base import Command
-from jaxckpt.core.bare import bare
-from jaxckpt.core.graph import Graph
-from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import Plan
-from jaxckpt.planner.observe import observe
 from jaxckpt.show import frontiers, plot
 from jaxckpt.show import saved as pages
 from jaxckpt.show.tree import nothing, plan_lines
@@ -36,10 +31,10 @@ def _run(options: argparse.Namespace) -> None:
     output.check_files(options)
     plan, view = saved.read(options.plan)
     if options.factory is not None:
-        graph = _graph(plan, options)
-        plan.check(graph)
-        view = saved.View(options.factory, tuple(plan_lines(plan, graph)), None if view is None else view.frontier)
-    title = f"Plan for {view.title}" if view is not None else f"Plan in {options.plan}"
+        graph = saved.graph_of(plan, options)
+        title = f"{options.factory}{saved.target_text(plan)}"
+        view = saved.View(title, tuple(plan_lines(plan, graph)), None if view is None else view.frontier)
+    title = f"Plan for {view.title}" if view is not None else f"Plan in {options.plan}{saved.target_text(plan)}"
     tree = list(_outline(plan)) if view is None else list(view.tree)
     frontier = None if view is None else view.frontier
     report = plan.report
@@ -54,16 +49,6 @@ def _run(options: argparse.Namespace) -> None:
         lambda: plot.render(pages.saved_figure(report, frontier, title), plot.check_suffix(options.plot)),
     )
     output.write(options.html, lambda: pages.saved_page(report, tree, title, frontier))
-
-
-def _graph(plan: Plan, options: argparse.Namespace) -> Graph:
-    """Returns the graph of the model that a plan is held against."""
-    loaded = base.load(options)
-    built = base.build(options, loaded, variants.variants_for(loaded[0], chosen=["none"]))
-    built.check(options.factory)
-    fun = built.functions["none"]
-    seen = observe(fun, built.suited_step("none"), built.args)
-    return trace(seen.fun if plan.respect_checkpoints else bare(seen.fun), *seen.args, **seen.kwargs)
 
 
 def _outline(plan: Plan) -> Iterable[str]:

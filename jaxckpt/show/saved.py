@@ -65,6 +65,10 @@ def difference_cells(first: PlanReport | None, second: PlanReport | None) -> lis
             more = f"{'-' if gap < 0 else '+'}{show(abs(gap))}{share}" if gap else "the same"
         return what, shown[0], shown[1], more
 
+    found: list[tuple[str, str, str, str]] = []
+    targets = [None if report is None else report.target for report in (first, second)]
+    if any(target is not None for target in targets):
+        found.append(("target", targets[0] or "", targets[1] or "", "the same" if targets[0] == targets[1] else ""))
     rows = [
         row("peak without a plan", "unplanned_bytes"),
         row("budget", "budget"),
@@ -74,12 +78,13 @@ def difference_cells(first: PlanReport | None, second: PlanReport | None) -> lis
         row("donated", "donated_bytes"),
         row("FLOPs of the planned step", "flops"),
     ]
-    found = [cells for cells in rows if cells is not None]
+    found += [cells for cells in rows if cells is not None]
     added = [None if report is None else plans.added_time(report) for report in (first, second)]
     if any(share is not None for share in added):
         shown = ["" if share is None else f"{share:+.1%}" for share in added]
         whose = list(dict.fromkeys(report.seconds_by for report in (first, second) if report is not None))
-        alike = len(whose) == 1 and None not in added
+        # Targets differ in rates, so that shares of time by the one and by the other have no difference.
+        alike = len(whose) == 1 and targets[0] == targets[1] and None not in added
         more = f"{100 * ((added[1] or 0) - (added[0] or 0)):+.1f} points" if alike else ""
         found.append((f"time {', '.join(whose)}", shown[0], shown[1], more))
     return found
