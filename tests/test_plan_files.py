@@ -109,10 +109,10 @@ def test_diff_of_plans_for_two_targets_names_both_and_subtracts_no_times(files, 
     plan = jaxckpt.Plan.load(files / "b.json")
     replace(plan.report, target="cuda:h100").plan.save(tmp_path / "h100.json")
     out = run(capsys, "diff", files / "a.json", tmp_path / "h100.json")[1]
-    assert re.search(r"^target +cpu +cuda:h100$", out, re.MULTILINE)
-    assert re.search(r"^time .*%$", out, re.MULTILINE) and " points" not in out
+    assert re.search(r"^ target +cpu +cuda:h100$", out, re.MULTILINE)
+    assert re.search(r"^ time .*%$", out, re.MULTILINE) and " points" not in out
     out = run(capsys, "diff", files / "a.json", files / "b.json")[1]
-    assert re.search(r"^target +cpu +cpu +the same$", out, re.MULTILINE) and " points" in out
+    assert re.search(r"^ target +cpu +cpu +the same$", out, re.MULTILINE) and " points" in out
 
 
 def test_diff_of_the_same_and_of_other_programs(files, capsys):
