@@ -191,7 +191,7 @@ class MemoryReport:
             ("outputs", format_bytes(self.output_bytes)),
             ("temporaries", format_bytes(self.temp_bytes)),
             *((name, format_bytes(size)) for name, size in optional.items() if size),
-            *([("compiler's FLOPs", f"{self.flops:.3g}, a loop's body once")] if self.flops is not None else []),
+            *([("FLOPs", f"{self.flops:.3g}")] if self.flops is not None else []),
             ("buffers assigned in" if self.stopped else "compiled in", f"{self.compile_seconds:.1f} s"),
         ]
 

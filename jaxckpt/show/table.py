@@ -159,7 +159,7 @@ def report_cells(report: MemoryReport) -> list[tuple[str, str]]:
         *((name, format_bytes(size)) for name, size in optional.items() if size),
     ]
     if report.flops is not None:
-        cells.append(("compiler's FLOPs", f"{report.flops:.3g}, a loop's body once"))
+        cells.append(("compiler's FLOPs", f"{report.flops:.3g}"))
     until = "buffers assigned in" if report.stopped else "compiled in"
     return [*cells, (until, format_seconds(report.compile_seconds))]
 
