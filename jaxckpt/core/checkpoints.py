@@ -158,26 +158,13 @@ def checkpointed(
     """Returns a stretch with the checkpoint that its region asks for; `waits` and `ties` as of `reads_names`."""
     if not region.checkpoint:
         return fun
-    if any(action.changes or action.on_host for action in region.actions.values()):
-        fun = _with_inner_markers(fun)
     if not names.read.isdisjoint(region.actions):
-        fun = reads.reads_names(fun, waits=waits, ties=ties)
+        # Checkpoints in it that store values in another form or on the host would store what this region keeps of them
+        # in their own derivatives, beside its forward pass: a second time, and when the compiler likes, since the
+        # region's results do not wait for it.
+        stores = any(action.changes or action.on_host for action in region.actions.values())
+        fun = reads.reads_names(fun, waits=waits, ties=ties, change=inline.without_own_calls if stores else None)
     return jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
-
-
-def _with_inner_markers(fun: Flat) -> Flat:
-    """Returns a region that stores values in another form or on the host, with the calls written out by which
-    checkpoints in it do so.
-
-    Else these store what this region keeps of them in their own derivatives, beside this region's forward pass and not
-    in it: a second time, and when the compiler likes, since the region's results do not wait for it.
-    """
-
-    def call(*args: Any) -> list[Any]:
-        closed = inline.without_own_calls(jax.make_jaxpr(fun)(*args))
-        return _compat.eval_jaxpr(_compat.open_jaxpr(closed), _compat.jaxpr_consts(closed), *args)
-
-    return call
 
 
 def policy_keeping(actions: Mapping[int, Action], names: Naming) -> Any:

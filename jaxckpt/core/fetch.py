@@ -65,9 +65,6 @@ def _start_tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[lis
 
 
 def _start_of_used(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    if not used[0]:
-        # Who reads an array without the zero reads what goes in.
-        used = [False, *used[1:]]
     if not any(used):
         return [False] * len(eqn.invars), None
     kept = list(used[1:])

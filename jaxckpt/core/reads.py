@@ -152,17 +152,22 @@ def _read(named: dict[Any, Any], atom: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- the function
 
 
-def reads_names(fun: Flat, *, waits: bool = False, ties: bool = False) -> Flat:
+def reads_names(
+    fun: Flat, *, waits: bool = False, ties: bool = False, change: Callable[[Any], Any] | None = None
+) -> Flat:
     """Returns the function with a derivative that reads values behind the names that the emitter gave to them.
 
     Args:
       fun: flat lists of arrays in and out; it closes over nothing that is being traced.
       waits: whether the results wait until what goes to the host is there: see `stored`.
       ties: whether of the cotangents of its inputs none goes on before all are there.
+      change: what is done to the traced function, a closed jaxpr, before it is differentiated; None for nothing.
     """
 
     def call(*args: Any) -> list[Any]:
         closed = jax.make_jaxpr(fun)(*args)
+        if change is not None:
+            closed = change(closed)
         if not _compat.allowed_in_custom_rules(closed):
             again = _compat.remat_disallowed_effects(_compat.open_jaxpr(closed))  # then it only runs forward
             if not again and stored.has_markers(_compat.open_jaxpr(closed)):

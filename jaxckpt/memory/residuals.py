@@ -74,14 +74,14 @@ class ResidualReport:
         rest = len(self.residuals) - len(kept)
         groups: dict[tuple[str, str, str], list[int]] = {}
         for r in kept:
-            groups.setdefault((f"{r.dtype}{list(r.shape)}", r.name, short_source(r.source)), []).append(r.bytes)
+            groups.setdefault((f"{r.dtype}{list(r.shape)}", r.name, r.source), []).append(r.bytes)
         rows = [
             (format_bytes(sum(sizes)), f"{len(sizes)} × " if len(sizes) > 1 else "", *words)
             for words, sizes in sorted(groups.items(), key=lambda group: -sum(group[1]))
         ]
         wide = max((len(count) for _, count, *_ in rows), default=0)
         lines = [
-            f"{size:>10}  {count:>{wide}}{array}  {name}  {source}".rstrip()
+            f"{size:>10}  {count:>{wide}}{array}  {name}  {short_source(source)}".rstrip()
             for size, count, array, name, source in rows
         ]
         lines.append(

@@ -32,9 +32,8 @@ class Tpu(Platform):
     variables = "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH"
     needs_assignment = True
     code_in_memory = True
-    hidden_transfers = (
-        0.5  # those to the host; it fetches a value when its region's backward pass begins: `core/fetch.py`
-    )
+    # Those to the host. It fetches a value when the backward pass of its region begins: see `core/fetch.py`.
+    hidden_transfers = 0.5
 
     def parse(self, text: str) -> Place | None:
         """Returns a slice such as "v5e:2x2"; "v5e" is the smallest slice, one host."""
