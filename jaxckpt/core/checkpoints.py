@@ -159,11 +159,14 @@ def checkpointed(
     if not region.checkpoint:
         return fun
     if not names.read.isdisjoint(region.actions):
-        # Checkpoints in it that store values in another form or on the host would store what this region keeps of them
-        # in their own derivatives, beside its forward pass: a second time, and when the compiler likes, since the
-        # region's results do not wait for it.
-        stores = any(action.changes or action.on_host for action in region.actions.values())
-        fun = reads.reads_names(fun, waits=waits, ties=ties, change=inline.without_own_calls if stores else None)
+        change = None
+        if any(action.changes or action.on_host for action in region.actions.values()):
+            # A checkpoint in it that stores values in another form or on the host would store what this region keeps
+            # of them in its own derivative, beside this forward pass: a second time, and when the compiler likes,
+            # since the region's results do not wait for it.
+            kept = {names(i) for i, action in region.actions.items() if action.keeps}
+            change = functools.partial(inline.without_own_calls, names=kept)
+        fun = reads.reads_names(fun, waits=waits, ties=ties, change=change)
     return jax.checkpoint(fun, policy=policy_keeping(region.actions, names), prevent_cse=prevent_cse)
 
 

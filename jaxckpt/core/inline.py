@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core import primitives, reads, surgery
+from jaxckpt.core import primitives, reads, stored, surgery
 from jaxckpt.core.primitives import Holds
 
 _CLOSED = (Holds.LOOP, Holds.BRANCHES)
@@ -108,12 +108,18 @@ def without_checkpoint(closed: Any, eqn: Any) -> Any:
     return _Inliner(lambda each: inner if checkpointed(each) is inner else None, ()).closed(closed)
 
 
-def without_own_calls(closed: Any) -> Any:
-    """Returns the closed jaxpr with the calls that `reads.reads_names` made written out, in checkpoints, loops and
-    branches too: their derivatives are then those of what is around them. Itself where it has none.
+def without_own_calls(closed: Any, names: Collection[str]) -> Any:
+    """Returns the closed jaxpr with those calls that `reads.reads_names` made written out that keep values under these
+    names and no others, in checkpoints, loops and branches too: their derivatives are then those of what is around
+    them. Itself where it has none.
     """
-    own = lambda eqn: eqn.params["call_jaxpr"] if reads.is_call(eqn) else None
-    return _Inliner(own, (*_OPENED, Holds.CALL)).closed(closed)
+
+    def written(eqn: Any) -> Any:
+        program = eqn.params["call_jaxpr"] if reads.is_call(eqn) else None
+        kept = set() if program is None else stored.kept_names(_compat.open_jaxpr(program))
+        return program if kept and kept.issubset(names) else None
+
+    return _Inliner(written, (*_OPENED, Holds.CALL)).closed(closed)
 
 
 @dataclass(eq=False)

@@ -105,6 +105,29 @@ def lossy_actions(jaxpr: Any) -> list[Action]:
     return list(found)
 
 
+def kept_names(jaxpr: Any) -> set[str]:
+    """Returns the names under which a program keeps what it marks; what is marked again is kept under its first."""
+    found: set[str] = set()
+    seen: set[int] = set()
+
+    def look(jaxpr: Any) -> None:
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        again: set[Any] = set()
+        for eqn in jaxpr.eqns:
+            mark = marked(eqn)
+            if mark is not None:
+                if isinstance(eqn.invars[0], _compat.Literal) or eqn.invars[0] not in again:
+                    found.add(mark[0])
+                again.add(eqn.outvars[0])
+            for inner in _compat.held_jaxprs(eqn):
+                look(_compat.open_jaxpr(inner))
+
+    look(jaxpr)
+    return found
+
+
 def only_lossy(action: Action | None) -> contextlib.AbstractContextManager[Any]:
     """Within this context, of the actions that change gradients only this one is used; what the others are for is saved
     as it is. Nothing is taken from JAX's caches there.
