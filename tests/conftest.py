@@ -46,13 +46,17 @@ TRACING = """
 """
 
 ONCE = """
-    benchmarks core/test_constants.py memory/test_compare.py planner/solvers planner/test_floor.py planner/test_meshes.py
+    benchmarks core/test_constants.py flax/test_resnet50.py memory/test_compare.py planner/solvers planner/test_floor.py
+    planner/test_guide.py planner/test_least_tiles.py planner/test_meshes.py
     pages planner/test_as_people_do.py planner/test_scale.py planner/test_tiles.py show test_cli.py test_docs.py test_glossary.py test_imports.py
     test_examples.py test_plan_files.py test_quiet.py test_templates.py test_training.py transforms/test_tile_random.py
 """.split()  # noqa: SIM905
 """Files and folders of tests that are marked `once`: what they ask differs between no two versions of JAX or Python,
 or is asked by other tests in a smaller form.
 """
+
+FIRST = ["test_templates.py", "transforms/test_tile_random.py"]
+"""Files of tests that take minutes each: they run first, so that no worker is left with one at the end."""
 
 _CHECKED: dict[str, str | None] = {}
 
@@ -95,9 +99,10 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts each test into its tier: `compile`, `target`, or neither, which is the quick one."""
-    assert not (gone := [each for each in (*TRACING, *ONCE) if not (HERE / each).exists()]), (
-        f"TRACING or ONCE names {gone}; there is none."
+    assert not (gone := [each for each in (*TRACING, *ONCE, *FIRST) if not (HERE / each).exists()]), (
+        f"TRACING, ONCE or FIRST names {gone}; there is none."
     )
+    items.sort(key=lambda item: not _is_in(item.path, FIRST))
     for item in items:
         if any(item.get_closest_marker(name) for name in ("cuda", "tpu", "gpu")):
             item.add_marker("target")

@@ -210,6 +210,7 @@ def test_with_memory_enough_the_plan_takes_the_checkpoints_out():
     assert matmuls(found.apply(loss), *LARGE) == matmuls(unrolled(lambda f: f), *LARGE)
 
 
+@pytest.mark.once
 def test_frontier_and_autocheckpoint_open_them_too(tmp_path):
     loss = unrolled(jax.checkpoint)
     args = [jax.random.normal(jax.random.key(0), leaf.shape) / 8 for leaf in LARGE]

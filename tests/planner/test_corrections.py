@@ -104,6 +104,7 @@ def _calls():
     return loss, ([jax.ShapeDtypeStruct((32, 96), jnp.float32)] * 6, jax.ShapeDtypeStruct((512, 32), jnp.float32))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("make", [GPT, UNET, _calls], ids=["gpt", "unet", "calls"])
 def test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each(make):
     loss, args = make()
@@ -172,6 +173,7 @@ def test_a_function_that_a_step_changes_between_its_calls_is_traced_again():
             jax.eval_shape(step(plan.apply(fun)), *args)
 
 
+@pytest.mark.once
 def test_users_see_no_scopes_and_a_plan_is_not_compiled_twice(tmp_path):
     loss, args = GPT()
     found = problem_of(loss, *args, target="cuda:h100", cache=tmp_path).plan("70%")

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("shared_answers")
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "equinox.md"
 
 
+@pytest.mark.once
 def test_the_pages_code_runs(capsys):
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):

@@ -178,6 +178,7 @@ def test_a_scan_moves_what_its_iterations_keep():
     assert made.report.measured_host_bytes > 0 and made.report.host_share <= 1
 
 
+@pytest.mark.once
 @pytest.mark.tpu
 def test_a_plan_with_moved_values_trains_as_the_function_does():
     """Planned for a TPU and run here; a CPU's host memory is its own. What the plan saves is moved: layers that run

@@ -69,6 +69,7 @@ def test_what_fits_as_it_is_gets_an_empty_plan(problem):
     assert plan.measured_bytes == plan.unplanned_bytes
 
 
+@pytest.mark.once
 def test_an_infeasible_budget_names_one_that_fits(problem):
     with pytest.raises(InfeasibleBudgetError, match="least budget found to fit is") as error:
         problem.plan(problem.argument_bytes + MIB)
@@ -88,6 +89,7 @@ def test_an_infeasible_budget_says_which_stretch_needs_most(problem):
         jaxckpt.plan(uneven, jnp.ones((64, 64)), jnp.ones((2048, 64)), budget="2MiB", target="cpu")
 
 
+@pytest.mark.once
 def test_the_stage_that_needs_most_is_cut_again_where_no_neck_is(monkeypatch):
     """Layers that widen one after the other: more crosses at each cut than at the one before, so none is narrow by
     itself.

@@ -72,6 +72,7 @@ def test_rows_of_a_constant_are_scattered_into_the_sum_itself():
     assert adds(lambda t: t) == 0
 
 
+@pytest.mark.once
 def test_a_constant_that_a_step_uses_a_thousand_times():
     """Held against the formula: XLA takes minutes for lax.scan's derivative, which adds a thousand scatters."""
     uses, length = 1100, 3
