@@ -30,6 +30,7 @@ from jaxckpt.core.constants import (
     CLOSE,
     COMPILES,
     FAR_BELOW,
+    FILLED,
     FLOORS,
     HIT,
     LEANER,
@@ -185,7 +186,7 @@ class Search:
             best = self._better(best, tried)
             if closed:
                 break
-            if best is tried and tried.compiled >= self.budget * (1 - CLOSE) and not self._is_steep():
+            if best is tried and tried.compiled >= self.budget * (1 - FILLED) and not self._is_steep():
                 if not self._is_worth_another(tried):
                     break
                 closed = not self.quick
