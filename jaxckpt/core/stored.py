@@ -85,47 +85,38 @@ def is_lossy(action: Action, dtype: Any) -> bool:
     return action.error(dtype) > 0
 
 
-def lossy_actions(jaxpr: Any) -> list[Action]:
-    """Returns the actions that change gradients by which a program keeps values, in the order in which it does."""
-    found: dict[Action, None] = {}
+def _marking(jaxpr: Any) -> Iterator[tuple[Any, str, Action, bool]]:
+    """Yields the equations of a program that mark something, and of those in it: with the name, the action, and whether
+    the value is marked already.
+    """
     seen: set[int] = set()
 
-    def look(jaxpr: Any) -> None:
+    def look(jaxpr: Any) -> Iterator[tuple[Any, str, Action, bool]]:
         if id(jaxpr) in seen:  # calls share programs
             return
         seen.add(id(jaxpr))
+        results: set[Any] = set()  # of markers
         for eqn in jaxpr.eqns:
             mark = marked(eqn)
-            if mark is not None and is_lossy(mark[1], eqn.invars[0].aval.dtype):
-                found[mark[1]] = None
+            if mark is not None:
+                value = eqn.invars[0]
+                yield eqn, *mark, not isinstance(value, _compat.Literal) and value in results
+                results.add(eqn.outvars[0])
             for inner in _compat.held_jaxprs(eqn):
-                look(_compat.open_jaxpr(inner))
+                yield from look(_compat.open_jaxpr(inner))
 
-    look(jaxpr)
-    return list(found)
+    return look(jaxpr)
+
+
+def lossy_actions(jaxpr: Any) -> list[Action]:
+    """Returns the actions that change gradients by which a program keeps values, in the order in which it does."""
+    marks = _marking(jaxpr)
+    return list(dict.fromkeys(action for eqn, _, action, _ in marks if is_lossy(action, eqn.invars[0].aval.dtype)))
 
 
 def kept_names(jaxpr: Any) -> set[str]:
     """Returns the names under which a program keeps what it marks; what is marked again is kept under its first."""
-    found: set[str] = set()
-    seen: set[int] = set()
-
-    def look(jaxpr: Any) -> None:
-        if id(jaxpr) in seen:
-            return
-        seen.add(id(jaxpr))
-        again: set[Any] = set()
-        for eqn in jaxpr.eqns:
-            mark = marked(eqn)
-            if mark is not None:
-                if isinstance(eqn.invars[0], _compat.Literal) or eqn.invars[0] not in again:
-                    found.add(mark[0])
-                again.add(eqn.outvars[0])
-            for inner in _compat.held_jaxprs(eqn):
-                look(_compat.open_jaxpr(inner))
-
-    look(jaxpr)
-    return found
+    return {name for _, name, _, again in _marking(jaxpr) if not again}
 
 
 def only_lossy(action: Action | None) -> contextlib.AbstractContextManager[Any]:

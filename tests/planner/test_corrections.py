@@ -104,8 +104,14 @@ def _calls():
     return loss, ([jax.ShapeDtypeStruct((32, 96), jnp.float32)] * 6, jax.ShapeDtypeStruct((512, 32), jnp.float32))
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("make", [GPT, UNET, _calls], ids=["gpt", "unet", "calls"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(GPT, id="gpt", marks=pytest.mark.once),
+        pytest.param(UNET, id="unet", marks=pytest.mark.once),
+        pytest.param(_calls, id="calls"),
+    ],
+)
 def test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each(make):
     loss, args = make()
     problem = problem_of(loss, *args, target="cuda:h100")

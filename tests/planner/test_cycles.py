@@ -97,7 +97,6 @@ def test_an_operation_that_is_known_holds_for_others_like_it_and_none_is_compile
 
 
 @pytest.mark.once
-@pytest.mark.once
 @pytest.mark.tpu
 def test_stretches_add_up_to_the_whole_step_where_the_roofline_does_not():
     model, args = gpt.gpt2(layers=2, width=512, heads=8, vocabulary=4096)
@@ -158,7 +157,6 @@ def test_sharded_and_mapped_functions_are_refused():
         jaxckpt.plan(mapped, ARGS[0], x, budget="70%", target=TPU, costs="compiler")
 
 
-@pytest.mark.once
 @pytest.mark.once
 @pytest.mark.tpu
 def test_a_frontiers_ways_are_all_in_the_compilers_seconds():

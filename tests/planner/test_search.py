@@ -69,7 +69,6 @@ def test_what_fits_as_it_is_gets_an_empty_plan(problem):
     assert plan.measured_bytes == plan.unplanned_bytes
 
 
-@pytest.mark.once
 def test_an_infeasible_budget_names_one_that_fits(problem):
     with pytest.raises(InfeasibleBudgetError, match="least budget found to fit is") as error:
         problem.plan(problem.argument_bytes + MIB)
