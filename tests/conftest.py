@@ -31,6 +31,32 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax
 import pytest
 
+from jaxckpt.memory.platforms import PLATFORMS
+
+
+def _compile_quickly() -> None:
+    """Has XLA compile for the CPU without its emitters of fused loops: in two thirds of the time.
+
+    Programs that jaxckpt measures are compiled with them, as for its users, since a program then needs some bytes more
+    or less. The processes that tests start compile as usual. JAX from 0.11 knows no such option.
+    """
+    if os.environ["JAX_PLATFORMS"] != "cpu" or jax.__version_info__ >= (0, 11):
+        return
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{before or ''} --xla_cpu_use_fusion_emitters=false"
+    jax.jit(lambda x: x + 1)(1)  # XLA reads the variable once, when it first compiles
+    os.environ.pop("XLA_FLAGS") if before is None else os.environ.update(XLA_FLAGS=before)
+    usual = PLATFORMS["cpu"].own_options
+    PLATFORMS["cpu"].own_options = lambda local: usual(local) | {"xla_cpu_use_fusion_emitters": True}
+
+
+_compile_quickly()
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
 TRACING = """
     compat/test_source.py memory/test_buffers.py memory/test_estimate.py memory/test_wire.py
     core/test_addresses.py core/test_emit.py core/test_files.py core/test_flops.py core/test_graph.py
@@ -45,15 +71,164 @@ TRACING = """
 `compile`.
 """
 
-ONCE = """
-    benchmarks core/test_constants.py flax/test_resnet50.py memory/test_compare.py planner/solvers planner/test_floor.py
-    planner/test_guide.py planner/test_least_tiles.py planner/test_meshes.py
-    pages planner/test_as_people_do.py planner/test_scale.py planner/test_tiles.py show test_cli.py test_docs.py test_glossary.py test_imports.py
-    test_examples.py test_plan_files.py test_quiet.py test_templates.py test_training.py transforms/test_tile_random.py
-""".split()  # noqa: SIM905
-"""Files and folders of tests that are marked `once`: what they ask differs between no two versions of JAX or Python,
-or is asked by other tests in a smaller form.
+ONCE = _lines("""
+    actions/test_composed.py
+    actions/test_narrow.py
+    benchmarks
+    core/test_bare.py
+    core/test_constants.py
+    flax/test_resnet50.py
+    memory/test_cache.py
+    memory/test_compare.py
+    pages
+    planner/solvers
+    planner/test_adaptive.py
+    planner/test_as_people_do.py
+    planner/test_candidates.py
+    planner/test_corrections.py
+    planner/test_floor.py
+    planner/test_frontier.py
+    planner/test_guide.py
+    planner/test_least_tiles.py
+    planner/test_meshes.py
+    planner/test_scale.py
+    planner/test_tiles.py
+    show
+    test_cli.py
+    test_docs.py
+    test_examples.py
+    test_glossary.py
+    test_imports.py
+    test_plan_files.py
+    test_quiet.py
+    test_templates.py
+    test_training.py
+    transforms/test_scan_budget.py
+    transforms/test_scan_tangents.py
+    transforms/test_tile_random.py
+    transforms/test_two_levels.py
+    actions/test_actions.py::test_one_more_action_makes_no_plan_dearer
+    actions/test_compress.py::test_what_is_restored_is_within_the_error[20]
+    actions/test_offload.py::test_the_tpu_holds_none_of_it[unrolled]
+    actions/test_training_steps.py::test_shard_on_eight_devices
+    flax/test_nnx_steps.py::test_a_loss_within_a_train_step_is_planned_with_what_it_closes_over
+    flax/test_nnx_steps.py::test_a_step_with_an_optimizer_is_planned_and_trains_alike
+    flax/test_nnx_steps.py::test_state_changes_once_a_step[autocheckpoint]
+    flax/test_nnx_steps.py::test_the_compiled_peak_is_within_the_budget[nnx]
+    flax/test_nnx_steps.py::test_what_only_measures_changes_no_state
+    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
+    memory/test_assign.py::test_checkpoints_are_in_the_program_that_is_compiled_there
+    planner/test_auto.py::test_constants_of_the_function_are_computed_and_not_held
+    planner/test_equinox.py::test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan[False-True]
+    planner/test_equinox.py::test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan[True-False]
+    planner/test_equinox.py::test_state_that_a_filtered_step_makes_constant_serves_the_next_step
+    planner/test_equinox.py::test_strings_functions_keys_and_numbers_go_with_the_arrays
+    planner/test_equinox.py::test_the_default_step_leaves_out_floats_whose_value_the_function_needs
+    planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-a call]
+    planner/test_inside.py::test_an_action_of_ones_own_keeps_values_of_a_mapped_function
+    planner/test_inside.py::test_an_infeasible_budget_names_operations_of_the_body
+    planner/test_inside.py::test_two_mapped_functions_of_one_size_stay_whole
+    planner/test_search.py::test_complex_values_are_planned_for
+    planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[moe]
+    transforms/test_scan_sharded.py::test_each_device_keeps_its_share_of_the_carries[schedule2]
+    transforms/test_tile.py::test_the_compiled_peak_falls[rows-tpu:v5e:2x2]
+    transforms/test_tile_sharded.py::test_each_device_computes_its_part_of_every_tile[rows-tpu:v5e:2x2]
+""")
+"""Folders, files and single tests that are marked `once`: what they ask differs between no two versions of JAX or
+Python, or is asked by other tests in a smaller form.
 """
+
+LONG = _lines("""
+    actions/test_compress.py::test_what_is_restored_is_within_the_error[60]
+    actions/test_offload.py::test_the_tpu_holds_none_of_it[scanned, prevent_cse]
+    actions/test_offload.py::test_the_tpu_holds_none_of_it[scanned]
+    actions/test_shard.py::test_gradients_are_equal_and_each_device_keeps_its_part[explicit]
+    actions/test_shard.py::test_gradients_are_equal_and_each_device_keeps_its_part[inside]
+    actions/test_shard.py::test_gradients_are_equal_and_each_device_keeps_its_part[outside]
+    benchmarks/test_attention.py::test_a_plan_runs_no_attention_again[pallas]
+    benchmarks/test_floor.py::test_a_row_is_filled_in_and_resumes
+    benchmarks/test_frontier.py::test_a_plan_runs_in_a_process_of_its_own_and_takes_what_it_was_compiled_to_take
+    benchmarks/test_gpt2.py::test_compare_says_what_bare_jax_compiles_to_in_the_known_order_and_size
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[gpt_scan-dots]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[gpt_scan-dots_no_batch]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[moe-dots]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[moe-dots_no_batch]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[resnet-dots]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[resnet-dots_no_batch]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[unet-dots]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[unet-dots_no_batch]
+    benchmarks/test_parity.py::test_presets_differ_from_one_another
+    benchmarks/test_pod.py::test_a_training_step_on_many_chips_is_planned_within_its_budget
+    benchmarks/test_pod.py::test_tokens_without_room_are_dropped
+    benchmarks/test_pod.py::test_values_and_gradients_are_those_of_one_device
+    core/test_bare.py::test_a_model_of_nnx_with_checkpoints_is_planned_without_them
+    core/test_bare.py::test_a_plan_may_open_what_its_user_checkpointed[unrolled]
+    core/test_bare.py::test_frontier_and_autocheckpoint_open_them_too
+    flax/test_nnx_steps.py::test_a_split_model_is_planned_with_its_graph_as_an_argument
+    flax/test_nnx_steps.py::test_flags_and_shapes_go_beside_a_model
+    flax/test_resnet50.py::test_running_statistics_after_ten_steps_are_equal_with_and_without
+    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_sharded]
+    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[donated]
+    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[offloaded]
+    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches]
+    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches_in_a_loop]
+    memory/test_assign_cuda.py::test_all_figures_of_a_gpu_are_those_of_the_whole_compilation[wide]
+    planner/test_as_people_do.py::test_a_plan_at_the_peak_of_a_checkpoint_around_each_block[branches]
+    planner/test_corrections.py::test_a_loss_in_tiles_needs_most_before_its_backward_pass_and_the_chain_learns_it
+    planner/test_corrections.py::test_a_step_that_has_the_loss_in_a_loop_of_its_own_is_planned_all_the_same
+    planner/test_corrections.py::test_each_run_of_each_region_is_found_in_the_trace[unet]
+    planner/test_corrections.py::test_regions_are_in_scopes_only_where_that_is_asked_for[unet]
+    planner/test_corrections.py::test_users_see_no_scopes_and_a_plan_is_not_compiled_twice
+    planner/test_corrections.py::test_what_a_solution_teaches_holds_for_the_next[unet]
+    planner/test_corrections.py::test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each[unet]
+    planner/test_corrections.py::test_what_one_solution_teaches_holds_for_the_others[unet-richest]
+    planner/test_cycles.py::test_a_frontiers_ways_are_all_in_the_compilers_seconds
+    planner/test_cycles.py::test_a_plan_by_the_compilers_seconds_fits_and_tells_them[False]
+    planner/test_cycles.py::test_stretches_add_up_to_the_whole_step_where_the_roofline_does_not
+    planner/test_equinox.py::test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan[True-True]
+    planner/test_equinox.py::test_the_pages_code_runs
+    planner/test_floor.py::test_a_long_run_of_cheap_operations_is_cut[400-30%]
+    planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[a loop-each]
+    planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[branches-each]
+    planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[branches-every two]
+    planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[unrolled-each]
+    planner/test_floor.py::test_a_plan_fits_where_a_preset_gets_at_no_more_work[branches-everything-cuda:h100]
+    planner/test_floor.py::test_a_plan_fits_where_a_preset_gets_at_no_more_work[residual-hybrid-cpu]
+    planner/test_floor.py::test_more_memory_never_costs_more[branches]
+    planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[a loop]
+    planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[branches]
+    planner/test_host.py::test_a_plan_with_moved_values_trains_as_the_function_does
+    planner/test_host.py::test_a_tpu_moves_to_the_host_beside_other_work
+    planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-mapped in a mapped one]
+    planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-mapped]
+    planner/test_inside.py::test_autocheckpoint_plans_what_is_mapped_too
+    planner/test_inside.py::test_blocks_that_gather_their_weights_from_eight_devices_are_planned[explicit]
+    planner/test_inside.py::test_of_plain_arrays_what_one_device_holds_counts_too
+    planner/test_least_tiles.py::test_from_the_least_upwards_every_budget_has_a_plan[attention-args1-shares1]
+    planner/test_meshes.py::test_plans_keep_the_layout_that_is_part_of_an_arguments_type[auto]
+    planner/test_meshes.py::test_plans_keep_the_layout_that_is_part_of_an_arguments_type[set_mesh]
+    planner/test_search.py::test_on_an_h100_that_is_not_here_a_plan_beats_a_checkpoint_around_each_block
+    planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[resnet]
+    planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[unet]
+    planner/test_shards.py::test_a_sharded_scan_is_planned_per_device
+    planner/test_tiles.py::test_a_frontier_has_plans_with_tiles_too
+    planner/test_tiles.py::test_arguments_that_are_no_arrays_checkpoints_and_autocheckpoint
+    planner/test_tiles.py::test_what_is_sharded_is_tiled_within_the_shards[tpu:v5e:2x2]
+    test_examples.py::test_a_plan_changes_the_memory_and_not_the_losses[resnet_digits]
+    test_examples.py::test_a_plan_changes_the_memory_and_not_the_losses[unet_scenes]
+    test_examples.py::test_compare_writes_a_table_and_a_picture
+    test_templates.py::test_a_template_trains_within_its_budget_with_the_same_losses[equinox]
+    test_templates.py::test_a_template_trains_within_its_budget_with_the_same_losses[nnx]
+    transforms/test_scan.py::test_every_schedule_keeps_what_it_should_and_no_more[v5e]
+    transforms/test_scan_gathers.py::test_a_constant_that_a_step_uses_a_thousand_times
+    transforms/test_scan_guide.py::test_the_example_trains_alike_in_less_resident_memory
+    transforms/test_scan_sharded.py::test_gradients_and_layouts_over_four_devices_are_those_of_lax_scan[explicit]
+    transforms/test_scan_sharded.py::test_gradients_and_layouts_over_four_devices_are_those_of_lax_scan[shard_map]
+    transforms/test_tile_random.py::test_functions_that_may_couple_are_equal_or_refused[300]
+    transforms/test_tile_random.py::test_functions_that_the_axis_goes_through[300]
+    transforms/test_tile_sharded.py::test_each_device_computes_its_part_of_every_tile[a loss-tpu:v5e:2x2]
+""")
+"""Tests that take minutes, and ask of a larger program, or of one more, what others ask: they are marked `long`."""
 
 FIRST = ["test_templates.py", "transforms/test_tile_random.py"]
 """Files of tests that take minutes each: they run first, so that no worker is left with one at the end."""
@@ -78,14 +253,15 @@ def _missing(name: str) -> str | None:
 HERE = pathlib.Path(__file__).parent
 
 
-def _only_traces(path: pathlib.Path) -> bool:
-    """Whether a file of tests is in the quick tier, but for tests that say otherwise themselves."""
-    return _is_in(path, TRACING)
-
-
-def _is_in(path: pathlib.Path, places: list[str]) -> bool:
+def _name(path: pathlib.Path, test: str = "") -> str:
+    """A file, or one of its tests, as the lists above name it; nothing if it is not in this folder."""
     inside = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
-    return any(inside == each or inside.startswith(f"{each}/") for each in places)
+    return f"{inside}::{test}" if inside and test else inside
+
+
+def _is_in(name: str, places: list[str]) -> bool:
+    """Whether a list has a test, its file, or a folder of it."""
+    return any(name == each or name.startswith((f"{each}/", f"{each}::")) for each in places)
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
@@ -93,23 +269,34 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     chosen = config.option.markexpr or ""
     quick = chosen == "not compile" or chosen.startswith("not compile and ")
     if quick and " or " not in chosen and collection_path.suffix == ".py" and not collection_path.name.startswith("_"):
-        return None if collection_path.name == "conftest.py" or _only_traces(collection_path) else True
+        return None if collection_path.name == "conftest.py" or _is_in(_name(collection_path), TRACING) else True
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts each test into its tier: `compile`, `target`, or neither, which is the quick one."""
-    assert not (gone := [each for each in (*TRACING, *ONCE, *FIRST) if not (HERE / each).exists()]), (
-        f"TRACING, ONCE or FIRST names {gone}; there is none."
-    )
-    items.sort(key=lambda item: not _is_in(item.path, FIRST))
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("cuda", "tpu", "gpu")):
+def _check_lists(config: pytest.Config, names: set[str]) -> None:
+    """Fails if a list above names a file or a test that does not exist (any more)."""
+    files = {name.partition("::")[0] for name in names}
+    whole = not any("::" in each for each in config.args)  # all tests of the files are there
+    for each in (*TRACING, *ONCE, *LONG, *FIRST):
+        file, _, test = each.partition("::")
+        gone = not (HERE / file).exists() or (test and whole and file in files and each not in names)
+        assert not gone, f"A list in tests/conftest.py names {each}; there is none."
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts each test into its tier: `compile`, `target`, or neither, the quick one. Marks `once` and `long`."""
+    names = {item: _name(item.path, item.name) for item in items}
+    _check_lists(config, set(names.values()))
+    items.sort(key=lambda item: not _is_in(names[item], FIRST))
+    for item, name in names.items():
+        if any(item.get_closest_marker(each) for each in ("cuda", "tpu", "gpu")):
             item.add_marker("target")
-        if not _only_traces(item.path):
+        if not _is_in(name, TRACING):
             item.add_marker("compile")
-        if _is_in(item.path, ONCE):
+        if _is_in(name, ONCE):
             item.add_marker("once")
+        if name in LONG:
+            item.add_marker("long")
 
 
 class _Named:

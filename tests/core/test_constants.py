@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -32,23 +33,26 @@ def test_each_constant_says_what_it_is_and_what_it_was_judged_by():
     assert silent == ["TURN", "ITERATION", "KEPT", "ADDED"], "a comment says it of these four"
 
 
-@pytest.mark.parametrize("name", judged())
-def test_each_constant_is_used_and_none_is_defined_again(name):
-    used = defined = 0
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "jaxckpt.core.constants":
-                used += name in [alias.name for alias in node.names]
+@functools.cache
+def trees() -> dict[pathlib.Path, ast.Module]:
+    """Every file of the package, parsed."""
+    return {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+
+
+def test_each_constant_is_used_and_none_is_defined_again():
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "jaxckpt.core.constants"]
+    assert set(judged()) == {alias.name for node in taken for alias in node.names}
     for module in (costs, model, scans, search, stages):
-        tree = ast.parse(pathlib.Path(module.__file__).read_text())
-        defined += sum(ast.unparse(node).startswith(f"{name} = ") for node in tree.body if isinstance(node, ast.Assign))
-    assert used and not defined
+        body = trees()[pathlib.Path(module.__file__)].body
+        targets = {ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets}
+        assert not targets & set(judged()), module.__name__
 
 
 @pytest.mark.parametrize("module", [costs, model, scans, search, stages])
 def test_the_planner_has_no_figures_of_its_own(module):
-    tree = ast.parse(pathlib.Path(module.__file__).read_text())
-    figures = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign) and _is_number(node.value)]
+    body = trees()[pathlib.Path(module.__file__)].body
+    figures = [ast.unparse(node) for node in body if isinstance(node, ast.Assign) and _is_number(node.value)]
     assert figures == []
 
 

@@ -225,8 +225,10 @@ def agree(fun: Callable, tiled: Callable, w: Any, x: Any) -> None:
     close(actual, expected)
 
 
+COUNTS = [60, 300]
+"""Numbers of random functions; the larger one is marked `long`."""
+
 QUICK = settings(
-    max_examples=300,
     deadline=None,
     derandomize=True,
     database=None,
@@ -265,20 +267,25 @@ def program(rank: int, axis: int, ways: list[tuple[str, int]], end: str, *, thro
     return fun
 
 
-@given(FUNCTIONS)
-@QUICK
-def test_functions_that_the_axis_goes_through(drawn: Any) -> None:
-    fun, args, out, tiled = made(drawn, through=True)
-    first = jax.tree.leaves(out)[0]
-    out_axes = first.shape.index(ROWS) if drawn[3] in ("rows", "both") and ROWS in first.shape else 0
-    agree(fun, tiled(out_axes), *args)
+@pytest.mark.parametrize("count", COUNTS)
+def test_functions_that_the_axis_goes_through(count: int) -> None:
+    @given(FUNCTIONS)
+    @settings(QUICK, max_examples=count)
+    def check(drawn: Any) -> None:
+        fun, args, out, tiled = made(drawn, through=True)
+        first = jax.tree.leaves(out)[0]
+        out_axes = first.shape.index(ROWS) if drawn[3] in ("rows", "both") and ROWS in first.shape else 0
+        agree(fun, tiled(out_axes), *args)
+
+    check()
 
 
-def test_functions_that_may_couple_are_equal_or_refused() -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_functions_that_may_couple_are_equal_or_refused(count: int) -> None:
     seen = collections.Counter()
 
     @given(FUNCTIONS)
-    @QUICK
+    @settings(QUICK, max_examples=count)
     def check(drawn: Any) -> None:
         fun, args, out, tiled = made(drawn, through=False)
         error: Any = None
@@ -295,7 +302,7 @@ def test_functions_that_may_couple_are_equal_or_refused() -> None:
         seen["refused"] += 1
 
     check()
-    assert seen["refused"] > 50 and seen["equal"] > 50, seen
+    assert seen["refused"] > count // 6 and seen["equal"] > count // 6, seen
 
 
 COUPLED = {
