@@ -162,7 +162,6 @@ LONG = _lines("""
     benchmarks/test_parity.py::test_presets_differ_from_one_another
     benchmarks/test_pod.py::test_a_training_step_on_many_chips_is_planned_within_its_budget
     benchmarks/test_pod.py::test_tokens_without_room_are_dropped
-    benchmarks/test_pod.py::test_values_and_gradients_are_those_of_one_device
     benchmarks/test_speed.py::test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient
     core/test_bare.py::test_a_model_of_nnx_with_checkpoints_is_planned_without_them
     core/test_bare.py::test_a_plan_may_open_what_its_user_checkpointed[unrolled]

@@ -33,16 +33,11 @@ def test_a_template_trains_within_its_budget_with_the_same_losses(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", framework]) == 0
     assert f"jaxckpt plan train_{framework}.py:make_step" in capsys.readouterr().out
-    path = tmp_path / f"train_{framework}.py"
-    text = path.read_text()
-    assert text.count("range(20)") == text.count("i % 5 == 4") == 1
-    # Four steps are enough to see that the losses are the same.
-    path.write_text(text.replace("range(20)", "range(4)").replace("i % 5 == 4", "i % 2 == 1"))
     factories.load(f"train_{framework}.py:main")()
     rows = re.findall(r"(as it is|planned) +step +(\d+) +loss (\S+) +peak (\S+) MiB", capsys.readouterr().out)
-    assert [int(row[1]) for row in rows] == [2, 4] * 2
+    assert [int(row[1]) for row in rows] == [5, 10, 15, 20] * 2
     losses = [float(row[2]) for row in rows]
-    assert losses[2:] == pytest.approx(losses[:2], rel=1e-4) and losses[1] < losses[0]
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-4) and losses[3] < losses[0]
     before, planned = float(rows[0][3]), float(rows[-1][3])
     assert planned <= 0.6 * before + 0.05
 

@@ -22,7 +22,7 @@ def test_trace_and_emit_of_a_deep_gpt_take_less_than_five_seconds():
 
 
 def test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient():
-    loss, args = gpt.deep(layers=6)
+    loss, args = gpt.deep(layers=12)
     own = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     ours = functools.partial(jaxckpt.checkpoint, policy="dots")
 
@@ -30,5 +30,5 @@ def test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient():
         jax.clear_caches()
         jax.jit(jax.grad(wrap(loss))).lower(*args)
 
-    ratio, ratios = time_ratio(lambda: lower(ours), lambda: lower(own), turns=5)
+    ratio, ratios = time_ratio(lambda: lower(ours), lambda: lower(own), turns=9)
     assert ratio <= 1.25, ratios

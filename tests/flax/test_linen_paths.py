@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxckpt import ArgumentError
@@ -79,8 +80,9 @@ def test_rules_by_path_checkpoint_what_they_match(rules, checkpointed):
 
 
 def test_gradients_under_rules_are_those_without(traces):
-    params = params_of(DEEP)
-    assert_close(*gradients(loss_of(apply(DEEP, {"**/Block_0": None}), True), loss_of(DEEP, True), params, X))
+    both = gradients(loss_of(apply(DEEP, {"**/Block_0": None}), True), loss_of(DEEP, True), params_of(DEEP), X)
+    # Some are sums of terms a thousand times as large: their rounding is that of the largest.
+    assert_close(*(jax.tree.map(lambda leaf: leaf / jnp.max(jnp.abs(leaf)), each) for each in both))
 
 
 def test_the_whole_model_is_the_empty_path():
