@@ -1,12 +1,13 @@
-"""Is a plan better than checkpoints placed by hand? Every model, at 25 to 90% of the peak without checkpoints.
+"""Is a plan better than checkpoints placed by hand? Every model, at 15 to 95% of the peak without checkpoints.
 
-    python -m benchmarks.frontier                                    # hours: about 200 steps for an H100 and a TPU v5e
+    python -m benchmarks.frontier                                    # hours: about 250 steps for an H100 and a TPU v5e
     python -m benchmarks.frontier --models gpt2 --targets cuda:h100  # one of them
     python -m benchmarks.frontier --replan                           # plans again; keeps the peaks by hand
 
 Checkpoints by hand use `jax.checkpoint`: around each block with each of JAX's policies that need no names, around every
 2, 3, 4, 6 and sqrt(L) of the L blocks, around the first quarter, half, three quarters and all but one of the blocks.
-For a scan, the segments are scans in a scan.
+For a scan, the segments are scans in a scan. Beside these, `jaxckpt.checkpoint` is around each block with each preset
+that is none of JAX's policies.
 
 Each row is saved at once in results/frontier-MODEL-TARGET.json; rows that exist are not compiled again. The tables and
 the picture are made from all rows, and results/frontier.md from all models and targets.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -25,13 +27,14 @@ from typing import Any
 
 import jax
 
+import jaxckpt
 from benchmarks import reporting
 from jaxckpt.core.files import write_whole
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
 from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
 from jaxckpt.memory.targets import start_backend, target_of
-from jaxckpt.planner.frontier import BUDGETS, Frontier, Point, Way, cost_of, point, point_to_json, way, way_to_json
+from jaxckpt.planner.frontier import Frontier, Point, Way, cost_of, point, point_to_json, way, way_to_json
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.show import plans, plot
 from jaxckpt.show.table import markdown
@@ -51,7 +54,13 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 }
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")
 """JAX's policies that need neither names nor host memory."""
+PRESET_NAMES = ("dots", "dots_no_batch", "hybrid")
+"""Presets of jaxckpt; "nothing" and "everything" keep what JAX's policies of that name keep."""
 SEGMENTS: tuple[int | str, ...] = (2, 3, 4, 6, "sqrt")
+SHARES = ("15%", "25%", "30%", "40%", "50%", "60%", "70%", "80%", "90%", "95%")
+"""The budgets, of the peak without checkpoints."""
+SAME = 0.001
+"""Below this share of the step both are nothing, and two plans cost the same: plans weigh FLOPs against seconds."""
 MUCH = 0.1
 """A plan is much better if it recomputes less than the best by hand by this share."""
 
@@ -65,6 +74,7 @@ class ByHand:
     Attributes:
       name: the name in tables.
       policy: name of one of JAX's policies; None keeps the inputs of a segment.
+      preset: name of a preset of jaxckpt, in place of a policy.
       segment_size: blocks in a segment.
       first: only the first `first` segments are checkpointed; None for all.
     """
@@ -73,6 +83,7 @@ class ByHand:
     policy: str | None = None
     segment_size: int | str = 1
     first: int | None = None
+    preset: str | None = None
 
 
 def by_hand(factory: Callable[..., Any]) -> list[ByHand]:
@@ -82,6 +93,7 @@ def by_hand(factory: Callable[..., Any]) -> list[ByHand]:
     shares = sorted({round(runs * share / 4) for share in (1, 2, 3)} | {runs - 1}) if runs > 1 else []
     return [
         *(ByHand(f"each block, {name}", name) for name in POLICIES),
+        *(ByHand(f"each block, preset {name}", preset=name) for name in PRESET_NAMES),
         *(ByHand(f"every {size} blocks", segment_size=size) for size in SEGMENTS),
         *(ByHand(f"first {n} of {runs} blocks", first=n) for n in shares if 0 < n < runs),
     ]
@@ -89,6 +101,8 @@ def by_hand(factory: Callable[..., Any]) -> list[ByHand]:
 
 def build(factory: Callable[..., Any], how: ByHand) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns a model's (loss, arguments) with checkpoints as `how` says."""
+    if how.preset is not None:
+        return make(factory, checkpoint=functools.partial(jaxckpt.checkpoint, policy=how.preset))
     policy = None if how.policy is None else getattr(jax.checkpoint_policies, how.policy)
     wrap = functools.partial(jax.checkpoint, policy=policy)
     if how.first is None:
@@ -266,8 +280,7 @@ def _gain(frontier: Frontier, planned: Point, by: str, within: int) -> float | N
         return None
     base = getattr(frontier.unplanned, by)
     ours, theirs = (getattr(each, by) - base for each in (planned, best))
-    # Below a thousandth of the step both are nothing.
-    if max(abs(ours), abs(theirs)) <= 0.001 * base:
+    if max(abs(ours), abs(theirs)) <= SAME * base:
         return 0.0
     return (theirs - ours) / theirs if theirs > 0 else -(ours - theirs) / base
 
@@ -343,15 +356,30 @@ def summary(frontiers: Mapping[tuple[str, str], Frontier]) -> str:
     """Returns one line for each model and target, and the sum of all, in Markdown."""
     header = ["model", "target", "budgets with a plan", "within budget", "prediction: median", "worst"]
     header += ["FLOPs no more than by hand", f"{MUCH:.0%} less", "time no more", f"{MUCH:.0%} less"]
-    header += ["within the budget: FLOPs no more", "time no more"]
-    lines, every = [], []
+    header += ["within the budget: FLOPs no more", "time no more", "more memory: FLOPs no more", "time no more"]
+    lines, every, steps = [], [], []
     for (model, target), frontier in frontiers.items():
         found = [each for each in (verdict(frontier, one) for one in frontier.points) if each is not None]
         every += found
-        lines.append([model, target, f"{len(found)} of {len(frontier.points)}", *_counts(found)])
+        more = _steps(frontier)
+        steps += more
+        lines.append([model, target, f"{len(found)} of {len(frontier.points)}", *_counts(found), *_no_more(more)])
     total = sum(len(frontier.points) for frontier in frontiers.values())
-    lines.append(["all", "", f"{len(every)} of {total}", *_counts(every)])
+    lines.append(["all", "", f"{len(every)} of {total}", *_counts(every), *_no_more(steps)])
     return markdown(header, lines)
+
+
+def _steps(frontier: Frontier) -> list[tuple[bool, bool]]:
+    """Returns for each budget beyond the least one with a plan: whether its plan takes no more FLOPs, and no more
+    seconds, than that for the budget before.
+    """
+    points = sorted(frontier.points, key=lambda each: each.budget_bytes)
+    pairs = itertools.pairwise((each.flops or 0, each.seconds or 0.0) for each in points if each.plan is not None)
+    return [(more[0] <= less[0] * (1 + SAME), more[1] <= less[1] * (1 + SAME)) for less, more in pairs]
+
+
+def _no_more(steps: Sequence[tuple[bool, bool]]) -> list[str]:
+    return [f"{sum(each)} of {len(steps)}" for each in zip(*steps, strict=True)] if steps else ["", ""]
 
 
 def _counts(found: Sequence[Verdict]) -> list[str]:
@@ -418,8 +446,8 @@ def write_summary() -> str:
             "Budgets are shares of the peak without checkpoints. A plan is held against the entries by hand whose "
             "compiled peak is no larger "
             "than its own; where there is none, it counts as better. The last columns are against those within the "
-            "budget. Each model's "
-            "tables and picture are in frontier-MODEL-TARGET.md and .svg.",
+            "budget. More memory: against the plan for the next smaller budget, equal within "
+            f"{SAME:.1%}. Each model's tables and picture are in frontier-MODEL-TARGET.md and .svg.",
         ]
     )
     results = {
@@ -435,7 +463,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help=f"of {', '.join(MODELS)}; by default those of each target")
     parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--budgets", default=",".join(BUDGETS))
+    parser.add_argument("--budgets", default=",".join(SHARES))
     parser.add_argument("--replan", action="store_true", help="forget earlier plans; keep the peaks compiled by hand")
     parser.add_argument("--hand-only", action="store_true", help="plan nothing")
     parser.add_argument("--no-save", action="store_true", help="print only, and start from nothing")

@@ -222,6 +222,11 @@ OVERTIMED = 1.2
 """Checkpoints as people write them are traced if by the chain they take up to so many times the time of the best plan.
 Judged by GPT-2, of which the chain says up to 1.12 times what the traced step adds."""
 
+OUTLYING = 1.1
+"""By how much the bytes of a step by the chain, offset by those of the nearest compiled plan, may be above what a trace
+of the step estimates: a step is not traced to see whether it fits where the chain says that it needs more than that.
+Judged by a chain of matmuls, a residual network and one of flax at three budgets: at most 1.04."""
+
 MARGIN = 0.005
 """After a plan that did not fit, aim the next one this fraction of the budget lower, and the one after it six times as
 much. Judged by the models of benchmarks/."""

@@ -98,6 +98,7 @@ class Try:
       report: what the compiler said; None where it refused the plan.
       traced: its step as traced.
       effort: what that adds to the step without a plan.
+      by_hand: whether the plan is as people write it.
     """
 
     solution: Solution
@@ -108,6 +109,7 @@ class Try:
     report: MemoryReport | None
     traced: Traced
     effort: float
+    by_hand: bool
 
     def fits(self, budget: int) -> bool:
         """Returns whether the compiler took it, and its peak is within a budget."""

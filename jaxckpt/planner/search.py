@@ -9,6 +9,7 @@ leanest plans are compiled as well.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import itertools
@@ -38,6 +39,7 @@ from jaxckpt.core.constants import (
     MISSED,
     MORE,
     NESTED,
+    OUTLYING,
     OVERTIMED,
     QUICK_AIMS,
     QUICK_COMPILES,
@@ -154,6 +156,8 @@ class Search:
         best = self._search(least, standing)
         if best is None:
             best = self._floor(least, standing)
+        if best is not None and self.free:
+            best = self._or_with_free_blocks(best, standing)
         self.progress(self.most, self.most, "")
         if best is None:
             raise self._infeasible()
@@ -194,6 +198,7 @@ class Search:
             return best
         best = self._or_estimated(best, standing, seen)
         best = self._or_by_hand(best, standing, self.problem.by_hand)
+        best = self._or_by_hand(best, standing, self._first_blocks(standing))
         # What misses the budget may fit it where no region waits for the gradients of the one before.
         missed = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
         return self._or_by_hand(best, standing, missed) if missed else best
@@ -351,7 +356,8 @@ class Search:
         ratio = min(
             (t.compiled / problem.estimate(t.solution) for t in self.tries if t.report is not None), default=1.0
         )
-        more = (self._solve(round(best.modelled * factor)) for factor in MORE)
+        most = self._modelled_at(self.budget, standing)
+        more = (self._solve(round(best.modelled * factor)) for factor in MORE if best.modelled * factor <= most)
         left = {solution: cost(self.chain, solution).time for solution in more if solution is not None}
         for solution in sorted(left, key=lambda each: left[each]):
             if self.compiles >= self.most or left[solution] >= self._chain_time(best):
@@ -359,6 +365,12 @@ class Search:
             if solution not in seen and problem.estimate(solution) * max(ratio, 1.0) <= self.budget:
                 best = self._better(best, self._try(solution, standing)) or best
         return best
+
+    def _modelled_at(self, estimate: float, standing: int) -> float:
+        """Returns the most bytes by the chain of a solution whose step may be estimated to need no more than this: a
+        trace takes longer than what the chain says.
+        """
+        return OUTLYING * estimate - self._offset(standing)
 
     def _forward_time(self) -> float:
         return sum(self.chain.segment(stage, stage + 1).forward_time for stage in range(self.chain.length))
@@ -392,20 +404,52 @@ class Search:
         least = FLOORS if self.quick else 1  # tried at least, if there are so many
         times = {solution: cost(self.chain, solution).time for solution in solutions}
         while tried < least or self.compiles < self.most:
-            chosen = self._likely_to_fit(self._cheaper_by_hand(times, best))
+            chosen = self._likely_to_fit(self._cheaper_by_hand(times, best, standing))
             if chosen is None:
                 break
             best = self._better(best, self._try(chosen, standing, by_hand=True)) or best
             tried += 1
         return best
 
-    def _cheaper_by_hand(self, times: Mapping[Solution, float], best: Try) -> list[Solution]:
+    def _first_blocks(self, standing: int) -> Sequence[Solution]:
+        """Returns checkpoints around the first blocks alone, each of which keeps nothing: the fewest blocks that the
+        chain says may fit, and one more. None of a program whose traces take long.
+        """
+        if not self.quick or not self.problem.by_hand:
+            return ()
+        most = self._modelled_at(self.budget, standing)
+        free = self.problem.model.with_free_blocks(self.problem.by_hand[0])
+        return [solution for solution in free if cost(self.chain, solution).peak <= most][-2:]
+
+    def _or_with_free_blocks(self, best: Try, standing: int) -> Try:
+        """Returns the best plan or, where it is as people write it, the same with as many of its last blocks left to
+        JAX as fit.
+        """
+        if not best.by_hand:
+            return best
+        problem, start = self.problem, self.compiles
+        most = self.budget * problem.estimate(best.solution, by_hand=True) // best.compiled
+        free = problem.model.with_free_blocks(best.solution)
+        fitting = bisect.bisect_right(free, most, key=functools.partial(problem.estimate, by_hand=True))
+        for solution in reversed(free[:fitting]):
+            if self.compiles > start and self.compiles >= self.most:
+                break
+            if problem.effort(solution, by_hand=True) >= best.effort - TINY * problem.plain.time.effort:
+                break
+            if (made := self._try(solution, standing, by_hand=True)).fits(self.budget):
+                return made
+        return best
+
+    def _cheaper_by_hand(self, times: Mapping[Solution, float], best: Try, standing: int) -> list[Solution]:
         """Returns the solutions that, written by hand, take less than the best plan and are not compiled yet, the
-        cheapest first. Those that are far above it by the chain's `times` are not traced.
+        cheapest first. Those that are far above it by the chain's `times`, or far above the budget by its bytes, are
+        not traced.
         """
         problem = self.problem
         most = OVERTIMED * self._chain_time(best)
-        near = [s for s in times if times[s] < most and (s, True) not in problem.tries]
+        peak = self._modelled_at(self._most_overstated * self.budget, standing)
+        near = [s for s in times if times[s] < most and cost(self.chain, s).peak <= peak]
+        near = [s for s in near if (s, True) not in problem.tries]
         efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
         most = best.effort - TINY * problem.plain.time.effort
         return sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
@@ -603,7 +647,7 @@ class Search:
                 compiled = report.peak_bytes
             except DoesNotFitError as error:
                 report, compiled = None, error.needed_bytes or 2 * error.memory_bytes
-            known = Try(solution, modelled, predicted, compiled, made, report, traced, effort)
+            known = Try(solution, modelled, predicted, compiled, made, report, traced, effort, by_hand)
             with problem.lock:
                 problem.tries[solution, by_hand] = known
         estimate = self._estimate(solution, known.predicted)

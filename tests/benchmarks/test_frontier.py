@@ -22,7 +22,8 @@ DENSE = functools.partial(chain.chain, layers=6, width=16, batch=4096)
 
 def test_the_hand_made_ways_are_those_asked_for():
     names = [how.name for how in frontier.by_hand(functools.partial(gpt.small, layers=12))]
-    assert len([name for name in names if name.startswith("each block")]) == 4
+    assert len([name for name in names if name.startswith("each block, preset")]) == 3
+    assert len([name for name in names if name.startswith("each block")]) == 4 + 3
     assert [name for name in names if name.startswith("every")] == [f"every {n} blocks" for n in (2, 3, 4, 6, "sqrt")]
     assert [name for name in names if name.startswith("first")] == [f"first {n} of 12 blocks" for n in (3, 6, 9, 11)]
     assert not [how for how in frontier.by_hand(lstm.small) if how.first is not None]  # a scan's body is there once
@@ -53,9 +54,10 @@ def test_rows_come_one_by_one_and_are_not_made_twice(tmp_path, monkeypatch):
     save = functools.partial(frontier.write, "small", "cpu")
     monkeypatch.setattr(frontier, "SEGMENTS", (2,))
     monkeypatch.setattr(frontier, "POLICIES", ("nothing_saveable", "dots_saveable"))
+    monkeypatch.setattr(frontier, "PRESET_NAMES", ("hybrid",))
     frontier.run("small", DENSE, "cpu", ["70%", "1%"], {}, plan=False, save=save, say=said.append)
     by_hand = len(said)
-    assert by_hand == 1 + 2 + 1 + 4
+    assert by_hand == 1 + 2 + 1 + 1 + 4
     rows = frontier.read("small", "cpu")
     frontier.run("small", DENSE, "cpu", ["70%", "1%"], rows, save=save, say=said.append)
     assert len(said) == by_hand + 2
@@ -104,7 +106,14 @@ def test_the_summary_counts_what_falls_short():
     lines = frontier.summary({("gpt", "cpu"): some(points, others)}).splitlines()
     cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
     assert cells[:4] == ["gpt", "cpu", "3 of 4", "2 of 3"]
-    assert cells[6:] == ["2 of 3", "2 of 3", "3 of 3", "3 of 3", "2 of 3", "3 of 3"]
+    assert cells[6:] == ["2 of 3", "2 of 3", "3 of 3", "3 of 3", "2 of 3", "3 of 3", "2 of 2", "2 of 2"]
+
+
+def test_the_summary_counts_budgets_beyond_another_whose_plan_costs_more():
+    points = [planned(90, 90, 1100, 11.0), planned(50, 45, 1150, 10.0), planned(30, 29, 1100, 10.005)]
+    lines = frontier.summary({("gpt", "cpu"): some(points, [])}).splitlines()
+    for line in lines[2:]:
+        assert [cell.strip() for cell in line.split("|")[1:-1]][-2:] == ["1 of 2", "1 of 2"]
 
 
 def test_what_the_step_takes_by_itself_is_no_gain():

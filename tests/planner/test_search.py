@@ -158,11 +158,16 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
         fresh = problem_of(loss, *ARGS, target="cpu")
         fresh.model = replace(fresh.model, quick=False)  # as of a large program
         fresh.known_unplanned, peaks = problem.unplanned, []
-        made = fresh.model.plan
+        made, written = fresh.model.plan, fresh.model.plan_by_hand
 
         def plan_of(model, solution):
             peaks.append(cost(model.chain, solution).peak)
             return made(solution)
+
+        def plan_by_hand_of(model, solution):
+            plan = written(solution)
+            peaks.append(cost(model.chain, solution).peak)  # of all stages, those that are left to JAX too
+            return plan
 
         def compiled(plan):
             modelled, standing = peaks[-1], fresh.argument_bytes
@@ -171,6 +176,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
             )
 
         monkeypatch.setattr(type(fresh.model), "plan", plan_of)
+        monkeypatch.setattr(type(fresh.model), "plan_by_hand", plan_by_hand_of)
         monkeypatch.setattr(fresh, "measure_planned", compiled)
         monkeypatch.setattr(search, "STEEP", steep)
         plan = fresh.plan(fresh.argument_bytes + round(1.15 * place))
