@@ -7,7 +7,7 @@
 Checkpoints by hand use `jax.checkpoint`: around each block with each of JAX's policies that need no names, around every
 2, 3, 4, 6 and sqrt(L) of the L blocks, around the first quarter, half, three quarters and all but one of the blocks.
 For a scan, the segments are scans in a scan. Beside these, `jaxckpt.checkpoint` is around each block with each preset
-that is none of JAX's policies.
+that keeps something and not everything.
 
 Each row is saved at once in results/frontier-MODEL-TARGET.json; rows that exist are not compiled again. The tables and
 the picture are made from all rows, and results/frontier.md from all models and targets.
@@ -35,6 +35,7 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.factories import load, make
 from jaxckpt.memory.targets import start_backend, target_of
 from jaxckpt.planner.frontier import Frontier, Point, Way, cost_of, point, point_to_json, way, way_to_json
+from jaxckpt.planner.model import BLOCK_PRESETS
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.show import plans, plot
 from jaxckpt.show.table import markdown
@@ -54,8 +55,6 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 }
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")
 """JAX's policies that need neither names nor host memory."""
-PRESET_NAMES = ("dots", "dots_no_batch", "hybrid")
-"""Presets of jaxckpt; "nothing" and "everything" keep what JAX's policies of that name keep."""
 SEGMENTS: tuple[int | str, ...] = (2, 3, 4, 6, "sqrt")
 SHARES = ("15%", "25%", "30%", "40%", "50%", "60%", "70%", "80%", "90%", "95%")
 """The budgets, of the peak without checkpoints."""
@@ -93,7 +92,7 @@ def by_hand(factory: Callable[..., Any]) -> list[ByHand]:
     shares = sorted({round(runs * share / 4) for share in (1, 2, 3)} | {runs - 1}) if runs > 1 else []
     return [
         *(ByHand(f"each block, {name}", name) for name in POLICIES),
-        *(ByHand(f"each block, preset {name}", preset=name) for name in PRESET_NAMES),
+        *(ByHand(f"each block, preset {name}", preset=name) for name in BLOCK_PRESETS),
         *(ByHand(f"every {size} blocks", segment_size=size) for size in SEGMENTS),
         *(ByHand(f"first {n} of {runs} blocks", first=n) for n in shares if 0 < n < runs),
     ]
@@ -374,7 +373,8 @@ def _steps(frontier: Frontier) -> list[tuple[bool, bool]]:
     seconds, than that for the budget before.
     """
     points = sorted(frontier.points, key=lambda each: each.budget_bytes)
-    pairs = itertools.pairwise((each.flops or 0, each.seconds or 0.0) for each in points if each.plan is not None)
+    costs = [(each.flops, each.seconds) for each in points if each.flops is not None and each.seconds is not None]
+    pairs = itertools.pairwise(costs)
     return [(more[0] <= less[0] * (1 + SAME), more[1] <= less[1] * (1 + SAME)) for less, more in pairs]
 
 

@@ -287,6 +287,8 @@ class Composed(Action):
             raise ArgumentError("parts", "a sequence of at least two actions", self.parts)
         parts = tuple(action_from(part, "parts") for part in self.parts)
         _check_order(parts)
+        if any(part.saves for part in parts):
+            raise ArgumentError("parts", "actions that change or move what is kept", " | ".join(map(repr, parts)))
         object.__setattr__(self, "parts", parts)
 
     @property
@@ -449,12 +451,16 @@ def action_from(value: Any, argument: str = "action") -> Action:
       argument: the name that an error gives to the action.
 
     Raises:
-      ArgumentError: there is no such action, or it does not have these parameters.
+      ArgumentError: there is no such action, it does not have these parameters, or they are no JSON values.
 
     >>> action_from("save"), action_from("compress(int8) | offload")
     (SAVE, compress('int8') | OFFLOAD)
     """
     if isinstance(value, Action):
+        try:
+            json.dumps(value.to_json())
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(argument, "an action whose parameters are JSON values", value, f"{error}.") from error
         return value
     if isinstance(value, str) and not value.strip().isidentifier():
         calls = [_CALL.fullmatch(part) for part in value.split("|")]

@@ -49,7 +49,7 @@ def emit(
     Raises:
       PlanMismatchError: a loop is no scan of the graph, or one that its schedule cannot run.
     """
-    if not regions and not loops:
+    if not regions and not loops and not pools_apart:
         return functools.partial(surgery.evaluate, _compat.open_jaxpr(graph.jaxpr))
     names = _Names(graph)
     names.place(graph, regions, loops, prevent_cse)

@@ -37,6 +37,11 @@ VALUE_NEEDED = (TypeError, jax.errors.NonConcreteBooleanIndexError)
 """What a function raises that needs the value of a number that is traced."""
 
 
+def is_value_needed(error: Exception) -> bool:
+    """Whether a function raised it because it needs the value of a number: of a jitted one, a static argument."""
+    return isinstance(error, VALUE_NEEDED) or "Non-hashable static arguments" in str(error)
+
+
 def title(fun: Callable[..., Any]) -> str:
     """Returns what to call a function in messages: "Block.__call__"."""
     return getattr(fun, "__qualname__", None) or type(fun).__qualname__
@@ -299,8 +304,8 @@ def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     for traced in ways[:-1]:
         try:
             return use(take(fun, args, kwargs, traced=traced))
-        except VALUE_NEEDED as error:
-            if isinstance(error, JaxckptError):
+        except (*VALUE_NEEDED, ValueError) as error:
+            if isinstance(error, JaxckptError) or not is_value_needed(error):
                 raise
     return use(take(fun, args, kwargs, traced=ways[-1]))
 

@@ -19,6 +19,7 @@ from jaxckpt.core.inline import inline
 from jaxckpt.core.reads import Flat
 from jaxckpt.core.regions import Loop
 from jaxckpt.core.scans import Iteration, ScanBody, ScanRun, Values
+from jaxckpt.core.schedule import ran
 from jaxckpt.core.stored import unmarked
 
 
@@ -88,7 +89,7 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
     def scan(*operands: Any) -> list[Any]:
         fixed, init, rows = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
         run = _Planned(body=body, consts=list(fixed), init=list(init), xs=list(rows), unroll=unroll, body_for=body_for)
-        state, ys = loop.schedule.run(run)
+        state, ys = ran(loop.schedule, run)
         return [*state, *ys]
 
     closed = jax.make_jaxpr(scan)(*(var.aval for var in eqn.invars))

@@ -393,7 +393,8 @@ class PlanReport:
         them, over those of the step.
       flops: FLOPs of the planned step as traced, recomputation counted; with sharded arguments, of all devices.
       seconds: of the planned step as traced, by what `costs` says; of one device.
-      costs: whose seconds they are: "roofline", of the target's rates, or "compiler", of its compiler's cost model.
+      costs: whose seconds they are: "roofline", of the target's rates, or "compiler", of its compiler's cost model; of
+        a plan that was not compiled also "measured", on the local device.
       unplanned_flops, unplanned_seconds: the same of the step without the plan.
       host_bytes: in host memory, as the planner's model has them: of all that the plan moves there.
       measured_host_bytes: in host memory, as the compiler says.

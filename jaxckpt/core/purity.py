@@ -8,13 +8,8 @@ would be a value of a trace that is over. Objects of nnx are another matter: `ja
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
@@ -22,13 +17,9 @@ from jaxckpt.core import lift
 from jaxckpt.core.argument_names import leaf_name
 from jaxckpt.core.graph import Graph, Op
 from jaxckpt.core.inline import called
+from jaxckpt.core.reach import put_aside
 from jaxckpt.core.sources import short_source
 
-NODES = 2000
-"""Python objects that are looked at, at most."""
-DEPTH = 6
-"""Steps from the function to an object that is looked at."""
-_LIBRARIES = ("site-packages", "dist-packages")
 _HINT = "Return the value instead (has_aux=True in the gradient), or keep it in an nnx.Variable of an argument."
 
 
@@ -45,15 +36,12 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = lift.paths_of((args, kwargs))
         refuse_ref_arguments(fun, [(name_of(path), leaf) for path, leaf in given.items()])
-        before = {id(value) for _, value in _tracers(fun)}
-        out = fun(*args, **kwargs)
-        for where, value in _tracers(fun):
-            if id(value) not in before:
-                raise EffectsError(
-                    f"{_name(fun)} must not put traced values into Python objects, for it is traced apart from its "
-                    f"calls; it put one into "
-                    f"{where}. {_HINT}"
-                )
+        out, where = put_aside(fun, lambda: fun(*args, **kwargs), lambda value: lift.has_objects([value]))
+        if where:
+            raise EffectsError(
+                f"{_name(fun)} must not put traced values into Python objects, for it is traced apart from its "
+                f"calls; it put one into {where}. {_HINT}"
+            )
         try:
             after = lift.paths_of((args, kwargs))
         except Exception:  # an argument that is used up, as an eqx.nn.State is after its `set`
@@ -120,56 +108,3 @@ def ref_in(graph: Graph) -> Op | None:
 
 def _name(fun: Callable[..., Any]) -> str:
     return f"fun ({getattr(fun, '__name__', type(fun).__name__)})"
-
-
-def _tracers(fun: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the traced values that a function can reach in its closure, its globals and what they hold, each with the
-    way to it.
-    """
-    seen: set[int] = set()
-    queue: list[tuple[str, Any, int]] = [("", fun, 0)]
-    while queue and len(seen) < NODES:
-        name, value, depth = queue.pop(0)
-        if _compat.is_tracer(value):
-            yield name, value
-            continue
-        if id(value) in seen or depth > DEPTH:
-            continue
-        seen.add(id(value))
-        queue.extend((path, held, depth + 1) for path, held in itertools.islice(_held(name, value), NODES))
-
-
-def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what a Python object holds that a function may change: (the way to it, it)."""
-    if isinstance(value, types.FunctionType):
-        code = value.__code__
-        if _compat.is_own_file(code.co_filename):
-            yield name, getattr(value, "__wrapped__", None)
-            return
-        if any(library in code.co_filename for library in _LIBRARIES):
-            return
-        for variable, cell in zip(code.co_freevars, value.__closure__ or ()):
-            try:
-                yield variable, cell.cell_contents
-            except ValueError:  # not set yet
-                continue
-        for variable in code.co_names:
-            if variable in value.__globals__:
-                yield variable, value.__globals__[variable]
-        yield from ((f"a default of {name or value.__name__}", held) for held in value.__defaults__ or ())
-    elif isinstance(value, types.MethodType):
-        yield name, value.__func__
-        yield f"{name}.__self__" if name else "self", value.__self__
-    elif isinstance(value, functools.partial):
-        yield from ((name, held) for held in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", held) for key, held in list(value.items()))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"{name}[{i}]", held) for i, held in enumerate(list(value)))
-    elif not isinstance(value, (types.ModuleType, type, jax.Array)) and not callable(
-        inspect.getattr_static(value, "lower", None)
-    ):
-        attributes = inspect.getattr_static(value, "__dict__", None)
-        if attributes is not None and not lift.has_objects([value]):
-            own = getattr(value, "__dict__", {})
-            yield from ((f"{name}.{key} (of a {type(value).__name__})", held) for key, held in list(own.items()))

@@ -96,17 +96,29 @@ class LoopSchedule:
 
     def cost(self, length: int) -> LoopCost:
         """Returns what running so many iterations costs."""
-        return self.resolved(length).cost(length)
+        return self._meant(length).cost(length)
 
     def run(self, scan: ScanRun) -> tuple[Values, Values]:
         """Runs a scan: the carry after the last iteration, and the ys."""
-        return self.resolved(scan.body.length).run(scan)
+        return self._meant(scan.body.length).run(scan)
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:
         """Returns what is told of so many iterations, in the order in which they run; by default its name."""
         if type(self).resolved is LoopSchedule.resolved:
             return (Iterations(length, f", {self}"),)
-        return tuple(replace(each, how=f", {self}{each.how}") for each in self.resolved(length).iterations(length))
+        return tuple(replace(each, how=f", {self}{each.how}") for each in self._meant(length).iterations(length))
+
+    def _meant(self, length: int) -> LoopSchedule:
+        """Returns what `resolved` does.
+
+        Raises:
+          ArgumentError: it returns no schedule, or itself.
+        """
+        found = self.resolved(length)
+        if not isinstance(found, LoopSchedule) or found == self:
+            rule = f"one whose `resolved` returns another schedule, an instance; {type(self).__name__}'s did not"
+            raise ArgumentError("schedule", rule, found)
+        return found
 
     def all_actions(self) -> Iterator[Mapping[int, Action]]:
         """Yields what it says of values of the body, and what the schedules in it say: index of the value -> its
@@ -163,6 +175,19 @@ def _from_json(value: Any) -> Any:
             return schedule_from(value)
         return {int(index): action_from(action) for index, action in value.items()}
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
+
+
+def ran(schedule: LoopSchedule, scan: ScanRun) -> tuple[Values, Values]:
+    """Returns what a schedule's `run` does.
+
+    Raises:
+      ArgumentError: it returns something else.
+    """
+    found = schedule.run(scan)
+    if not isinstance(found, tuple) or len(found) != 2:
+        rule = f"one whose `run` returns (carry, ys); {type(schedule).__name__}'s did not"
+        raise ArgumentError("schedule", rule, found)
+    return found
 
 
 def schedule_from(raw: Any) -> LoopSchedule:

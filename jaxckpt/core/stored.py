@@ -25,11 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, InWords
+from jaxckpt._errors import ArgumentError, EffectsError, InWords
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.fetch import fetch, start_of_backward
 from jaxckpt.core.primitives import Holds
+from jaxckpt.core.reach import put_aside
 from jaxckpt.core.tie import tie
 
 INTERNAL = "jaxckpt:"
@@ -253,7 +254,7 @@ class _Storing:
                     env[eqn.outvars[0]] = found[name] = _read(env, value) if kept is None else kept[name]
                 elif self.storing and action.on_host:
                     env[eqn.outvars[0]] = x = _read(env, value)
-                    found[name] = action.encode(x)
+                    found[name] = _encoded(action, x)
                     self.away.add(name)
                     if not self.branches:
                         found[name] = _in(jax.memory.Space.Host, found[name])
@@ -261,7 +262,7 @@ class _Storing:
                     # What reads the value waits until it is encoded: else a compiler may keep the value itself until it
                     # encodes it, right before that is decoded.
                     x = _read(env, value)
-                    env[eqn.outvars[0]], found[name] = _together(x, action.encode(x))
+                    env[eqn.outvars[0]], found[name] = _together(x, _encoded(action, x))
                 else:
                     assert kept is not None, "the forward pass kept what is marked"
                     there = self._fetched(kept[name]) if action.on_host else kept[name]
@@ -481,7 +482,22 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
 
+def _encoded(action: Action, x: Any) -> Any:
+    own = type(action).__module__.startswith("jaxckpt.")
+    kept, where = (action.encode(x), "") if own else put_aside(action.encode, lambda: action.encode(x))
+    if where:
+        raise EffectsError(
+            f"encode (of {action!r}) must not put traced values into Python objects, for jaxckpt keeps what it returns, "
+            f"and gives that to decode; it put one into {where}. Return the value instead."
+        )
+    if kept is None or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(kept)):
+        raise ArgumentError("encode", f"a function that returns arrays, as {action!r} keeps them", kept)
+    return kept
+
+
 def _checked(action: Action, value: Any, like: Any) -> Any:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise ArgumentError("decode", f"a function that returns an array, as {action!r} kept it", value)
     if (value.shape, value.dtype) != (like.shape, like.dtype):
         raise ArgumentError(
             "decode",

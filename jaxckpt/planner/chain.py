@@ -143,11 +143,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class Keep:
-    """Stages start..stop, run once, with what candidate number `candidate` keeps."""
+    """Stages start..stop, run once, with what candidate number `candidate` keeps.
+
+    Attributes:
+      left: whether no region is made of them: what they keep is left to JAX. No solver says so.
+    """
 
     start: int
     stop: int
     candidate: int
+    left: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -244,14 +249,21 @@ def _time(chain: Chain, items: Sequence[Keep | Drop]) -> float:
 
 
 def covers(chain: Chain, solution: Sequence[Keep | Drop]) -> bool:
-    """Whether a solution covers every stage once, in order, also inside each Drop."""
-    return _covers(tuple(solution), 0, chain.length)
+    """Whether a solution covers every stage once, in order, also inside each Drop, with candidates that there are.
+    Takes anything: a solver may be the user's.
+    """
+    return isinstance(solution, Sequence) and _covers(chain, solution, 0, chain.length)
 
 
-def _covers(items: Solution, start: int, stop: int) -> bool:
+def _covers(chain: Chain, items: Sequence[Keep | Drop], start: int, stop: int) -> bool:
     at = start
     for item in items:
-        if item.start != at or (isinstance(item, Drop) and not _covers(item.again, item.start, item.stop)):
+        if not isinstance(item, Keep | Drop) or item.start != at or (item.start, item.stop) not in chain.segments:
+            return False
+        if isinstance(item, Drop):
+            if not _covers(chain, item.again, item.start, item.stop):
+                return False
+        elif item.candidate not in range(len(chain.segment(item.start, item.stop).candidates)):
             return False
         at = item.stop
     return at == stop

@@ -29,7 +29,7 @@ from jaxckpt.core.constants import LINK_FULL, LINK_SHARES, PLAN_LINK_PRICES
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.chain import Candidate, Chain, Drop, Keep, Segment, Solution, cost
-from jaxckpt.planner.solvers import Infeasible, Solver
+from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers.base import NOTHING
 
 RULE = "a number of bytes of at least 0, a size such as '200GiB', or None"
@@ -154,10 +154,8 @@ class _Priced:
 
     def solve(self, limit: int) -> Solution | None:
         """Returns the solver's solution in the numbers of the chain without prices; None where it finds none."""
-        found = self.solver.solve(self.chain, limit)
-        if limit == NOTHING:
-            found = self.solver.least(self.chain) or found
-        return None if isinstance(found, Infeasible) else self.original(found)
+        found = self.solver.least(self.chain) if limit == NOTHING else self.solver.answer(self.chain, limit)
+        return None if found is None else self.original(found)
 
     def original(self, solution: Sequence[Keep | Drop]) -> Solution:
         """Returns a solution in the numbers of the chain without prices."""
@@ -187,8 +185,7 @@ class Host:
     def solve(self, limit: int) -> Solution | None:
         """Returns a solution within a limit of device bytes, or None; see the module."""
         if not self.used:
-            found = self.solver.solve(self.chain, limit)
-            return None if isinstance(found, Infeasible) else found
+            return self.solver.answer(self.chain, limit)
         last = len(PLAN_LINK_PRICES)  # nothing on the host
         looked: dict[int, Solution | None] = {}
 

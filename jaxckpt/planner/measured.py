@@ -150,7 +150,7 @@ class Measured:
       argument_bytes: of the step's arguments, on one device.
       known_unplanned: what `unplanned` returned; None where nobody asked.
       tries: the plans that were compiled, for whatever budgets: (solution, whether as people write it) -> plan.
-      lock: to be held while these two are read or written.
+      lock: to be held while `tries` is read or written, and while the step without a plan is compiled.
     """
 
     def __init__(self, asked: Asked, graph: Graph, model: Model) -> None:
@@ -281,6 +281,16 @@ class Measured:
             return NOTHING
         graph = self.model.shards.applied(step_graph(self.step(self.fun), self.args, self.target))
         return sent(compiled.collectives, graph, self.target, planned)
+
+    def is_compiled(self, solution: Solution, by_hand: bool = False) -> bool:
+        """Returns whether a solution was compiled; `by_hand`: as people write it."""
+        with self.lock:
+            return (solution, by_hand) in self.tries
+
+    def compiled_peaks(self) -> list[int]:
+        """Returns the compiled peaks of all plans, for whatever budgets; of those that the compiler refused none."""
+        with self.lock:
+            return [each.compiled for each in self.tries.values() if each.report is not None]
 
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:
         """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.

@@ -91,8 +91,9 @@ class Model:
     pools_apart: bool = False
 
     def by_hand(self) -> Iterator[Solution]:
-        """Yields what people do: a checkpoint around each block, around several, that keeps nothing; the same with all
-        that is before and after the blocks as lean as it can be; and a preset's checkpoint around each block.
+        """Yields what people do: a checkpoint around each block that keeps nothing, at first, and around several; the
+        same with all that is before and after the blocks as lean as it can be; and a preset's checkpoint around each
+        block.
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
@@ -114,34 +115,31 @@ class Model:
         outside = [self._kept(s, s + 1, preference) for s in range(self.chain.length) if not first <= s < last]
         return tuple(sorted([*outside, *blocks], key=lambda item: item.start))
 
-    def with_free_blocks(self, solution: Solution) -> list[Solution]:
-        """Returns one of `by_hand` with its last blocks left to JAX: the last one, the last two, and so on. What a last
-        block keeps is needed at once, so it may cost no memory.
+    def with_last_blocks_left(self, solution: Solution) -> list[Solution]:
+        """Returns a solution with its last blocks left to JAX: the last one, the last two, up to all but the first.
+        What a last block keeps is needed at once, so it may cost no memory.
         """
         blocks = [item for item in solution if self._is_block(item)]
-        free = [self._kept(item.start, item.stop, fastest) for item in blocks]
+        left = [replace(self._kept(item.start, item.stop, fastest), left=True) for item in blocks]
         others = [item for item in solution if not self._is_block(item)]
-        found = [(*blocks[:count], *free[count:], *others) for count in reversed(range(len(blocks)))]
+        found = [(*blocks[:count], *left[count:], *others) for count in reversed(range(1, len(blocks)))]
         return [tuple(sorted(each, key=lambda item: item.start)) for each in found]
 
     def plan_by_hand(self, solution: Solution) -> Plan:
-        """Returns one of `by_hand`, or of `with_free_blocks`, as people write it: no region waits for the gradients of
-        the one before. Blocks that compute the least again are left to JAX, and what is before and after them
-        where hardly anything is computed again.
+        """Returns one of `by_hand`, or of these `with_last_blocks_left`, as people write it: what is before and after
+        the blocks is left to JAX where hardly anything of it is computed again, and no region waits for the gradients
+        of the one before.
         """
         made = self.plan(tuple(item for item in solution if self._is_made(item)))
         return replace(made, regions=tuple(replace(region, tied=False) for region in made.regions))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        if not isinstance(item, Keep):
-            return True
-        kept = functools.partial(self._kept, item.start, item.stop)
-        if self._is_block(item):
-            return item != kept(fastest) or item == kept(leanest)
+        if not isinstance(item, Keep) or item.start in self.block_ends[:-1]:
+            return not (isinstance(item, Keep) and item.left)
         return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
 
     def _is_block(self, item: Keep | Drop) -> bool:
-        return isinstance(item, Keep) and item.start in self.block_ends[:-1]
+        return isinstance(item, Keep) and {item.start, item.stop} <= set(self.block_ends)
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
         candidates = self.chain.segment(start, stop).candidates

@@ -281,7 +281,7 @@ class Problem(Tileable):
 
     def _shared(self, problem: Problem) -> Problem:
         """Returns a problem that knows what was compiled for this one."""
-        problem.known_unplanned = self.known_unplanned
+        problem.known_unplanned = problem.known_unplanned or self.known_unplanned
         if problem not in self._made:
             self._made.append(problem)
         return problem

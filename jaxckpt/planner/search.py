@@ -2,9 +2,9 @@
 
 Solve, emit, trace the whole step, correct the chain, solve again; then compile, compare. The chain's bytes are a
 prediction. A trace corrects it stretch by stretch, and the compiled peak of one plan for the next plan. The returned
-plan is the cheapest whose compiled peak is within the budget, after at most `COMPILES` compilations, `QUICK_COMPILES`
-of a small program, or where a plan that does not fit is much cheaper than all that fit. Where none of these fits, the
-leanest plans are compiled as well.
+plan is the cheapest whose compiled peak is within the budget, after at most `COMPILES` compilations of the solver's
+plans, `QUICK_COMPILES` of a small program, or where a plan that does not fit is much cheaper than all that fit. What
+people write is compiled as well where it may be cheaper, and the leanest plans where none of these fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from jaxckpt._errors import (
-    ArgumentError,
     DoesNotFitError,
     InfeasibleBudgetError,
 )
@@ -56,7 +55,7 @@ from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.memory.report import MemoryReport
 from jaxckpt.memory.targets import compiler_options
 from jaxckpt.planner import refusal
-from jaxckpt.planner.chain import Chain, Drop, Solution, cost, covers, items
+from jaxckpt.planner.chain import Chain, Drop, Solution, cost, items
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.host import Host, HostUse, host_use
 from jaxckpt.planner.measured import Measured, Traced, Try
@@ -123,7 +122,7 @@ class Search:
         thorough: bool = True,
     ) -> None:
         self.problem, self.budget, self.solver, self.verify, self.progress = problem, budget, solver, verify, progress
-        self.free, self.thorough = problem.shares(solver), thorough
+        self.shares, self.thorough = problem.shares(solver), thorough
         self.chain = problem.model.chain
         self.host = problem.host(solver)
         self.corrections, self.aiming = Corrections(self.chain), copy.copy(solver)  # a solver may keep what it solved
@@ -156,8 +155,8 @@ class Search:
         best = self._search(least, standing)
         if best is None:
             best = self._floor(least, standing)
-        if best is not None and self.free:
-            best = self._or_with_free_blocks(best, standing)
+        if best is not None and self.shares:
+            best = self._or_with_last_blocks_left(best, standing)
         self.progress(self.most, self.most, "")
         if best is None:
             raise self._infeasible()
@@ -173,13 +172,13 @@ class Search:
         """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the
         compiler said of those before it, and what people do by hand where that is cheaper.
         """
-        best = self._known(standing) if self.free else None
+        best = self._known(standing) if self.shares else None
         seen: set[Solution] = set()
         closed = False  # whether a plan was near the budget, and another one is compiled all the same
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self._is_steep()):
             last = self.compiles == self.most - 1 and best is None
             solution = None if last else self._next(standing, seen)
-            if solution is None and best is not None and not self.tries:
+            if solution is None and best is not None and not best.by_hand and not self.tries:
                 self.tries.append(best)  # made for another budget, it corrects what the chain says
                 solution = self._next(standing, {*seen, best.solution})
             solution = solution or (least if best is None else None)
@@ -194,7 +193,7 @@ class Search:
                 if not self._is_worth_another(tried):
                     break
                 closed = not self.quick
-        if best is None or not self.free:
+        if best is None or not self.shares:
             return best
         best = self._or_estimated(best, standing, seen)
         best = self._or_by_hand(best, standing, self.problem.by_hand)
@@ -356,8 +355,9 @@ class Search:
         ratio = min(
             (t.compiled / problem.estimate(t.solution) for t in self.tries if t.report is not None), default=1.0
         )
-        most = self._modelled_at(self.budget, standing)
-        more = (self._solve(round(best.modelled * factor)) for factor in MORE if best.modelled * factor <= most)
+        limit = int(self._modelled_limit(self.budget, standing))
+        limits = dict.fromkeys(min(round(best.modelled * factor), limit) for factor in MORE)
+        more = map(self._solve, limits)
         left = {solution: cost(self.chain, solution).time for solution in more if solution is not None}
         for solution in sorted(left, key=lambda each: left[each]):
             if self.compiles >= self.most or left[solution] >= self._chain_time(best):
@@ -366,11 +366,11 @@ class Search:
                 best = self._better(best, self._try(solution, standing)) or best
         return best
 
-    def _modelled_at(self, estimate: float, standing: int) -> float:
+    def _modelled_limit(self, estimate: float, standing: int) -> float:
         """Returns the most bytes by the chain of a solution whose step may be estimated to need no more than this: a
         trace takes longer than what the chain says.
         """
-        return OUTLYING * estimate - self._offset(standing)
+        return OUTLYING * estimate - self._nearest_offset(standing)
 
     def _forward_time(self) -> float:
         return sum(self.chain.segment(stage, stage + 1).forward_time for stage in range(self.chain.length))
@@ -417,21 +417,21 @@ class Search:
         """
         if not self.quick or not self.problem.by_hand:
             return ()
-        most = self._modelled_at(self.budget, standing)
-        free = self.problem.model.with_free_blocks(self.problem.by_hand[0])
-        return [solution for solution in free if cost(self.chain, solution).peak <= most][-2:]
+        limit = self._modelled_limit(self.budget, standing)
+        left = self.problem.model.with_last_blocks_left(self.problem.by_hand[0])
+        return [solution for solution in left if cost(self.chain, solution).peak <= limit][-2:]
 
-    def _or_with_free_blocks(self, best: Try, standing: int) -> Try:
+    def _or_with_last_blocks_left(self, best: Try, standing: int) -> Try:
         """Returns the best plan or, where it is as people write it, the same with as many of its last blocks left to
-        JAX as fit.
+        JAX as fit: each more keeps more, by the trace too. Compiles at least one, if one is estimated to fit.
         """
         if not best.by_hand:
             return best
         problem, start = self.problem, self.compiles
-        most = self.budget * problem.estimate(best.solution, by_hand=True) // best.compiled
-        free = problem.model.with_free_blocks(best.solution)
-        fitting = bisect.bisect_right(free, most, key=functools.partial(problem.estimate, by_hand=True))
-        for solution in reversed(free[:fitting]):
+        limit = self.budget * problem.estimate(best.solution, by_hand=True) // best.compiled
+        left = problem.model.with_last_blocks_left(best.solution)
+        fitting = bisect.bisect_right(left, limit, key=functools.partial(problem.estimate, by_hand=True))
+        for solution in reversed(left[:fitting]):
             if self.compiles > start and self.compiles >= self.most:
                 break
             if problem.effort(solution, by_hand=True) >= best.effort - TINY * problem.plain.time.effort:
@@ -446,13 +446,12 @@ class Search:
         not traced.
         """
         problem = self.problem
-        most = OVERTIMED * self._chain_time(best)
-        peak = self._modelled_at(self._most_overstated * self.budget, standing)
-        near = [s for s in times if times[s] < most and cost(self.chain, s).peak <= peak]
-        near = [s for s in near if (s, True) not in problem.tries]
+        limit = self._modelled_limit(self._most_overstated * self.budget, standing)
+        slowest, dearest = OVERTIMED * self._chain_time(best), best.effort - TINY * problem.plain.time.effort
+        near = [s for s in times if times[s] < slowest and cost(self.chain, s).peak <= limit]
+        near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
         efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
-        most = best.effort - TINY * problem.plain.time.effort
-        return sorted((s for s in near if efforts[s] < most), key=lambda solution: efforts[solution])
+        return sorted((s for s in near if efforts[s] < dearest), key=lambda solution: efforts[solution])
 
     def _likely_to_fit(self, solutions: Sequence[Solution]) -> Solution | None:
         """Returns the solution, written by hand, to be compiled next; None where none is likely to fit.
@@ -486,10 +485,10 @@ class Search:
         that are estimated to need more than what is compiled already, unless a compilation takes no time.
         """
         problem, lean = self.problem, [] if least is None else [(least, False)]
-        if self.free:
+        if self.shares:
             by_hand = sorted(problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
             lean += [(solution, True) for solution in by_hand[:FLOORS]]
-        if self.free and least is not None:
+        if self.shares and least is not None:
             peak = cost(self.chain, least).peak
             above = (self._solve(round(peak * more)) for more in (sorted({*ABOVE, *MORE}) if self.quick else ABOVE))
             lean += [(solution, False) for solution in above if solution is not None]
@@ -504,50 +503,34 @@ class Search:
             compiled.append(made.compiled)
             if made.fits(self.budget):
                 return made
-        return self._leaner(least, standing) if self.free and self.quick else None
+        return self._leaner(least, standing) if self.shares and self.quick else None
 
     def _leaner(self, least: Solution | None, standing: int) -> Try | None:
         """Asks for plans within less than the leanest one needs, as the caller may after an error that names it, until
         none is leaner. Returns one that fits, or None.
         """
-        peaks = self._compiled_peaks()
+        peaks = self.problem.compiled_peaks()
         if not peaks or not (self.thorough or min(peaks) <= ABOVE[-1] * self.budget):
             return None
         for _ in range(FLOORS):
-            before = leanest = min(self._compiled_peaks())
+            before = leanest = min(self.problem.compiled_peaks())
             for share in (None, *LEANER):  # at first for the leanest itself, as the caller will
                 budget = leanest if share is None else int(leanest * share) - 1
                 Search(self.problem, budget, self.solver, self.verify, self.progress)._search(least, standing)
                 if (found := self._known(standing)) is not None:
                     return found
-                leanest = min(self._compiled_peaks())
+                leanest = min(self.problem.compiled_peaks())
             if leanest == before:
                 return None
         return None
 
-    def _compiled_peaks(self) -> list[int]:
-        """Returns the compiled peaks of all plans of the problem that were compiled."""
-        with self.problem.lock:
-            return [each.compiled for each in self.problem.tries.values() if each.report is not None]
-
     def _solve(self, limit: int, corrected: Chain | None = None) -> Solution | None:
-        """Returns the solver's solution within a limit, or None: of the chain, or of the corrected one.
-
-        Raises:
-          ArgumentError: it is none: it leaves stages out, or peaks above the limit.
-        """
-        chain, host = self.chain, self.host
-        if corrected is not None:
-            if self._corrected is None or self._corrected.chain is not corrected:
-                self._corrected = Host(corrected, self.aiming, host.step_seconds, host.budget)
-            chain, host = corrected, self._corrected
-        found = host.solve(limit)
-        if found is None:
-            return None
-        if not covers(chain, found) or cost(chain, found).peak > limit:
-            rule = f"one whose solutions cover every stage once, in order, and peak at no more than {limit} bytes"
-            raise ArgumentError("solver", rule, self.solver, f"{self.solver.name} returned {found!r:.200}.")
-        return found
+        """Returns the solver's solution within a limit, or None: of the chain, or of the corrected one."""
+        if corrected is None:
+            return self.host.solve(limit)
+        if self._corrected is None or self._corrected.chain is not corrected:
+            self._corrected = Host(corrected, self.aiming, self.host.step_seconds, self.host.budget)
+        return self._corrected.solve(limit)
 
     def _as_it_is(self) -> Plan | None:
         """Returns the empty plan if the step fits without one. Compiles it only where that can be."""
@@ -609,12 +592,15 @@ class Search:
         another budget that is nearest.
         """
         if not self.tries:
-            made = self._compiled()
-            near = min(made, key=lambda t: abs(t.compiled - self.budget), default=None)
-            return standing if near is None else near.compiled - near.modelled
+            return self._nearest_offset(standing)
         low, _ = self._nearest()
         nearest = self.tries if low is None else [low]
         return max(t.compiled - t.modelled for t in nearest) + self._spare()
+
+    def _nearest_offset(self, standing: int) -> int:
+        """Returns the same of the nearest of all plans that were compiled, for whatever budgets."""
+        near = min(self._compiled(), key=lambda t: abs(t.compiled - self.budget), default=None)
+        return standing if near is None else near.compiled - near.modelled
 
     def _nearest(self) -> tuple[Try | None, Try | None]:
         """Returns the plan that fits and is modelled with the most bytes, and that which does not, with the fewest."""
@@ -731,9 +717,8 @@ class Search:
 
     def _infeasible(self, needed: int | None = None) -> InfeasibleBudgetError:
         problem = self.problem
-        with problem.lock:
-            tried = [*problem.tries.values()] if self.free else self.tries
-            peaks = [each.compiled for each in tried if each.report is not None]
-            peaks += [] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes]
+        own = [each.compiled for each in self.tries if each.report is not None]
+        peaks = problem.compiled_peaks() if self.shares else own
+        peaks += [] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes]
         least = needed or min(peaks, default=None)
-        return refusal.no_plan(problem, self.budget, least, verified=self.verify, refused=bool(tried))
+        return refusal.no_plan(problem, self.budget, least, verified=self.verify, refused=bool(problem.tries))

@@ -180,7 +180,8 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
     if not args:
         raise ArgumentError("args", "the arguments of the step, arrays or shapes, with at least one", args)
     plain = settings.step in PLAIN
-    if plain and len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args):
+    one = len(args) == 1 and isinstance(args[0], (tuple, list)) and not lift.accepts(fun, args)
+    if plain and one and lift.accepts(fun, tuple(args[0])):
         rule = "the arguments of the function, one by one"
         raise ArgumentError(
             "args", rule, InWords(f"one {type(args[0]).__name__}"), "Write plan(fun, *args, budget=...)."

@@ -385,7 +385,7 @@ def _tiler(problem: Measured, round: int = 0) -> Tiler:
 def _compiled(problem: Measured) -> list[int]:
     """Returns the compiled peaks of a problem's plans, for whatever budgets."""
     with problem.lock:
-        found = [each.compiled for each in problem.tries.values() if each.report is not None]
+        found = problem.compiled_peaks()
         return found + ([] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes])
 
 

@@ -20,6 +20,7 @@ from jaxckpt.core import surgery
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
+from jaxckpt.core.schedule import ran
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Schedule, schedule_of
@@ -123,7 +124,7 @@ def scan(
         name=_first_name(taken.body.jaxpr, action),
     )
     if limit is None:
-        return taken.finish(*schedule_of(taken.body.length, schedule).run(call))
+        return taken.finish(*ran(schedule_of(taken.body.length, schedule), call))
     return taken.finish(*fit(taken.body, limit, policy=policy is not None).schedule.run(call))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxckpt import (
     SAVE,
     Action,
     ArgumentError,
+    EffectsError,
     Plan,
     PlanMismatchError,
     Policy,
@@ -276,6 +278,74 @@ def test_an_action_that_gives_back_something_else_is_refused():
             jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"hidden": Wrong()})))(W, X)
     finally:
         del KINDS["wrong"]
+
+
+@pytest.mark.parametrize("kept", [None, "text", ("text", 1.0)])
+def test_an_action_that_encodes_no_arrays_is_refused(kept):
+    class Wrong(Action):
+        kind = "wrong"
+        changes = True
+
+        def encode(self, x):
+            return kept
+
+        def decode(self, stored, like):
+            return jnp.zeros(like.shape, like.dtype)
+
+    try:
+        with pytest.raises(ArgumentError, match="encode must be a function that returns arrays, as WRONG keeps them"):
+            jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"hidden": Wrong()})))(W, X)
+    finally:
+        del KINDS["wrong"]
+
+
+ASIDE = []
+
+
+def test_an_action_that_puts_a_value_aside_is_refused():
+    """It would keep nothing, and decode would give every value the last one's gradient."""
+
+    class Aside(Action):
+        kind = "aside"
+        changes = True
+
+        def encode(self, x):
+            ASIDE.append(x)
+            return x
+
+        def decode(self, stored, like):
+            return ASIDE[-1]
+
+    try:
+        with pytest.raises(EffectsError, match=r"encode \(of ASIDE\) must not put traced values.* into ASIDE\[0\]"):
+            jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"hidden": Aside()})))(W, X)
+    finally:
+        del KINDS["aside"]
+        ASIDE.clear()
+
+
+def test_an_action_is_written_as_json():
+    @dataclass(frozen=True)
+    class Odd(Action):
+        what: object = None
+        kind = "odd"
+        changes = True
+
+    try:
+        every = (RECOMPUTE, SAVE, Odd(object()))
+        asked = lambda: Policy({"hidden": every[2]}), lambda: jaxckpt.plan(loss, W, X, budget="60%", actions=every)
+        for ask in asked:
+            with pytest.raises(ArgumentError, match="an action whose parameters are JSON values; got .*not JSON seri"):
+                ask()
+        assert Policy({"hidden": Odd(3)})
+    finally:
+        del KINDS["odd"]
+
+
+def test_a_composition_has_no_part_that_saves():
+    with pytest.raises(ArgumentError, match="parts must be actions that change or move what is kept"):
+        action_from({"kind": "composed", "parts": ["save", "offload"]})
+    assert SAVE | OFFLOAD == OFFLOAD
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jaxckpt.checkpoint], ids=["jax", "jaxckpt"])

@@ -54,7 +54,7 @@ def test_rows_come_one_by_one_and_are_not_made_twice(tmp_path, monkeypatch):
     save = functools.partial(frontier.write, "small", "cpu")
     monkeypatch.setattr(frontier, "SEGMENTS", (2,))
     monkeypatch.setattr(frontier, "POLICIES", ("nothing_saveable", "dots_saveable"))
-    monkeypatch.setattr(frontier, "PRESET_NAMES", ("hybrid",))
+    monkeypatch.setattr(frontier, "BLOCK_PRESETS", ("hybrid",))
     frontier.run("small", DENSE, "cpu", ["70%", "1%"], {}, plan=False, save=save, say=said.append)
     by_hand = len(said)
     assert by_hand == 1 + 2 + 1 + 1 + 4

@@ -259,6 +259,49 @@ def test_a_schedule_of_ones_own_needs_run_and_cost_alone():
     assert "48 iterations, Each()" in plan.describe(graph) and Plan.from_json(plan.to_json()) == plan
 
 
+@dataclass(frozen=True)
+class Itself(LoopSchedule):
+    kind: ClassVar[str] = "itself"
+
+    def resolved(self, length):
+        return Itself()
+
+
+@dataclass(frozen=True)
+class Named(LoopSchedule):
+    kind: ClassVar[str] = "named"
+
+    def resolved(self, length):
+        return "sqrt"
+
+
+@dataclass(frozen=True)
+class Forgets(LoopSchedule):
+    kind: ClassVar[str] = "forgets"
+
+    def run(self, scan):
+        scan.loop(scan.iteration({}))
+
+    def cost(self, length):
+        return LoopCost(length, length, 1, 2 * length)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (Itself(), r"`resolved` returns another schedule, an instance; Itself's did not; got Itself\(\)"),
+        (Named(), "`resolved` returns another schedule, an instance; Named's did not; got 'sqrt'"),
+        (Forgets(), r"`run` returns \(carry, ys\); Forgets's did not; got None"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_forgets_something_is_told_what(schedule, said):
+    w, c, xs = arguments()
+    with pytest.raises(ArgumentError, match=f"schedule must be one whose {said}"):
+        scan(functools.partial(body, w), c, xs, schedule=schedule)
+    with pytest.raises(ArgumentError, match=f"schedule must be one whose {said}"):
+        jax.value_and_grad(planned(schedule))(w, c, xs)
+
+
 def test_two_schedules_cannot_have_one_kind():
     with pytest.raises(ArgumentError, match=r"kind must be a name of its own.*got 'each'\. It is that of .*Each"):
 

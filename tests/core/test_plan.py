@@ -19,7 +19,7 @@ from jaxckpt.core.outline import region_line
 from jaxckpt.core.plan import Loop, PlanReport
 from jaxckpt.schedules import Mixed, checkpointed, in_turn
 from jaxckpt.show.tree import plan_lines
-from tests.helpers import assert_trees_close, executions, kept_shapes
+from tests.helpers import assert_trees_close, executions, kept_bytes, kept_shapes
 
 X = jnp.linspace(0.0, 1.0, 24).reshape(4, 6)
 WS = [jnp.eye(6) * (1 + i) / 4 for i in range(4)]
@@ -132,6 +132,11 @@ def test_apply_under_vmap_and_with_other_structures():
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args[0])
     batched = jax.vmap(lambda tree: plan.apply(fun)(tree, scale=2.0)["out"][0])(stacked)
     assert_trees_close(batched, jnp.stack([out["out"][0]] * 2))
+    flat = lambda function: lambda x, ws: jnp.sum(function({"x": x, "ws": ws}, scale=2.0)["out"][0])
+    mapped = lambda function: lambda x, ws: jnp.sum(jax.vmap(flat(function))(x, ws))
+    for ways, values in ((flat, (X, WS)), (mapped, (stacked["x"], stacked["ws"]))):
+        plain, planned = ways(fun), ways(plan.apply(fun))
+        assert kept_bytes(planned, *values) < 0.7 * kept_bytes(plain, *values)
 
 
 def test_plans_print():

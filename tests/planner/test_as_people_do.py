@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 
 import jaxckpt
 from jaxckpt.core.graph import trace
-from jaxckpt.planner import stages
+from jaxckpt.planner import search, stages
 from jaxckpt.planner.problems import problem_of
 from tests.helpers import gradient_executions
 
@@ -178,6 +178,22 @@ def test_arguments_in_one_tuple():
         jaxckpt.plan(lambda w, x: (x @ w).sum(), (jnp.ones((8, 8)), jnp.ones((8, 8))), budget="60%", target="cpu")
 
 
+@pytest.mark.parametrize("fun", [lambda ws, x: (x @ ws[0]).sum(), lambda ws, *, x: (x @ ws[0]).sum()])
+def test_an_argument_that_is_missing_beside_a_list(fun):
+    with pytest.raises(jaxckpt.ArgumentError, match=r"the arguments of the function, \(ws, .*x\); got 1 argument"):
+        jaxckpt.plan(fun, [jnp.ones((8, 8))] * 3, budget="60%", target="cpu")
+
+
+def test_a_jitted_function_with_a_static_number():
+    def loss(weights, x, count):
+        return model((mlp,) * count)(weights, x)
+
+    args = arguments((mlp,) * 3)
+    planned = jaxckpt.plan(loss, *args, 2, budget="70%", target="cpu", verify=False)
+    jitted = jaxckpt.plan(jax.jit(loss, static_argnums=2), *args, 2, budget="70%", target="cpu", verify=False)
+    assert jitted.regions and len(jitted.regions) == len(planned.regions)
+
+
 def experts(wrap):
     """Blocks of eight experts, all of which see all tokens: the GPU's compiler needs a tenth less for checkpoints as
     people write them than a trace of the step estimates.
@@ -215,11 +231,27 @@ def test_the_last_block_is_left_to_jax_where_its_checkpoint_saves_nothing():
 
 
 def test_blocks_as_people_write_them_are_left_to_jax_from_the_last_one_on():
-    blocks = (mlp,) * 4
+    blocks = (twice,) * 4  # each matmul is a block, and one way to keep its values is the leanest and the fastest
     analysed = problem_of(model(blocks), *arguments(blocks), target="cpu")
     each = analysed.by_hand[0]
-    plans = [analysed.model.plan_by_hand(s) for s in (each, *analysed.model.with_free_blocks(each))]
-    assert [len(plan.regions) for plan in plans] == [4, 3, 2, 1, 0]
-    assert all(plan.regions == plans[0].regions[: len(plan.regions)] for plan in plans)
-    efforts = [analysed.effort(s, by_hand=True) for s in (each, *analysed.model.with_free_blocks(each))]
-    assert efforts == sorted(efforts, reverse=True) and efforts[0] > 0 == efforts[-1]
+    solutions = [each, *analysed.model.with_last_blocks_left(each)]
+    plans = [analysed.model.plan_by_hand(solution) for solution in solutions]
+    counts = [len(plan.regions) for plan in plans]
+    assert counts == list(range(counts[0], counts[0] - len(plans), -1)) and len(plans) >= 4
+    assert all(region in plans[0].regions for plan in plans for region in plan.regions)
+    efforts = [analysed.effort(solution, by_hand=True) for solution in solutions]
+    assert efforts == sorted(efforts, reverse=True) and efforts[-1] > 0
+    assert all(analysed.model.plan_by_hand(solution).regions for solution in analysed.by_hand)
+
+
+def test_steps_far_above_the_budget_are_not_traced(monkeypatch):
+    blocks = (mlp, tower, twice, mlp, tower, twice)
+
+    def planned(outlying):
+        monkeypatch.setattr(search, "OUTLYING", outlying)
+        problem = problem_of(model(blocks), *arguments(blocks), target="cpu")
+        plan = problem.plan("60%")
+        return plan, sum(made is not None for made in problem._traced)
+
+    (plan, few), (same, many) = planned(search.OUTLYING), planned(100.0)
+    assert few < many and plan == same

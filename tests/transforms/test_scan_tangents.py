@@ -123,6 +123,8 @@ def test_offloading_does_nothing_where_no_carries_are_kept(schedule: Any, length
         return scan(lambda c, x: (jnp.sin(c) * x, None), h, XS[:length], schedule=schedule, **options)[0].sum()
 
     assert_trees_close(*(jax.grad(functools.partial(fun, carry=carry))(H) for carry in (OFFLOAD, SAVE)))
+    moved = "<host>" in str(jax.make_jaxpr(jax.grad(functools.partial(fun, carry=OFFLOAD)))(H))
+    assert moved == isinstance(schedule, Slots)  # the first slot has the first carry
 
 
 @pytest.mark.parametrize("batch", [3, 5])

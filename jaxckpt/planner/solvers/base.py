@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxckpt.planner.chain import Chain, Solution, cost
+from jaxckpt._errors import ArgumentError
+from jaxckpt.planner.chain import Chain, Solution, cost, covers
 
 NOTHING = -1
 """A limit in bytes that no solution fits: what a solver answers to it names its least."""
@@ -90,10 +91,33 @@ class Solver(abc.ABC):
           or `Infeasible`.
         """
 
+    def answer(self, chain: Chain, limit: int) -> Solution | None:
+        """Returns the solution that `solve` finds, or None.
+
+        Raises:
+          ArgumentError: it is no solution of the chain, or peaks above the limit.
+        """
+        found = self.solve(chain, limit)
+        return None if isinstance(found, Infeasible) else self._checked(chain, found, limit)
+
     def least(self, chain: Chain) -> Solution | None:
-        """Returns the solution that it has for the least limit that it has one for; None where it knows of none."""
+        """Returns the solution that it has for the least limit that it has one for; None where it knows of none.
+
+        Raises:
+          ArgumentError: it is no solution of the chain.
+        """
         known = self._known  # another thread may set it meanwhile, for another chain
         if known is None or known[0] is not chain:
             answer = self.solve(chain, NOTHING)
-            self._known = known = chain, answer.solution if isinstance(answer, Infeasible) else answer
+            found = answer.solution if isinstance(answer, Infeasible) else self._checked(chain, answer, NOTHING)
+            self._known = known = chain, None if found is None else self._checked(chain, found, None)
         return known[1]
+
+    def _checked(self, chain: Chain, found: Solution, limit: int | None) -> Solution:
+        if not covers(chain, found):
+            rule = "one whose solutions are tuples of Keep and Drop that cover every stage once, in order"
+        elif limit is not None and cost(chain, found).peak > limit:
+            rule = f"one whose solutions peak at no more than the limit, {limit} bytes"
+        else:
+            return found
+        raise ArgumentError("solver", rule, self, f"{self.name} returned {found!r:.200}.")

@@ -131,10 +131,23 @@ def test_an_answer_that_is_none_is_an_error(problem, answer):
             return found if isinstance(found, Infeasible) else answer(chain)
 
     least_bytes = least(problem, Lean(), False)
-    with pytest.raises(
-        ArgumentError, match="solver must be one whose solutions cover every stage once.* wrong returned"
-    ):
+    rule = "(are tuples of Keep and Drop that cover every stage once|peak at no more than the limit)"
+    with pytest.raises(ArgumentError, match=f"solver must be one whose solutions {rule}.* wrong returned"):
         problem.plan(least_bytes, solver=Wrong(), verify=False)
+
+
+@pytest.mark.parametrize("solution", [(Keep(0, 1, 0),) * 9, (Keep(0, 1, 99),), (Keep(0, 1, -1),), "stages", None, 3])
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_is_no_solution_at_all_is_an_error(problem, solution, verify):
+    class Odd(Solver):
+        name = "odd"
+
+        def solve(self, chain, limit):
+            rest = leanest(chain)[1:] if isinstance(solution, tuple) and len(solution) == 1 else ()
+            return (*solution, *rest) if rest else solution
+
+    with pytest.raises(ArgumentError, match="Keep and Drop that cover every stage once, in order.*odd returned"):
+        problem.plan("60%", solver=Odd(), verify=verify)
 
 
 def test_an_instance_keeps_what_budgets_share(problem, monkeypatch):
