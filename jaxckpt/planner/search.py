@@ -333,6 +333,17 @@ class Search:
             return modelled + chain[nearest]
         return self.problem.estimate(solution) + traced[nearest]
 
+    def _predicted_by_hand(self, solution: Solution) -> int:
+        """Predicts the compiled peak of a solution as people write it: by a trace of the step, and by how far that was
+        off in the one of these that is nearest. The chain does not know what is left to JAX.
+        """
+        problem, estimate = self.problem, self.problem.estimate(solution, by_hand=True)
+        with problem.lock:
+            tries = [t for t in problem.tries.values() if t.by_hand and t.report is not None]
+        made = [(problem.estimate(t.solution, by_hand=True), t.compiled) for t in tries]
+        near = min(made, key=lambda each: abs(each[0] - estimate), default=None)
+        return estimate if near is None else estimate + near[1] - near[0]
+
     def _compiled(self) -> list[Try]:
         """Returns the solver's plans that were compiled, for whatever budgets, by their modelled bytes."""
         with self.problem.lock:
@@ -624,8 +635,7 @@ class Search:
             self.compiles += 1
             model, modelled = problem.model, cost(self.chain, solution).peak
             made = model.plan_by_hand(solution) if by_hand else model.plan(solution)
-            # The chain does not know what is left to JAX.
-            predicted = problem.estimate(solution, by_hand) if by_hand else self._predicted(solution, standing)
+            predicted = self._predicted_by_hand(solution) if by_hand else self._predicted(solution, standing)
             traced, effort = problem.traced(solution, by_hand), problem.effort(solution, by_hand)
             try:
                 report: MemoryReport | None = problem.measure_planned(made)
