@@ -38,10 +38,14 @@ def test_a_dropped_stretch_keeps_only_what_later_stages_of_its_own_run_use():
 
 
 def test_schedules_with_gaps_or_overlaps_do_not_cover():
-    chain = Chain(2, {})
+    one = (Candidate(0, 0.0, 1),)
+    chain = Chain(2, {(a, b): Segment(1.0, 0, 0, one) for a, b in ((0, 1), (1, 2), (0, 2))})
     assert covers(chain, (Keep(0, 1, 0), Keep(1, 2, 0)))
     assert covers(chain, (Drop(0, 1, (Keep(0, 1, 0),)), Keep(1, 2, 0)))
     assert not covers(chain, (Keep(1, 2, 0),))
     assert not covers(chain, (Keep(0, 1, 0),))
     assert not covers(chain, (Keep(0, 1, 0), Keep(0, 2, 0)))
     assert not covers(chain, (Drop(0, 1, ()), Keep(1, 2, 0)))
+    assert not covers(chain, (Keep(0, 1, 0), Keep(1, 2, 1))) and not covers(chain, (Keep(0, 1, -1), Keep(1, 2, 0)))
+    assert not covers(chain, (Keep(0, 1, 0), Keep(1, 3, 0)))
+    assert not any(covers(chain, odd) for odd in (None, 3, "stages", [None], (Drop(0, 2, "x"),)))
