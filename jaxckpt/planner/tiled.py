@@ -384,9 +384,8 @@ def _tiler(problem: Measured, round: int = 0) -> Tiler:
 
 def _compiled(problem: Measured) -> list[int]:
     """Returns the compiled peaks of a problem's plans, for whatever budgets."""
-    with problem.lock:
-        found = problem.compiled_peaks()
-        return found + ([] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes])
+    unplanned = problem.known_unplanned
+    return problem.compiled_peaks() + ([] if unplanned is None else [unplanned.peak_bytes])
 
 
 def _left_out(problem: Measured, said: int) -> int:
