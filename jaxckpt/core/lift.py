@@ -34,7 +34,7 @@ def _is_no_bool(x: Any) -> bool:
 
 
 VALUE_NEEDED = (TypeError, jax.errors.NonConcreteBooleanIndexError)
-"""What a function raises that needs the value of a number that is traced."""
+"""What a function raises that needs the value of a number that is traced; see `is_value_needed`."""
 
 
 def is_value_needed(error: Exception) -> bool:
@@ -304,7 +304,7 @@ def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     for traced in ways[:-1]:
         try:
             return use(take(fun, args, kwargs, traced=traced))
-        except (*VALUE_NEEDED, ValueError) as error:
+        except Exception as error:
             if isinstance(error, JaxckptError) or not is_value_needed(error):
                 raise
     return use(take(fun, args, kwargs, traced=ways[-1]))

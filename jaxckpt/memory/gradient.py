@@ -103,7 +103,9 @@ def _needs_value(step: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Returns whether a step fails because it needs the value of a number that is traced."""
     try:
         lift.attempt(step, args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
-    except lift.VALUE_NEEDED:
+    except Exception as error:
+        if not lift.is_value_needed(error):
+            raise
         return True
     return False
 

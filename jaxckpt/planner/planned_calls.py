@@ -142,8 +142,9 @@ class PlannedCalls:
         if call.key not in self.valued:
             try:
                 return call, self._planned(call)
-            except lift.VALUE_NEEDED as error:
-                if isinstance(error, JaxckptError) or not any(map(lift.is_number, call.arrays)):
+            except Exception as error:
+                needed = lift.is_value_needed(error) and any(map(lift.is_number, call.arrays))
+                if isinstance(error, JaxckptError) or not needed:
                     raise
         valued = self._parse(args, kwargs, numbers=False)
         planned = self._planned(valued)

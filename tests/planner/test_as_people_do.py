@@ -192,6 +192,10 @@ def test_a_jitted_function_with_a_static_number():
     planned = jaxckpt.plan(loss, *args, 2, budget="70%", target="cpu", verify=False)
     jitted = jaxckpt.plan(jax.jit(loss, static_argnums=2), *args, 2, budget="70%", target="cpu", verify=False)
     assert jitted.regions and len(jitted.regions) == len(planned.regions)
+    auto = jaxckpt.autocheckpoint(jax.jit(loss, static_argnums=2), budget="70%")
+    expected = jax.grad(loss)(*args, 2)
+    assert all(jnp.allclose(one, other, rtol=1e-5) for one, other in zip(jax.grad(auto)(*args, 2), expected))
+    assert auto.plan(*args, 2).regions
 
 
 def experts(wrap):
