@@ -292,6 +292,10 @@ class Measured:
         with self.lock:
             return [each.compiled for each in self.tries.values() if each.report is not None]
 
+    def plan_of(self, solution: Solution, by_hand: bool = False) -> Plan:
+        """Returns the plan of a solution; `by_hand`: as people write it."""
+        return self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
+
     def estimate(self, solution: Solution, by_hand: bool = False) -> int:
         """Returns the peak that the traced step is estimated to have under a solution; `by_hand`: as people write it.
 
@@ -304,8 +308,7 @@ class Measured:
     def traced(self, solution: Solution, by_hand: bool = False) -> Traced:
         """Returns the step under a solution, as traced; `by_hand`: as people write it."""
         if (solution, by_hand) not in self._traced:
-            made = self.model.plan_by_hand(solution) if by_hand else self.model.plan(solution)
-            self._traced[solution, by_hand] = self._look(made)
+            self._traced[solution, by_hand] = self._look(self.plan_of(solution, by_hand))
         return self._traced[solution, by_hand]
 
     def effort(self, solution: Solution, by_hand: bool = False) -> float:

@@ -32,10 +32,10 @@ from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress
 from jaxckpt.planner import refusal
-from jaxckpt.planner.chain import Solution, cost
+from jaxckpt.planner.chain import cost
 from jaxckpt.planner.measured import Measured
+from jaxckpt.planner.predictions import standing_bytes
 from jaxckpt.planner.preferences import fastest, on_device, single
-from jaxckpt.planner.search import Search
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.tiles import Tiler
 
@@ -324,12 +324,8 @@ class _TiledSearch:
         least = self.whole.host(self.within.solver).least()
         if least is None:
             return False
-        peak = cost(self.whole.model.chain, least).peak + self._standing(self.whole, least)
+        peak = cost(self.whole.model.chain, least).peak + standing_bytes(self.whole, least)
         return peak > FAR * self.within.budget
-
-    def _standing(self, problem: Tileable, solution: Solution) -> int:
-        within = self.within
-        return Search(problem, within.budget, within.solver, within.verify, within.progress).standing(solution)
 
     def _tiles(self, extent: _Extent) -> TileSet:
         """Returns the tiles that a budget asks for. What stands in the way of the most tiles is in `refused`."""
@@ -340,7 +336,7 @@ class _TiledSearch:
             solution = single(chain, on_device(fastest)) if extent.keep else problem.host(self.within.solver).least()
             if solution is None:
                 break
-            standing = self._standing(problem, solution)
+            standing = standing_bytes(problem, solution)
             self.within.progress(0, 1, "looking for what can be tiled")
             tiler = _tiler(problem, place)
             if extent.tiles is not None:

@@ -11,9 +11,10 @@ import pytest
 
 import jaxckpt
 from jaxckpt.core import constants
-from jaxckpt.planner import costs, model, scans, search, stages
+from jaxckpt.planner import aims, costs, hand_written, model, predictions, scans, search, stages
 
 ROOT = pathlib.Path(jaxckpt.__file__).parent
+PLANNER = (aims, costs, hand_written, model, predictions, scans, search, stages)
 TREE = ast.parse(pathlib.Path(constants.__file__).read_text())
 
 
@@ -43,13 +44,13 @@ def test_each_constant_is_used_and_none_is_defined_again():
     nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "jaxckpt.core.constants"]
     assert set(judged()) == {alias.name for node in taken for alias in node.names}
-    for module in (costs, model, scans, search, stages):
+    for module in PLANNER:
         body = trees()[pathlib.Path(module.__file__)].body
         targets = {ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets}
         assert not targets & set(judged()), module.__name__
 
 
-@pytest.mark.parametrize("module", [costs, model, scans, search, stages])
+@pytest.mark.parametrize("module", PLANNER)
 def test_the_planner_has_no_figures_of_its_own(module):
     body = trees()[pathlib.Path(module.__file__)].body
     figures = [ast.unparse(node) for node in body if isinstance(node, ast.Assign) and _is_number(node.value)]

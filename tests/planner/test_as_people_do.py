@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 
 import jaxckpt
 from jaxckpt.core.graph import trace
-from jaxckpt.planner import search, stages
+from jaxckpt.planner import predictions, stages
 from jaxckpt.planner.problems import problem_of
 from tests.helpers import gradient_executions
 
@@ -252,10 +252,10 @@ def test_steps_far_above_the_budget_are_not_traced(monkeypatch):
     blocks = (mlp, tower, twice, mlp, tower, twice)
 
     def planned(outlying):
-        monkeypatch.setattr(search, "OUTLYING", outlying)
+        monkeypatch.setattr(predictions, "OUTLYING", outlying)
         problem = problem_of(model(blocks), *arguments(blocks), target="cpu")
         plan = problem.plan("60%")
         return plan, sum(made is not None for made in problem._traced)
 
-    (plan, few), (same, many) = planned(search.OUTLYING), planned(100.0)
+    (plan, few), (same, many) = planned(predictions.OUTLYING), planned(100.0)
     assert few < many and plan == same

@@ -13,10 +13,9 @@ import jaxckpt
 from benchmarks.planning_scale import exponent, leaves
 from jaxckpt.core.graph import trace
 from jaxckpt.core.liveness import graph_peak
-from jaxckpt.planner import model, search, stages
+from jaxckpt.planner import model, predictions, stages
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.problems import problem_of
-from jaxckpt.planner.search import Search
 
 
 @contextmanager
@@ -71,13 +70,13 @@ def test_planning_takes_calls_in_proportion_to_the_leaves(monkeypatch):
 
 @pytest.mark.parametrize(("nested", "flat"), [(0, True), (10**6, False)])
 def test_of_a_large_program_no_regions_in_regions_are_traced_for_an_estimate(nested, flat, monkeypatch):
-    monkeypatch.setattr(search, "NESTED", nested)
+    monkeypatch.setattr(predictions, "NESTED", nested)
     fun, args = leaves(40)
     problem = problem_of(fun, *args, target="cpu")
     assert not all(isinstance(item, Keep) for item in problem.table.solution(problem.table.least))
     seen = []
-    standing = Search.standing
-    monkeypatch.setattr(Search, "standing", lambda self, each: seen.append(each) or standing(self, each))
+    standing = predictions.standing_bytes
+    monkeypatch.setattr(predictions, "standing_bytes", lambda of, each: seen.append(each) or standing(of, each))
     problem.plan(needing_a_plan(fun, args), verify=False)
     assert [all(isinstance(item, Keep) for item in solution) for solution in seen] == [flat]
 

@@ -23,7 +23,7 @@ from jaxckpt.core.constants import COMPILES, QUICK_COMPILES
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
 from jaxckpt.models import gpt, lstm, moe, resnet, unet
-from jaxckpt.planner import model, search
+from jaxckpt.planner import aims, model
 from jaxckpt.planner.chain import cost
 from jaxckpt.planner.preferences import fastest, single
 from jaxckpt.planner.problems import problem_of
@@ -178,7 +178,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
         monkeypatch.setattr(type(fresh.model), "plan", plan_of)
         monkeypatch.setattr(type(fresh.model), "plan_by_hand", plan_by_hand_of)
         monkeypatch.setattr(fresh, "measure_planned", compiled)
-        monkeypatch.setattr(search, "STEEP", steep)
+        monkeypatch.setattr(aims, "STEEP", steep)
         plan = fresh.plan(fresh.argument_bytes + round(1.15 * place))
         monkeypatch.undo()
         chain = fresh.model.chain
@@ -186,7 +186,7 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
         best = cost(chain, fresh.solver("chain").solve(chain, place)).time
         return plan, sum(not by_hand for _, by_hand in fresh.tries), found / best
 
-    plan, tries, over_best = search_with(search.STEEP)
+    plan, tries, over_best = search_with(aims.STEEP)
     flat, few, _ = search_with(math.inf)
     assert few <= COMPILES < tries <= QUICK_COMPILES
     assert plan.measured_bytes <= plan.budget and over_best == pytest.approx(1.0)

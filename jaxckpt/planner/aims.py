@@ -1,0 +1,176 @@
+"""Which of the solver's solutions a search compiles next."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+from jaxckpt.core.constants import (
+    AIMED,
+    AIMS,
+    BETWEEN,
+    CLOSE,
+    FAR_BELOW,
+    QUICK_AIMS,
+    STEEP,
+    UNITS,
+)
+from jaxckpt.planner.chain import Chain, Solution
+from jaxckpt.planner.corrections import Corrections
+from jaxckpt.planner.host import Host
+from jaxckpt.planner.predictions import Predictions
+from jaxckpt.planner.solvers import Solver
+
+
+class _Bracket:
+    """The search for the limit whose plan needs as many bytes as it may, and not more.
+
+    Attributes:
+      low: the last limit whose plan needs no more than it may; `high`: the last whose plan needs more. None before.
+      step: by how many bytes the limit was moved the time before.
+      over: how many bytes the plan before needs more than it may.
+    """
+
+    def __init__(self) -> None:
+        self.low: int | None = None
+        self.high: int | None = None
+        self.step, self.over = 0, 0
+
+    def next(self, limit: int, over: int) -> int:
+        """Returns the limit to try next, after one whose plan needs `over` bytes more than it may.
+
+        It goes down by these bytes, or up where the plan needs less. Where the step before brought the plan less than
+        half way, it goes by at least twice that step. If that is not between `low` and `high`, it goes half way between
+        the two.
+        """
+        self.low, self.high = (limit, self.high) if over <= 0 else (self.low, limit)
+        self.step = max(abs(over), 2 * self.step if 2 * abs(over) > abs(self.over) else 0, 1)
+        self.over = over
+        limit -= self.step if over > 0 else -self.step
+        if self.low is not None and self.high is not None and not self.low < limit < self.high:
+            return (self.low + self.high) // 2
+        return limit
+
+
+class Aims:
+    """Looks, with traces, for the cheapest solution that is predicted to fit.
+
+    Args:
+      predictions: of the search.
+      solver: the caller's.
+    """
+
+    def __init__(self, predictions: Predictions, solver: Solver) -> None:
+        self.predictions, self.problem, self.budget = predictions, predictions.problem, predictions.budget
+        self.host = self.problem.host(solver)
+        self._corrections, self._solver = (
+            Corrections(predictions.chain),
+            copy.copy(solver),
+        )  # one may keep what it solved
+        self._corrected: Host | None = None  # the host of the corrected chain
+        self._learned: set[Solution] = set()  # what the corrections are from
+
+    def is_steep(self) -> bool:
+        """Whether a plan that does not fit takes much less time than all that fit: then one between may be worth a
+        compilation.
+        """
+        tries, chain = self.predictions.tries, self.predictions.chain
+        above = [t.effort for t in tries if not t.fits(self.budget)]
+        below = [t.effort for t in tries if t.fits(self.budget)]
+        forward = sum(chain.segment(stage, stage + 1).forward_time for stage in range(chain.length))
+        return bool(above and below) and min(below) - max(above) > STEEP * forward
+
+    def next(self, seen: Collection[Solution]) -> Solution | None:
+        """Returns the solution to be compiled next, one that is not in `seen`; None where there is none. Between a plan
+        that fits and one that does not, compiled peaks may come in steps, so several solutions are traced.
+        """
+        aimed = self._aimed(seen)
+        low, high = self.predictions.nearest()
+        if low is None or high is None or high.modelled <= low.modelled:
+            return aimed
+        limits = [low.modelled + round(share * (high.modelled - low.modelled)) for share in BETWEEN]
+        found = dict.fromkeys(s for s in (aimed, *map(self.host.solve, limits)) if s is not None and s not in seen)
+        between = [solution for solution in found if self.predictions.is_traced(solution)]
+        if not between:
+            return aimed
+        over = {solution: self.predictions.predicted(solution) - self.budget for solution in between}
+        fitting = [solution for solution in between if over[solution] <= 0]
+        if fitting:
+            return min(fitting, key=self.problem.effort)
+        far = low.compiled < self.budget * (1 - FAR_BELOW * CLOSE)
+        return min(between, key=lambda solution: over[solution]) if far or self.is_steep() else None
+
+    def fullest(self) -> Solution | None:
+        """Returns the solver's solution of the corrected chain that is predicted to fit; None where there is none, or
+        where no trace corrects the chain.
+        """
+        return None if self.problem.divided else self._solve_corrected()
+
+    def _aimed(self, seen: Collection[Solution]) -> Solution | None:
+        """Returns the solution that takes least of those that are predicted to fit, or the last one where none is.
+
+        Each is traced, and corrects the chain for the next one, until that is the same.
+        """
+        predictions = self.predictions
+        if self.problem.divided:
+            return self._bracketed(seen)
+        found, cheapest, looked = None, None, set()
+        compiled = sorted(predictions.compiled(), key=lambda t: -abs(t.compiled - self.budget))
+        for made in compiled:  # the nearest counts most
+            self._correct(made.solution)
+        for _ in range(self._looks()):
+            solution = self._solve_corrected()
+            if solution is None or solution in looked or not predictions.is_traced(solution):
+                break
+            if not self.problem.traced(solution).moments:  # the step has the function in a loop of its own
+                break
+            looked.add(solution)
+            self._correct(solution)
+            if solution in seen:
+                continue
+            found = solution
+            if predictions.predicted(solution) <= self.budget - predictions.spare():
+                cheapest = solution if cheapest is None else min(cheapest, solution, key=predictions.effort)
+        return cheapest or found or self._bracketed(seen)
+
+    def _looks(self) -> int:
+        return QUICK_AIMS if self.predictions.quick else AIMS
+
+    def _correct(self, solution: Solution) -> None:
+        if solution not in self._learned and self.predictions.is_traced(solution):
+            self._learned.add(solution)
+            self._corrections.add(solution, self.problem.traced(solution).moments, max(self.budget // UNITS, 1))
+
+    def _solve_corrected(self) -> Solution | None:
+        others = self.problem.argument_bytes + self.predictions.added()
+        return self._host_of(self._corrections.chain).solve(self.budget - self.predictions.spare() - others)
+
+    def _host_of(self, corrected: Chain) -> Host:
+        if self._corrected is None or self._corrected.chain is not corrected:
+            self._corrected = Host(corrected, self._solver, self.host.step_seconds, self.host.budget)
+        return self._corrected
+
+    def _bracketed(self, seen: Collection[Solution]) -> Solution | None:
+        """Returns what `_aimed` does, by the chain as it is.
+
+        The solver's limit counts the chain's bytes, and the budget counts compiled bytes. So the limit is searched at
+        which the solver's plan is predicted to need all that it may. The first limit is the budget less the offset
+        between the two, and what is predicted of each plan moves the limit (`_Bracket`).
+        """
+        predictions, quick = self.predictions, self.predictions.quick
+        found, cheapest = None, None
+        limit, aim = self.budget - predictions.offset(), self.budget - predictions.spare()
+        bracket = _Bracket()
+        for _ in range(self._looks()):
+            solution = self.host.solve(limit)
+            if solution is None or (solution in seen and not quick):
+                break
+            over = predictions.predicted(solution) - aim
+            if solution not in seen:
+                found = solution
+                if over <= 0 and (cheapest is None or predictions.effort(solution) < predictions.effort(cheapest)):
+                    cheapest = solution
+            if -AIMED * CLOSE * self.budget <= over <= 0 and not quick:
+                break
+            limit = bracket.next(limit, over)
+        return cheapest or found

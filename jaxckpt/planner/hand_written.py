@@ -1,0 +1,83 @@
+"""Which checkpoints, written as people write them, a search compiles next."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxckpt.core.constants import CLOSE, OVERTIMED, TINY
+from jaxckpt.memory.platforms import PLATFORMS
+from jaxckpt.planner.chain import Solution, cost
+from jaxckpt.planner.measured import Measured, Try
+from jaxckpt.planner.predictions import Predictions
+
+
+def most_overstated(problem: Measured) -> float:
+    """Returns how many times its compiled peak a step may be estimated to need on the target's platform, at most."""
+    return PLATFORMS[problem.target.platform].overstated
+
+
+def first_blocks(predictions: Predictions) -> Sequence[Solution]:
+    """Returns checkpoints around the first blocks alone, each of which keeps nothing: the fewest blocks that the
+    chain says may fit, and one more. None of a program whose traces take long.
+    """
+    problem = predictions.problem
+    if not predictions.quick or not problem.by_hand:
+        return ()
+    limit = predictions.modelled_limit(predictions.budget)
+    left = problem.model.with_last_blocks_left(problem.by_hand[0])
+    return [solution for solution in left if cost(predictions.chain, solution).peak <= limit][-2:]
+
+
+def with_last_blocks_left(predictions: Predictions, best: Try) -> Iterator[Solution]:
+    """Yields a plan by hand with some of its last blocks left to JAX, as many as are estimated to fit, the most first:
+    each more keeps more, by the trace too. Ends at one that does not recompute less than the best plan.
+    """
+    problem = predictions.problem
+    limit = predictions.budget * problem.estimate(best.solution, by_hand=True) // best.compiled
+    left = problem.model.with_last_blocks_left(best.solution)
+    fitting = bisect.bisect_right(left, limit, key=functools.partial(problem.estimate, by_hand=True))
+    dearest = best.effort - TINY * problem.plain.time.effort
+    yield from itertools.takewhile(lambda each: problem.effort(each, by_hand=True) < dearest, reversed(left[:fitting]))
+
+
+def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best: Try) -> Solution | None:
+    """Returns the solution, written by hand, to be compiled next; None where none is cheaper and likely to fit.
+
+    Estimates may be above the compiled peak. The compiled plans say how many times, and the first solution is taken
+    that fits if its estimate is too high by as much. If there is none, and the compiled plans do not say enough,
+    the leanest one is taken, provided that it fits if its estimate is too high by as much as any on this platform.
+
+    Args:
+      predictions: of the search.
+      times: what solutions take by the chain.
+      best: the best plan so far.
+    """
+    problem, budget = predictions.problem, predictions.budget
+    cheaper = _cheaper(predictions, times, best)
+    learned = predictions.overstated(by_hand=True)
+    known = learned or predictions.overstated(by_hand=False) or 1.0
+    estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
+    slack = CLOSE if predictions.quick else TINY  # equal estimates may be 64 bytes apart
+    chosen = next((s for s in cheaper if estimate(s) <= (1 + slack) * max(known, 1.0) * budget), None)
+    if chosen is None and (learned is None or predictions.quick):  # what one is worth another may not be
+        near = [solution for solution in cheaper if estimate(solution) <= most_overstated(problem) * budget]
+        chosen = min(near, key=estimate, default=None)
+    return chosen
+
+
+def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Try) -> list[Solution]:
+    """Returns the solutions that, written by hand, take less than the best plan and are not compiled yet, the
+    cheapest first. Those that are far above it by the chain's `times`, or far above the budget by its bytes, are
+    not traced.
+    """
+    problem, chain = predictions.problem, predictions.chain
+    limit = predictions.modelled_limit(most_overstated(problem) * predictions.budget)
+    slowest = OVERTIMED * cost(chain, best.solution).time
+    dearest = best.effort - TINY * problem.plain.time.effort
+    near = [s for s in times if times[s] < slowest and cost(chain, s).peak <= limit]
+    near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
+    efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
+    return sorted((s for s in near if efforts[s] < dearest), key=lambda solution: efforts[solution])

@@ -1,0 +1,156 @@
+"""What compiled plans say of those that are not compiled yet.
+
+A plan's peak has four figures, in bytes:
+
+- modelled: what the chain says, without what is outside of the chain, such as arguments;
+- estimated: what a trace of the whole step says;
+- predicted: one of these two, and what it was off by for the compiled plan that is nearest;
+- compiled: what the compiler says.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+from jaxckpt.core.constants import HIT, MARGIN, MISSED, NESTED, OUTLYING
+from jaxckpt.planner.chain import Drop, Solution, cost, items
+from jaxckpt.planner.measured import Measured, Try
+from jaxckpt.planner.preferences import leanest, on_device, single
+from jaxckpt.planner.solvers import Solver
+
+
+def standing_bytes(problem: Measured, solution: Solution) -> int:
+    """Estimates the bytes that the chain does not count: arguments, the optimizer's work, results."""
+    return max(problem.estimate(solution) - cost(problem.model.chain, solution).peak, problem.argument_bytes)
+
+
+class Predictions:
+    """Predicts the compiled peaks of solutions, in one search for one budget.
+
+    Attributes:
+      problem: the function, with all plans of it that were compiled.
+      budget: bytes.
+      tries: the solver's plans of this search, in the order in which they were compiled.
+      quick: whether a trace and a compilation take little time.
+    """
+
+    def __init__(self, problem: Measured, budget: int, solver: Solver) -> None:
+        self.problem, self.budget, self._solver = problem, budget, solver
+        self.chain, self.quick = problem.model.chain, problem.model.quick
+        self.tries: list[Try] = []
+
+    @functools.cached_property
+    def standing(self) -> int:
+        """Bytes that the chain does not count, by the leanest solution that is traced."""
+        least = self.problem.host(self._solver).least()
+        if least is None or not self.is_traced(least):
+            least = single(self.chain, on_device(leanest))
+        return standing_bytes(self.problem, least)
+
+    def compiled(self) -> list[Try]:
+        """Returns the solver's plans that were compiled, for whatever budgets, by their modelled bytes."""
+        return sorted(self._compiled(by_hand=False), key=lambda t: t.modelled)
+
+    def _compiled(self, by_hand: bool) -> list[Try]:
+        with self.problem.lock:
+            return [t for t in self.problem.tries.values() if t.report is not None and t.by_hand is by_hand]
+
+    def nearest(self) -> tuple[Try | None, Try | None]:
+        """Returns the plan of this search that fits and is modelled with the most bytes, and that which does not, with
+        the fewest.
+        """
+        above = [t for t in self.tries if not t.fits(self.budget)]
+        below = [t for t in self.tries if t.fits(self.budget)]
+        return (
+            max(below, key=lambda t: t.modelled, default=None),
+            min(above, key=lambda t: t.modelled, default=None),
+        )
+
+    def is_traced(self, solution: Solution) -> bool:
+        """Whether the step of a solution is to be traced: JAX traces what a region holds once for each region around
+        it.
+        """
+        places = self.problem.model.places
+        drops = (item for _, item in items(solution) if isinstance(item, Drop))
+        return sum(places[item.stop] - places[item.start] for item in drops) <= NESTED
+
+    def effort(self, solution: Solution) -> float:
+        """Returns what a solution adds to the step: by a trace, or by the chain where its step is not traced."""
+        return self.problem.effort(solution) if self.is_traced(solution) else cost(self.chain, solution).time
+
+    def predicted(self, solution: Solution) -> int:
+        """Predicts the compiled peak by the chain or by a trace of the step, whichever the compiled plans are more
+        alike by.
+        """
+        modelled, compiled = cost(self.chain, solution).peak, self.compiled()
+        is_traced = all(self.is_traced(each) for each in (solution, *(t.solution for t in compiled)))
+        if not compiled:
+            return self.problem.estimate(solution) if is_traced else modelled + self.standing
+        nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
+        chain = [t.compiled - t.modelled for t in compiled]
+        traced = [t.compiled - self.problem.estimate(t.solution) for t in compiled] if is_traced else []
+        if not is_traced or _spread(chain) < _spread(traced):
+            return modelled + chain[nearest]
+        return self.problem.estimate(solution) + traced[nearest]
+
+    def predicted_by_hand(self, solution: Solution) -> int:
+        """Predicts the compiled peak of a solution as people write it. The chain does not know what is left to JAX."""
+        problem, estimate = self.problem, self.problem.estimate(solution, by_hand=True)
+        made = [(problem.estimate(t.solution, by_hand=True), t.compiled) for t in self._compiled(by_hand=True)]
+        near = min(made, key=lambda each: abs(each[0] - estimate), default=None)
+        return estimate if near is None else estimate + near[1] - near[0]
+
+    def overstated(self, by_hand: bool) -> float | None:
+        """Returns the most that an estimate was over the compiled peak, as a ratio: of plans as people write them, or
+        of the solver's. None where none was compiled.
+        """
+        estimate = functools.partial(self.problem.estimate, by_hand=by_hand)
+        return max((estimate(t.solution) / t.compiled for t in self._compiled(by_hand)), default=None)
+
+    def added(self) -> int:
+        """Returns the bytes that the compiler adds to an estimate, by the plan that is nearest to the budget."""
+        near = self._nearest_of_all()
+        if near is None or not self.is_traced(near.solution):
+            return 0
+        return near.compiled - self.problem.estimate(near.solution)
+
+    def offset(self) -> int:
+        """Returns the bytes to subtract from the budget before the chain is solved: compiled minus modelled bytes of
+        the nearest plan that fits; of all plans at most, where none does. Before the first plan of this search, those
+        of the plan for another budget that is nearest.
+        """
+        if not self.tries:
+            return self._nearest_offset()
+        low, _ = self.nearest()
+        nearest = self.tries if low is None else [low]
+        return max(t.compiled - t.modelled for t in nearest) + self.spare()
+
+    def _nearest_offset(self) -> int:
+        near = self._nearest_of_all()
+        return self.standing if near is None else near.compiled - near.modelled
+
+    def _nearest_of_all(self) -> Try | None:
+        return min(self.compiled(), key=lambda t: abs(t.compiled - self.budget), default=None)
+
+    def modelled_limit(self, estimate: float) -> float:
+        """Returns the most modelled bytes of a solution whose step may be estimated to need no more than this: a trace
+        takes longer than what the chain says.
+        """
+        return OUTLYING * estimate - self._nearest_offset()
+
+    def spare(self) -> int:
+        """Returns the bytes of the budget that the next plan leaves free, as the plans of this search say that
+        predictions are worth.
+        """
+        if self.quick and not self.tries:  # a compilation costs little, and a plan may need all of the budget
+            return 0
+        misses = sum(not each.fits(self.budget) for each in self.tries)
+        factor = MISSED ** (misses - 1) if misses and misses == len(self.tries) else HIT
+        return int(MARGIN * self.budget * factor)
+
+
+def _spread(errors: Sequence[int]) -> int:
+    """Returns by how much errors differ, each from the next."""
+    return sum(abs(second - first) for first, second in itertools.pairwise(errors))
