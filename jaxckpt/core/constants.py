@@ -98,9 +98,10 @@ Judged by the U-Net, whose last upsampling goes from 1.2 to 0.9 GiB; transformer
 
 # ------------------------------------------------------------------------------------------------ candidates for loops
 
-MOST_LOOP_CANDIDATES = 400
+MOST_LOOP_CANDIDATES = 1600
 """Maximum number of candidates of a loop; those that save the fewest bytes over another go first. A limit of planning
-time; no measurement is on record."""
+time. Judged by the same LSTM: with `SPLITS` of 96 and 400 candidates, every second one would be left out.
+"""
 
 SHORTEST = 16
 """Fewest iterations of a scan that slots are offered for: of fewer, nested segments keep hardly more. No measurement is
@@ -114,9 +115,10 @@ SLOT_LIMITS, SLOT_FACTOR = 24, 1.35
 on record.
 """
 
-SPLITS = 24
-"""Maximum number of places where a scan is split in two runs that keep different values. No measurement is on
-record.
+SPLITS = 96
+"""Maximum number of places where a scan is split in two runs that keep different values. Judged by an LSTM of 1,024
+steps on the H100: with 24 places, plans for 25 and 30% of the peak left 3 to 4% of the budget, and computed 0.8% more
+FLOPs than plans that fill it; with 96 they are within 0.05%, and planning takes no longer.
 """
 
 LENGTHS = 40

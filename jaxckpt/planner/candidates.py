@@ -30,7 +30,18 @@ from jaxckpt.memory.targets import Target
 from jaxckpt.planner import held, mincut
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, link_seconds, passes, roofline, scaled, storing, timer, total, written
+from jaxckpt.planner.costs import (
+    Time,
+    link_seconds,
+    passes,
+    roofline,
+    scaled,
+    storing,
+    timer,
+    total,
+    wanted_whole,
+    written,
+)
 from jaxckpt.planner.timing import run_seconds
 
 
@@ -49,6 +60,9 @@ class Candidates:
       left_bytes, left_time: what is left of that where the compiler may fuse the forward with the backward pass,
         outputs not counted.
       plain_work: as `Candidate.work`, where nothing runs again.
+      cotangents: input of the stretch -> what it takes to have its cotangent in memory, where the compiler computes it
+        in what reads it unless a barrier is between the two.
+      read_whole: the outputs of the stretch whose cotangents it reads from memory in any case.
       presets: name of a policy -> number of the candidate that keeps what it keeps.
     """
 
@@ -61,6 +75,8 @@ class Candidates:
     left_bytes: int
     left_time: Time
     plain_work: int
+    cotangents: Mapping[int, Time]
+    read_whole: frozenset[int]
     presets: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -113,6 +129,8 @@ def candidates_of(
         left_bytes=left_bytes,
         left_time=left_time,
         plain_work=max(plain_peak - left_bytes, 0),
+        cotangents=_cotangents(stretch),
+        read_whole=_read_whole(stretch),
         presets=numbers,
     )
 
@@ -253,6 +271,18 @@ def _left(stretch: _Timed) -> tuple[int, Time]:
     # Of the forms of a value one is written: that which is there anyway, if one is.
     forms_written = [min(map(stretch.write, forms), key=lambda time: time.effort) for _, forms in left if forms]
     return sum(size for size, _ in left), total(forms_written)
+
+
+def _cotangents(stretch: _Timed) -> dict[int, Time]:
+    """Returns `cotangents`, as of `Candidates`; none that take nothing."""
+    times = {original: stretch.write(index) for original, index in stretch.joint.leaving.items()}
+    return {original: time for original, time in times.items() if time.effort}
+
+
+def _read_whole(stretch: _Timed) -> frozenset[int]:
+    """Returns `read_whole`, as of `Candidates`."""
+    wanted = wanted_whole(stretch.graph)
+    return frozenset(original for original, index in stretch.joint.coming.items() if index in wanted)
 
 
 def _kept_around(stretch: _Timed, inner: Sequence[held.Program]) -> list[Mapping[int, Action]]:
@@ -410,6 +440,7 @@ class _Joint:
       made: values that forward operations make.
       origin: forward value -> the value of the function that it is.
       results: the cotangents that come out; `arriving`: those that go in. `outcome`: the stretch's outputs.
+      coming: output of the stretch, by the function's number -> its cotangent; `leaving`: input -> its cotangent.
 
     Args:
       named: the body.
@@ -464,6 +495,10 @@ class _Joint:
         self.outcome = [place[v] for v in opened.outvars[: len(outputs)] if not isinstance(v, _compat.Literal)]
         self.results = results[len(self.outcome) :]
         self.arriving = arriving
+        self.coming = {outputs[i]: index for i, index in zip(through, arriving)}
+        moved = (index for index, moves in zip(inputs, moving) if moves)
+        last = zip(moved, opened.outvars[len(outputs) :])
+        self.leaving = {i: place[var] for i, var in last if not isinstance(var, _compat.Literal)}
         self.backward, used = _wanted(self.backward, self.results)
         self.made = {index for op in self.forward for index in op.outputs}
         self.needed = [index for index in dict.fromkeys(used) if index not in late]

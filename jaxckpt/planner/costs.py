@@ -70,7 +70,7 @@ def roofline(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycle
     """
     rates, bandwidth, devices = target.flops, target.bandwidth, shards.devices
     ops = list(graph.walk())
-    wanted = _wanted_whole(graph)
+    wanted = wanted_whole(graph)
     read = _read_bytes(graph, ops, wanted)
     turned = _turned(graph, ops)
 
@@ -118,17 +118,23 @@ def timer(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycles |
 
 
 def written(graph: Graph, target: Target) -> Callable[[int], Time]:
-    """Returns the function that says what it takes to write a value to memory so that it can be kept: what is computed
+    """Returns the function that says what it takes to have a value in memory, as `roofline` counts it: what is computed
     where it is used is not there otherwise; the rest is.
     """
-    wanted = _wanted_whole(graph)
-    elsewhere = {
-        index for op in graph.walk() if primitives.of(op.primitive).fused for index in op.outputs if index not in wanted
+    ops, wanted = list(graph.walk()), wanted_whole(graph)
+    read = _read_bytes(graph, ops, wanted)
+    makers = {
+        index: op for op in ops if primitives.of(op.primitive).fused for index in op.outputs if index not in wanted
     }
 
     def time(index: int) -> Time:
-        seconds = graph.values[index].bytes / target.bandwidth if index in elsewhere else 0.0
-        return Time(seconds, seconds)
+        op = makers.get(index)
+        while op is not None and op.inputs and passes(graph, op):
+            op = makers.get(op.inputs[0])
+        if op is None:
+            return Time()
+        moved = sum(map(read, set(op.inputs))) + sum(graph.values[each].bytes for each in op.outputs)
+        return Time(moved / target.bandwidth, moved / target.bandwidth)
 
     return time
 
@@ -175,7 +181,7 @@ def passes(graph: Graph, op: Op) -> bool:
     return primitives.is_same(op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None)
 
 
-def _wanted_whole(graph: Graph) -> Collection[int]:
+def wanted_whole(graph: Graph) -> Collection[int]:
     """Returns the values that some operation wants in memory. What passes a value on wants it if the result is wanted;
     no fusion reaches over a barrier. What a call's program results in is wanted where the call's results are, that of
     loops and branches always.

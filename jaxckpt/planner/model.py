@@ -23,9 +23,11 @@ from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress, silent
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import stages
+from jaxckpt.planner.barriers import Barriers
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
+from jaxckpt.planner.costs import Time, written
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.preferences import barest, fastest, leanest, on_device, tightest
@@ -33,6 +35,7 @@ from jaxckpt.planner.scans import InnerCandidates, InnerRegions, LoopCandidates,
 from jaxckpt.planner.shards import WHOLE, Shards
 from jaxckpt.planner.solvers.optimal import Optimal, Table
 from jaxckpt.policies import PRESETS
+from jaxckpt.schedules import schedule_of
 
 BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
 """The presets that plans are held against; the others keep nothing, or everything."""
@@ -93,7 +96,7 @@ class Model:
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block that keeps nothing, at first, and around several; the
         same with all that is before and after the blocks as lean as it can be; and a preset's checkpoint around each
-        block.
+        block. Where there are loops, a checkpoint around their bodies, and all else left to JAX.
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
@@ -108,6 +111,16 @@ class Model:
         for name in BLOCK_PRESETS:
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
                 yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
+        if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
+            kept = {item.start: item for item in bodies}
+            left = [replace(self._kept(s, s + 1, fastest), left=True) for s in range(self.chain.length)]
+            yield tuple(kept.get(item.start, item) for item in left)
+
+    def _each_iteration(self, place: int) -> Keep | None:
+        """Returns a loop with each iteration checkpointed; None where that is not among its candidates."""
+        stage, every = self.places.index(place), schedule_of(self.graph.ops[place].params["length"], "every")
+        hows = [candidate.how for candidate in self.chain.segment(stage, stage + 1).candidates]
+        return Keep(stage, stage + 1, hows.index(every)) if every in hows else None
 
     def _around(self, blocks: Sequence[Keep], preference: Callable[[Candidate], tuple[float, float]]) -> Solution:
         """Returns blocks with what is before and after them, each stage with the candidate that is preferred."""
@@ -360,6 +373,8 @@ class _Builder:
         """
         length = len(singles)
         gradients = self._gradients(places)
+        barriers = Barriers(self.graph, places, written(self.context.shards.applied(self.graph), self.context.target))
+        read_whole = functools.cache(lambda stage: self._read_whole(singles[stage], *places[stage : stage + 2]))
         made = _made_before([value for value, _ in carried], length)
         passing = _passing([value for value, moving in carried if moving], length)
         segments: dict[tuple[int, int], Segment] = {}
@@ -369,14 +384,34 @@ class _Builder:
                 candidates: list[Candidate] = []
                 if (s, t) in found:
                     candidates = self._candidates(found[s, t], places[s], places[t])
-                    if (s, t) == (length - 1, length):
-                        candidates += self._left_to_jax(found[s, t])
                     more = int(passing[s, t]) - self._written_before(places[s], places[t])
-                    candidates = [replace(each, work=max(each.work + more, 0)) for each in candidates]
+                    crossing = self._crossing(found[s, t], places[s], places[t])
+                    apart = Time() if crossing is None else barriers.time(s, t, *crossing, read_whole)
+                    candidates = [_more(each, apart, more) for each in candidates]
+                    if (s, t) == (length - 1, length):
+                        candidates += [_more(each, Time(), more) for each in self._left_to_jax(found[s, t])]
                 forward = sum(single.forward.effort for single in singles[s:t])
                 work = max(work, singles[t - 1].forward_work + int(made[s, t - 1]))
                 segments[s, t] = Segment(forward, work, sum(gradients[s:t]), tuple(candidates))
         return segments
+
+    def _crossing(
+        self, found: Candidates | LoopCandidates, start: int, stop: int
+    ) -> tuple[Collection[int], Mapping[int, Time]] | None:
+        """Returns the values that go into a region, and what it takes to have their cotangents in memory; None where
+        there is no barrier in front of the region: a loop is none, and in a loop's body regions are not tied.
+        """
+        if self.looped or isinstance(found, LoopCandidates):
+            return None
+        here = self._here(start, stop)
+        return self._stretch(start, stop)[1].inputs, {here[index]: time for index, time in found.cotangents.items()}
+
+    def _read_whole(self, found: Candidates | LoopCandidates, start: int, stop: int) -> Collection[int]:
+        """Returns the values of a stage whose cotangents it reads from memory in any case; a loop reads all."""
+        if isinstance(found, LoopCandidates):
+            return self.graph.ops[start].outputs
+        here = self._here(start, stop)
+        return {here[index] for index in found.read_whole}
 
     def _left_to_jax(self, last: Candidates | LoopCandidates) -> list[Candidate]:
         """Returns the candidate of the last stage that leaves to JAX what is kept, if there is one.
@@ -466,13 +501,17 @@ class _Builder:
         """Returns the candidates of start..stop, of what was found for it or for a stretch that is equal to it."""
         if isinstance(found, LoopCandidates):
             return _listed(found)
-        _, _, numbers = self._stretch(start, stop)
-        here = {index: numbers[number] for index, number in self.analyses[self._key(start, stop)][1].items()}
+        here = self._here(start, stop)
         moved = lambda actions: {here[index]: action for index, action in actions.items()}
         return [
             replace(c, how=LeanLoops(moved(c.how.actions)) if isinstance(c.how, LeanLoops) else moved(c.how))
             for c in found.candidates
         ]
+
+    def _here(self, start: int, stop: int) -> dict[int, int]:
+        """Returns value of the stretch that was analysed -> value of start..stop, which is equal to it."""
+        _, _, numbers = self._stretch(start, stop)
+        return {index: numbers[number] for index, number in self.analyses[self._key(start, stop)][1].items()}
 
     def _found(self, start: int, stop: int) -> Candidates | LoopCandidates:
         text, part, numbers = self._stretch(start, stop)
@@ -551,6 +590,16 @@ class _Builder:
             for index in self._stretch(start, stop)[1].inputs
             if index in self.differentiated and stop <= self.last[index] < len(self.graph.ops)
         )
+
+
+def _more(candidate: Candidate, time: Time, work: int) -> Candidate:
+    """Returns a candidate that takes more time, and needs more bytes at once."""
+    return replace(
+        candidate,
+        time=candidate.time + time.effort,
+        seconds=candidate.seconds + time.seconds,
+        work=max(candidate.work + work, 0),
+    )
 
 
 def _with_lean(found: Candidates, lean: Candidates) -> Candidates:

@@ -33,13 +33,19 @@ class Predictions:
       problem: the function, with all plans of it that were compiled.
       budget: bytes.
       tries: the solver's plans of this search, in the order in which they were compiled.
+      asked: the solutions that this search had compiled, or found compiled: (solution, whether as people write it).
       quick: whether a trace and a compilation take little time.
+
+    Args:
+      alone: whether predictions are corrected by the plans of this search alone, as if nothing had been compiled before
+        it.
     """
 
-    def __init__(self, problem: Measured, budget: int, solver: Solver) -> None:
-        self.problem, self.budget, self._solver = problem, budget, solver
+    def __init__(self, problem: Measured, budget: int, solver: Solver, alone: bool = False) -> None:
+        self.problem, self.budget, self._solver, self._alone = problem, budget, solver, alone
         self.chain, self.quick = problem.model.chain, problem.model.quick
         self.tries: list[Try] = []
+        self.asked: set[tuple[Solution, bool]] = set()
 
     @functools.cached_property
     def standing(self) -> int:
@@ -55,7 +61,8 @@ class Predictions:
 
     def _compiled(self, by_hand: bool) -> list[Try]:
         with self.problem.lock:
-            return [t for t in self.problem.tries.values() if t.report is not None and t.by_hand is by_hand]
+            made = [(key, t) for key, t in self.problem.tries.items() if t.report is not None and t.by_hand is by_hand]
+        return [t for key, t in made if not self._alone or key in self.asked]
 
     def nearest(self) -> tuple[Try | None, Try | None]:
         """Returns the plan of this search that fits and is modelled with the most bytes, and that which does not, with

@@ -9,6 +9,7 @@ people write is compiled as well where it may be cheaper, and the leanest plans 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection
 from dataclasses import replace
@@ -55,6 +56,7 @@ class Search:
     Args:
       thorough: whether a plan is looked for that is leaner than all that were compiled, however far these are above the
         budget. Not where others are to be tried yet, of the function with other tiles.
+      alone: whether it searches as if nothing had been compiled before it. What was is not compiled again.
     """
 
     def __init__(
@@ -66,12 +68,13 @@ class Search:
         progress: Progress,
         *,
         thorough: bool = True,
+        alone: bool = False,
     ) -> None:
         self.problem, self.budget, self.solver, self.verify, self.progress = problem, budget, solver, verify, progress
-        self.shares, self.thorough = problem.shares(solver), thorough
+        self.shares, self.thorough, self.alone = problem.shares(solver), thorough, alone
         self.chain = problem.model.chain
         self.host = problem.host(solver)
-        self.predictions = Predictions(problem, budget, solver)
+        self.predictions = Predictions(problem, budget, solver, alone)
         self.aims, self.tries = Aims(self.predictions, solver), self.predictions.tries
         self.compiles = 0
         self.effort = 0.0  # of the plan that was found
@@ -117,7 +120,7 @@ class Search:
         """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the
         compiler said of those before it, and what people do by hand where that is cheaper.
         """
-        best = self.known() if self.shares else None
+        best = self.known() if self.shares and not self.alone else None
         seen: set[Solution] = set()
         closed = False  # whether a plan was near the budget, and another one is compiled all the same
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self.aims.is_steep()):
@@ -139,13 +142,23 @@ class Search:
                     break
                 closed = not self.quick
         if best is None or not self.shares:
-            return best
+            return best if not self.shares else self._near_miss_by_hand()
         best = self._or_estimated(best, seen)
         best = self._or_by_hand(best, self.problem.by_hand)
         best = self._or_by_hand(best, hand_written.first_blocks(self.predictions))
         # What misses the budget may fit it where no region waits for the gradients of the one before.
         missed = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
         return self._or_by_hand(best, missed) if missed else best
+
+    def _near_miss_by_hand(self) -> Try | None:
+        """Returns a plan of this search that hardly missed the budget, written as people write it, if that fits: the
+        barriers between regions take a few bytes.
+        """
+        near = [
+            t for t in self.tries if self.quick and t.report is not None and t.compiled <= (1 + CLOSE) * self.budget
+        ]
+        made = (self._try(t.solution, by_hand=True) for t in sorted(near, key=lambda t: t.compiled)[:FLOORS])
+        return next((each for each in made if each.fits(self.budget)), None)
 
     def _is_cheaper(self, solution: Solution, best: Try) -> bool:
         """Whether a solution takes less than a plan that was compiled, as its step is traced."""
@@ -255,13 +268,18 @@ class Search:
             return None
         for _ in range(FLOORS):
             before = leanest = min(self.problem.compiled_peaks())
-            for share in (None, *LEANER):  # at first for the leanest itself, as the caller will
+            # At first for the leanest itself, as the caller will, who may not have what was compiled here.
+            for share, alone in itertools.product((None, *LEANER), (False, True)):
                 budget = leanest if share is None else int(leanest * share) - 1
-                Search(self.problem, budget, self.solver, self.verify, self.progress)._search(least)
+                Search(self.problem, budget, self.solver, self.verify, self.progress, alone=alone)._search(least)
                 if (found := self.known()) is not None:
                     return found
                 leanest = min(self.problem.compiled_peaks())
-            if leanest == before:
+            # The barriers between regions take a few bytes.
+            lean = min(self.predictions.compiled(), key=lambda t: t.compiled, default=None)
+            if lean is not None and (made := self._try(lean.solution, by_hand=True)).fits(self.budget):
+                return made
+            if min(self.problem.compiled_peaks()) == before:
                 return None
         return None
 
@@ -308,6 +326,7 @@ class Search:
         of the next ones; those of a plan for another budget are too far from this one's.
         """
         problem = self.problem
+        self.predictions.asked.add((solution, by_hand))
         with problem.lock:
             known = problem.tries.get((solution, by_hand))
         if known is None:

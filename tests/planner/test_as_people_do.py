@@ -259,3 +259,41 @@ def test_steps_far_above_the_budget_are_not_traced(monkeypatch):
 
     (plan, few), (same, many) = planned(predictions.OUTLYING), planned(100.0)
     assert few < many and plan == same
+
+
+def remembering(wrap):
+    """A recurrent model that attends over its own past, with a number and a random key in the carry."""
+
+    def loss(p, xs, key):
+        def cell(carry, x):
+            h, memory, i, key = carry
+            key, own = jax.random.split(key)
+            scores = jnp.where(jnp.arange(32) < i, jnp.einsum("bd,mbd->bm", h @ p["q"], memory), -1e9)
+            read = jnp.einsum("bm,mbd->bd", jax.nn.softmax(scores), memory)
+            z, new = (
+                act(jnp.concatenate([x, h, read], -1) @ p[n]) for act, n in ((jax.nn.sigmoid, "z"), (jnp.tanh, "n"))
+            )
+            h = (1 - z) * h + z * jnp.where(jax.random.bernoulli(own, 0.9, new.shape), new, 0.0)
+            return (h, jax.lax.dynamic_update_index_in_dim(memory, h, i % 32, 0), i + 1, key), h
+
+        start = jnp.zeros(xs.shape[1:]), jnp.zeros((32, *xs.shape[1:])), jnp.int32(0), key
+        return jnp.mean((jax.lax.scan(wrap(cell), start, xs)[1][:-1] @ p["o"] - xs[1:]) ** 2)
+
+    return loss
+
+
+@pytest.mark.cuda
+def test_a_plan_at_the_peak_of_a_checkpoint_around_a_scans_body():
+    square, tall = jnp.eye(32), jnp.ones((96, 32))
+    args = {"q": square, "z": tall, "n": tall, "o": square}, jnp.ones((100, 8, 32)), jax.random.key(0)
+    peak, flops, seconds = at(remembering(jax.checkpoint), args)
+    plan = jaxckpt.plan(remembering(lambda cell: cell), *args, budget=peak, target="cuda:h100")
+    assert plan.measured_bytes <= peak
+    assert plan.report.flops <= 1.001 * flops and plan.report.seconds <= 1.001 * seconds
+    assert plan.report.seconds > 1.05 * plan.report.unplanned_seconds  # the budget asks for recomputation
+
+
+def at(fun, args):
+    """Returns the compiled peak, the FLOPs and the seconds by the rates of a step as it is."""
+    report = jaxckpt.plan(fun, *args, budget="1TiB", target="cuda:h100").report
+    return report.measured_bytes, report.flops, report.seconds
