@@ -18,7 +18,7 @@ from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import FORMAT, Plan
 from jaxckpt.core.shown import Progress
 from jaxckpt.memory.cache import surroundings
-from jaxckpt.memory.gradient import suited
+from jaxckpt.memory.gradient import PLAIN, not_a_loss, suited
 from jaxckpt.memory.report import devices_of
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.budget import DEVICE, normal
@@ -101,7 +101,13 @@ class PlanFile:
     def _file_name(self) -> str:
         settings, planning, fun, shapes = self.settings, self.settings.planning, self.fun, self.shapes
         step, target = suited(planning.step, fun, shapes), target_of(planning.target)
-        graph, jitted = step_and_settings(step(fun), shapes, target)
+        try:
+            graph, jitted = step_and_settings(step(fun), shapes, target)
+        except TypeError as error:
+            wrong = not_a_loss(self.name, fun, shapes) if planning.step in PLAIN else None
+            if wrong is not None:
+                raise wrong from error
+            raise
         facts = {
             "format": FORMAT,
             "compilers": surroundings(),

@@ -641,3 +641,22 @@ def test_numbers_among_the_arguments_count_as_the_plan_counts_them():
             refused()
         least.append(re.search(r"is (\d+) bytes", str(caught.value))[1])
     assert least[0] == least[1]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_loss_with_metrics_is_told_of_its_step_and_planned_with_it(stored, tmp_path):
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), {"mean": x.mean(0)}
+
+    args = [jnp.eye(32)] * 8, jnp.ones((512, 32))
+    path = tmp_path if stored else None
+    with pytest.raises(jaxckpt.NotDifferentiableError, match="jax.value_and_grad, has_aux=True"):
+        autocheckpoint(loss, budget="60%", path=path)(*args)
+    step = functools.partial(jax.value_and_grad, has_aux=True)
+    planned = autocheckpoint(loss, budget="60%", path=path, step=step)
+    assert_trees_close(step(planned)(*args), step(loss)(*args))
+    plan = planned.plan(*args)
+    assert plan.measured_bytes <= plan.budget < plan.unplanned_bytes and plan.regions
+    assert len(list(tmp_path.iterdir())) == stored
