@@ -32,6 +32,7 @@ from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.costs import (
     Time,
+    behind_barrier,
     link_seconds,
     passes,
     roofline,
@@ -275,7 +276,8 @@ def _left(stretch: _Timed) -> tuple[int, Time]:
 
 def _cotangents(stretch: _Timed) -> dict[int, Time]:
     """Returns `cotangents`, as of `Candidates`; none that take nothing."""
-    times = {original: stretch.write(index) for original, index in stretch.joint.leaving.items()}
+    added = behind_barrier(stretch.graph, stretch.context.target)
+    times = {original: added(index) for original, index in stretch.joint.leaving.items()}
     return {original: time for original, time in times.items() if time.effort}
 
 

@@ -118,14 +118,25 @@ def timer(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycles |
 
 
 def written(graph: Graph, target: Target) -> Callable[[int], Time]:
-    """Returns the function that says what it takes to have a value in memory, as `roofline` counts it: what is computed
-    where it is used is not there otherwise; the rest is.
+    """Returns the function that says what it takes to write a value to memory so that it can be kept: what is computed
+    where it is used is not there otherwise; the rest is. What it is computed from is read in any case.
     """
-    ops, wanted = list(graph.walk()), wanted_whole(graph)
-    read = _read_bytes(graph, ops, wanted)
-    makers = {
-        index: op for op in ops if primitives.of(op.primitive).fused for index in op.outputs if index not in wanted
-    }
+    makers = _elsewhere(graph, wanted_whole(graph))
+
+    def time(index: int) -> Time:
+        seconds = graph.values[index].bytes / target.bandwidth if index in makers else 0.0
+        return Time(seconds, seconds)
+
+    return time
+
+
+def behind_barrier(graph: Graph, target: Target) -> Callable[[int], Time]:
+    """Returns the function that says what a barrier behind a value adds, as `roofline` counts it: what is computed
+    where it is used is computed in front of the barrier instead, from what it reads, and written. The rest is in memory
+    anyway.
+    """
+    wanted = wanted_whole(graph)
+    makers, read = _elsewhere(graph, wanted), _read_bytes(graph, list(graph.walk()), wanted)
 
     def time(index: int) -> Time:
         op = makers.get(index)
@@ -137,6 +148,12 @@ def written(graph: Graph, target: Target) -> Callable[[int], Time]:
         return Time(moved / target.bandwidth, moved / target.bandwidth)
 
     return time
+
+
+def _elsewhere(graph: Graph, wanted: Collection[int]) -> dict[int, Op]:
+    """Returns value -> the operation that makes it, for those that are computed where they are used."""
+    ops = (op for op in graph.walk() if primitives.of(op.primitive).fused)
+    return {index: op for op in ops for index in op.outputs if index not in wanted}
 
 
 def storing(cost: Cost, target: Target, devices: int = 1) -> Time:

@@ -27,7 +27,7 @@ from jaxckpt.planner.barriers import Barriers
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, written
+from jaxckpt.planner.costs import Time, behind_barrier
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.preferences import barest, fastest, leanest, on_device, tightest
@@ -373,7 +373,8 @@ class _Builder:
         """
         length = len(singles)
         gradients = self._gradients(places)
-        barriers = Barriers(self.graph, places, written(self.context.shards.applied(self.graph), self.context.target))
+        here = self.context.shards.applied(self.graph)
+        barriers = Barriers(self.graph, places, behind_barrier(here, self.context.target))
         read_whole = functools.cache(lambda stage: self._read_whole(singles[stage], *places[stage : stage + 2]))
         made = _made_before([value for value, _ in carried], length)
         passing = _passing([value for value, moving in carried if moving], length)
