@@ -5,16 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 
-from jaxckpt.core.constants import (
-    AIMED,
-    AIMS,
-    BETWEEN,
-    CLOSE,
-    FAR_BELOW,
-    QUICK_AIMS,
-    STEEP,
-    UNITS,
-)
+from jaxckpt.core.constants import AIMED, AIMS, BETWEEN, CLOSE, FAR_BELOW, QUICK_AIMS, STEEP, UNITS
 from jaxckpt.planner.chain import Chain, Solution
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.host import Host

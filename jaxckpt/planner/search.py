@@ -14,10 +14,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 
-from jaxckpt._errors import (
-    DoesNotFitError,
-    InfeasibleBudgetError,
-)
+from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError
 from jaxckpt.core import purity
 from jaxckpt.core.constants import (
     ABOVE,
@@ -141,8 +138,10 @@ class Search:
                 if not self._is_worth_another(tried):
                     break
                 closed = not self.quick
-        if best is None or not self.shares:
-            return best if not self.shares else self._near_miss_by_hand()
+        if not self.shares:
+            return best
+        if best is None:
+            return self._near_miss_by_hand()
         best = self._or_estimated(best, seen)
         best = self._or_by_hand(best, self.problem.by_hand)
         best = self._or_by_hand(best, hand_written.first_blocks(self.predictions))
