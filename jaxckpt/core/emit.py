@@ -236,8 +236,8 @@ def _rewrite(
     actions: Mapping[int, Action],
     cuts: Sequence[int] = (),
 ) -> list[list[Any]]:
-    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's that
-    follow it.
+    """Returns for each operation of the body its equations: itself, its values' names, and names of the user's, as of
+    `_with_late_names`.
 
     `cuts` are places, rising, across which only named values are passed.
     """
@@ -245,21 +245,20 @@ def _rewrite(
     groups: list[list[Any]] = []
     named: set[int] = set()
     ops = iter(enumerate(body.ops))
-    pending: list[Any] = []  # names given to inputs before the first operation
+    pending: list[Any] = []  # late names
     before: dict[Any, tuple[int, Any]] = {}  # variable with a name -> where it is made, and the one without
     calls: dict[
         Any, tuple[int, Any]
     ] = {}  # result of a call with names inside -> where it is made, and the call without
-    for eqn in body.jaxpr.eqns:
+    for eqn, late in _with_late_names(body.jaxpr):
         if _is_alias(eqn):
             index = body.values[eqn.invars[0]]
+            group = pending if late else groups[-1]
             if index in actions and index not in named and names.graph.values[index].kind != "intermediate":
                 named.add(index)
-                (groups[-1] if groups else pending).extend(
-                    names.equations(eqn.invars[0], eqn.outvars[0], index, eqn, actions[index])
-                )
+                group.extend(names.equations(eqn.invars[0], eqn.outvars[0], index, eqn, actions[index]))
             else:
-                (groups[-1] if groups else pending).append(eqn)
+                group.append(eqn)
             continue
         place, op = next(ops)
         if reads.is_effect(eqn):
@@ -287,18 +286,48 @@ def _rewrite(
 
 
 def grouped(body: Body) -> list[list[Any]]:
-    """Returns for each operation of a body its equations: itself, and the names that follow it; with the first one
-    those before it.
-    """
+    """Returns for each operation of a body its equations: itself, and names, as of `_with_late_names`."""
     groups: list[list[Any]] = []
-    pending: list[Any] = []
-    for eqn in body.jaxpr.eqns:
+    pending: list[Any] = []  # late names
+    for eqn, late in _with_late_names(body.jaxpr):
         if not _is_alias(eqn):
             groups.append([*pending, eqn])
             pending = []
         else:
-            (groups[-1] if groups else pending).append(eqn)
+            (pending if late else groups[-1]).append(eqn)
     return [*groups, pending] if pending else groups
+
+
+def _with_late_names(jaxpr: Any) -> list[tuple[Any, bool]]:
+    """Returns a jaxpr's equations, each with whether it is a late name: one that is not given to what the operation
+    before it makes, but to an input or to an older value.
+
+    These stand where the value is first read by that name, or nowhere. Elsewhere a region that has no use for the value
+    would take it and hand it on.
+    """
+    made: set[Any] = set()  # what the last operation makes, by all its names
+    late: dict[Any, Any] = {}  # late name that nothing has read yet -> its equation
+    found: list[tuple[Any, bool]] = []
+
+    def place(variables: Sequence[Any]) -> None:
+        for var in variables:
+            if not isinstance(var, _compat.Literal) and var in late:
+                eqn = late.pop(var)
+                place(eqn.invars)
+                found.append((eqn, True))
+
+    for eqn in jaxpr.eqns:
+        if not _is_alias(eqn):
+            place(eqn.invars)
+            found.append((eqn, False))
+            made = set(eqn.outvars)
+        elif eqn.invars[0] in made:
+            found.append((eqn, False))
+            made.update(eqn.outvars)
+        else:
+            late[eqn.outvars[0]] = eqn
+    place(jaxpr.outvars)
+    return found
 
 
 def _is_alias(eqn: Any) -> bool:

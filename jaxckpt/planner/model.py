@@ -405,7 +405,9 @@ class _Builder:
         if self.looped or isinstance(found, LoopCandidates):
             return None
         here = self._here(start, stop)
-        return self._stretch(start, stop)[1].inputs, {here[index]: time for index, time in found.cotangents.items()}
+        # A result that is an older value by another name goes into the last stretch, and nothing there reads it.
+        cotangents = {here[index]: time for index, time in found.cotangents.items() if index in here}
+        return self._stretch(start, stop)[1].inputs, cotangents
 
     def _read_whole(self, found: Candidates | LoopCandidates, start: int, stop: int) -> Collection[int]:
         """Returns the values of a stage whose cotangents it reads from memory in any case; a loop reads all."""

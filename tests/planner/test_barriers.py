@@ -1,9 +1,12 @@
 """What a barrier in front of a region costs: the chain says what the trace of the step says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxckpt
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import barriers
 from jaxckpt.planner.chain import Keep, cost
@@ -108,3 +111,67 @@ def test_a_value_is_written_once_and_each_region_writes_its_part_of_the_cotangen
     assert found.time(1, 3, [a], {a: second}, lambda stage: [a]) == Time(1.0, 1.0)
     assert found.time(1, 2, [a], {a: second}, lambda stage: [a]) == Time(3.0, 3.0)
     assert found.time(1, 3, [a], {}, lambda stage: ()) == Time(1.0, 1.0)
+
+
+def tagged_early(ws, x):
+    """All weights are tagged before the first layer."""
+    return tanh_layers([jaxckpt.tag(w, "weight") for w in ws], x)
+
+
+def tagged_after(ws, x):
+    """The weight of each layer is tagged while the layer before it is the last that was computed."""
+    for w in ws:
+        x = jnp.tanh(x @ jaxckpt.tag(w, "weight"))
+    return jnp.sum(x)
+
+
+def tagged_later(ws, x):
+    """A value is tagged far behind the operation that makes it."""
+    first = jnp.tanh(x @ ws[0])
+    x = jnp.tanh(first @ ws[1])
+    first = jaxckpt.tag(first, "first")
+    for w in ws[2:]:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x * first)
+
+
+def untagged_later(ws, x):
+    first = jnp.tanh(x @ ws[0])
+    x = first
+    for w in ws[1:]:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x * first)
+
+
+def tanh_layers(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize(
+    ("tagged", "plain"),
+    [(tagged_early, tanh_layers), (tagged_after, tanh_layers), (tagged_later, untagged_later)],
+)
+def test_a_tag_far_from_what_makes_or_reads_its_value_changes_no_plan(tagged, plain):
+    ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    found, expected = (problem_of(fun, ws, x, target="cpu").model.chain for fun in (tagged, plain))
+    assert found.segments == expected.segments
+    plans = [jaxckpt.plan(fun, ws, x, budget="90%", target="cpu") for fun in (tagged, plain)]
+    assert plans[0].measured_bytes == plans[1].measured_bytes < plans[0].unplanned_bytes
+    assert plans[0].report.seconds == plans[1].report.seconds
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_tag_that_only_results_read_or_nothing_is_planned_around(read):
+    def fun(ws, x):
+        y = tanh_layers(ws, x)
+        named = jaxckpt.tag(ws[0], "weight")
+        return y, named if read else y
+
+    ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    step = functools.partial(jax.value_and_grad, has_aux=True)
+    plan = jaxckpt.plan(fun, ws, x, budget="90%", target="cpu", step=step)
+    assert plan.measured_bytes < plan.unplanned_bytes
