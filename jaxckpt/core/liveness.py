@@ -155,7 +155,7 @@ def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple
     }
     events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
-    events = _needed(events, results)
+    events = _at_first_use(_needed(events, results))
     if FUSING[platform].stores_shared:
         _store_shared(events)
     _decide(events, results)
@@ -240,6 +240,47 @@ def _call(
 def _needed(events: list[_Event], results: Iterable[_Memory]) -> list[_Event]:
     """Returns the events that the results depend on: XLA drops the others."""
     return surgery.live(events, results, lambda event: event.outputs, lambda event: event.inputs)
+
+
+def _at_first_use(events: list[_Event]) -> list[_Event]:
+    """Returns the events with those that compute cheaply of arguments alone, such as a weight's cast, where they are
+    first used: compilers order them so, and arguments are there in any case.
+    """
+    made = {id(slot) for event in events for slot in event.outputs}
+    given: set[int] = set()  # what is computed of arguments, and what barriers pass on of it
+    late: dict[int, _Event] = {}  # result -> its event, which nothing has used yet
+    found: list[_Event] = []
+
+    def is_given(slot: _Memory) -> bool:
+        return id(slot) not in made or id(slot) in given
+
+    def place(user: _Event) -> None:
+        """Places an event, behind what it uses of `late`."""
+        waiting = [user]
+        while waiting:
+            event = waiting[-1]
+            sources = [late[id(slot)] for slot in event.inputs if id(slot) in late]
+            if sources:
+                waiting += sources
+                continue
+            waiting.pop()
+            if event is user or any(id(slot) in late for slot in event.outputs):  # else it is placed
+                for slot in event.outputs:
+                    late.pop(id(slot), None)
+                event.path = user.path
+                found.append(event)
+
+    for event in events:
+        if event.primitive == BARRIER:
+            given.update(id(after) for before, after in zip(event.inputs, event.outputs) if is_given(before))
+        elif event.facts.fused and event.inputs and event.outputs and all(map(is_given, event.inputs)):
+            given.update(id(slot) for slot in event.outputs)
+            late.update((id(slot), event) for slot in event.outputs)
+            continue
+        place(event)
+    while late:
+        place(next(iter(late.values())))
+    return found
 
 
 def _store_shared(events: list[_Event]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 
-from jaxckpt.core.constants import AIMED, AIMS, BETWEEN, CLOSE, FAR_BELOW, QUICK_AIMS, STEEP, UNITS
-from jaxckpt.planner.chain import Chain, Solution
+from jaxckpt.core.constants import AIMED, AIMS, BETWEEN, CLOSE, FAR_BELOW, OTHERS, QUICK_AIMS, STEEP, UNITS
+from jaxckpt.planner.chain import Chain, Solution, cost
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.host import Host
+from jaxckpt.planner.measured import Try
 from jaxckpt.planner.predictions import Predictions
 from jaxckpt.planner.solvers import Solver
 
@@ -77,25 +78,53 @@ class Aims:
         """
         aimed = self._aimed(seen)
         low, high = self.predictions.nearest()
-        if low is None or high is None or high.modelled <= low.modelled:
+        if low is None or high is None:
             return aimed
-        limits = [low.modelled + round(share * (high.modelled - low.modelled)) for share in BETWEEN]
+        # The plan that did not fit, less what it needs too much; and plans between the two, if it is modelled so.
+        limits = [high.modelled - (high.compiled - self.budget) - self.predictions.spare()]
+        between = high.modelled > low.modelled
+        if between:
+            limits += [low.modelled + round(share * (high.modelled - low.modelled)) for share in BETWEEN]
         found = dict.fromkeys(s for s in (aimed, *map(self.host.solve, limits)) if s is not None and s not in seen)
-        between = [solution for solution in found if self.predictions.is_traced(solution)]
-        if not between:
-            return aimed
-        over = {solution: self.predictions.predicted(solution) - self.budget for solution in between}
-        fitting = [solution for solution in between if over[solution] <= 0]
+        traced = [solution for solution in found if self.predictions.is_traced(solution)]
+        over = {solution: self.predictions.predicted(solution) - self.budget for solution in traced}
+        fitting = [solution for solution in traced if over[solution] <= 0]
         if fitting:
             return min(fitting, key=self.problem.effort)
+        if not between or not traced:
+            return aimed
         far = low.compiled < self.budget * (1 - FAR_BELOW * CLOSE)
-        return min(between, key=lambda solution: over[solution]) if far or self.is_steep() else None
+        return min(traced, key=lambda solution: over[solution]) if far or self.is_steep() else None
 
     def fullest(self) -> Solution | None:
         """Returns the solver's solution of the corrected chain that is predicted to fit; None where there is none, or
         where no trace corrects the chain.
         """
         return None if self.problem.divided else self._solve_corrected()
+
+    def other(self, best: Try, saved: float, seen: Collection[Solution]) -> Solution | None:
+        """Returns a solution that is predicted to fit, and takes less than the best plan by at least `saved`; None
+        where none is found.
+
+        What traces of a few solutions taught hides others, whose regions begin and end elsewhere. So here the chain is
+        as it was: of those of its solutions that take less, the leanest ones are traced.
+        """
+        problem, chain = self.problem, self.predictions.chain
+        most = cost(chain, best.solution).time - saved
+
+        def cheap(limit: int) -> Solution | None:
+            solution = self.host.solve(limit)
+            return solution if solution is not None and cost(chain, solution).time < most else None
+
+        low, high = 0, best.modelled  # the leanest cheap solution needs a limit between the two
+        while high - low > self.budget // UNITS:
+            middle = (low + high) // 2
+            low, high = (middle, high) if cheap(middle) is None else (low, middle)
+        found = (cheap(high + place * self.budget // OTHERS) for place in range(AIMS))
+        new = dict.fromkeys(s for s in found if s is not None and s not in seen and self.predictions.is_traced(s))
+        aim = self.budget - self.predictions.spare()
+        fitting = [s for s in new if self.predictions.predicted(s) <= aim and problem.effort(s) <= best.effort - saved]
+        return min(fitting, key=problem.effort, default=None)
 
     def _aimed(self, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution that takes least of those that are predicted to fit, or the last one where none is.

@@ -119,24 +119,30 @@ class Search:
         """
         best = self.known() if self.shares and not self.alone else None
         seen: set[Solution] = set()
-        closed = False  # whether a plan was near the budget, and another one is compiled all the same
+        closed = missed = False  # whether a plan was near the budget; whether the one after it did not fit
+        other: Solution | None = None
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self.aims.is_steep()):
             last = self.compiles == self.most - 1 and best is None
-            solution = None if last else self.aims.next(seen)
+            solution = None if last else other or self.aims.next(seen)
             if solution is None and best is not None and not best.by_hand and not self.tries:
                 self.tries.append(best)  # made for another budget, it corrects what the chain says
                 solution = self.aims.next({*seen, best.solution})
             solution = solution or (least if best is None else None)
             if solution is None or solution in seen or (best is not None and not self._is_cheaper(solution, best)):
                 break
-            seen.add(solution)
-            tried = self._try(solution)
-            best = self._better(best, tried)
-            if closed:
+            if missed and self.predictions.predicted(solution) > self.budget:
                 break
+            seen.add(solution)
+            tried, other = self._try(solution), None
+            best = self._better(best, tried)
+            if closed and tried.fits(self.budget):
+                break
+            missed = closed
             if best is tried and tried.compiled >= self.budget * (1 - FILLED) and not self.aims.is_steep():
                 if not self._is_worth_another(tried):
-                    break
+                    other = self._other(tried, seen)
+                    if other is None:
+                        break
                 closed = not self.quick
         if not self.shares:
             return best
@@ -146,8 +152,8 @@ class Search:
         best = self._or_by_hand(best, self.problem.by_hand)
         best = self._or_by_hand(best, hand_written.first_blocks(self.predictions))
         # What misses the budget may fit it where no region waits for the gradients of the one before.
-        missed = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
-        return self._or_by_hand(best, missed) if missed else best
+        over = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
+        return self._or_by_hand(best, over) if over else best
 
     def _near_miss_by_hand(self) -> Try | None:
         """Returns a plan of this search that hardly missed the budget, written as people write it, if that fits: the
@@ -170,6 +176,12 @@ class Search:
         fullest = self.aims.fullest() or self.host.solve(self.budget - close.compiled + close.modelled)
         saved = 0.0 if fullest is None else self._chain_time(close) - cost(self.chain, fullest).time
         return saved > (TINY if self.quick else WORTH) * self.problem.model.step_seconds
+
+    def _other(self, close: Try, seen: Collection[Solution]) -> Solution | None:
+        """Returns what `Aims.other` does, for a plan that is close to the budget."""
+        if self.quick or self.problem.divided:
+            return None
+        return self.aims.other(close, WORTH * self.problem.model.step_seconds, seen)
 
     def _or_estimated(self, best: Try, seen: Collection[Solution]) -> Try:
         """Returns the best plan, or one that the chain says needs more, and the estimate of its step that it fits: the

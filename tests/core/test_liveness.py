@@ -232,3 +232,31 @@ def test_a_sum_of_many_arrays_is_stored_half_way():
 
     peak = estimate_peak(loss, [W] * 1000)
     assert 1000 * 64 * 64 * 4 < peak <= 1003 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_what_is_computed_of_arguments_alone_is_made_where_it_is_first_used(target):
+    def step(first):
+        def run(ws, x):
+            casts = [w.astype(jnp.bfloat16) for w in ws] if first else None
+            for place, w in enumerate(ws):
+                x = jnp.tanh(x @ (casts[place] if first else w.astype(jnp.bfloat16)))
+            return jnp.sum(x.astype(jnp.float32))
+
+        return run
+
+    ws, x = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16, jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+    platform = target.split(":")[0]
+    found = estimate_peak(step(True), ws, x, platform=platform)
+    assert found == estimate_peak(step(False), ws, x, platform=platform) < 17.5 * MIB  # 16 of arguments, one cast
+    peak = lambda first: jaxckpt.measure(step(first), ws, x, target=target, generate_code=False).peak_bytes
+    assert abs(peak(True) - peak(False)) < MIB, "all casts at once take 8 MiB"
+
+
+def test_a_long_chain_of_what_is_computed_of_arguments_alone_is_no_deep_recursion():
+    def chain(x):
+        for _ in range(3000):
+            x = lax.sin(x)
+        return x
+
+    assert estimate_peak(chain, X) == 2 * MIB

@@ -25,8 +25,10 @@ from jaxckpt.core.plan import FORMAT
 from jaxckpt.models import gpt, lstm, moe, resnet, unet
 from jaxckpt.planner import aims, model
 from jaxckpt.planner.chain import cost
+from jaxckpt.planner.predictions import Predictions
 from jaxckpt.planner.preferences import fastest, single
 from jaxckpt.planner.problems import problem_of
+from jaxckpt.planner.search import Search
 from tests.helpers import chain_in_segments
 
 pytestmark = pytest.mark.usefixtures("shared_answers")
@@ -191,6 +193,46 @@ def test_between_a_plan_that_fits_and_a_much_cheaper_one_others_are_tried(proble
     assert few <= COMPILES < tries <= QUICK_COMPILES
     assert plan.measured_bytes <= plan.budget and over_best == pytest.approx(1.0)
     assert flat.overhead >= plan.overhead
+
+
+def test_a_plan_with_other_regions_is_found_by_the_chain_as_it_was(problem, monkeypatch):
+    fresh = problem_of(loss, *ARGS, target="cpu")
+    fresh.model = replace(fresh.model, quick=False)  # as of a large program
+    fresh.known_unplanned = problem.unplanned
+    budget, solver = problem.unplanned.peak_bytes * 3 // 4, fresh.solver("chain")
+    search = Search(fresh, budget, solver, True, lambda *_: None)
+    best = search._try(solver.least(fresh.model.chain))
+
+    monkeypatch.setattr(Predictions, "predicted", lambda self, solution: self.budget // 2)
+    found = search.aims.other(best, 0.0, ())
+    assert found is not None and fresh.effort(found) < best.effort
+    assert search.aims.other(best, 0.0, [found]) != found
+    assert search.aims.other(best, 2 * best.effort, ()) is None, "none saves more than there is"
+    monkeypatch.setattr(Predictions, "predicted", lambda self, solution: self.budget + 1)
+    assert search.aims.other(best, 0.0, ()) is None, "none is predicted to fit"
+
+
+def test_after_a_miss_the_same_is_tried_with_as_much_less_as_it_missed_by(problem, monkeypatch):
+    fresh = problem_of(loss, *ARGS, target="cpu")
+    fresh.model = replace(fresh.model, quick=False)
+    fresh.known_unplanned = problem.unplanned
+    chain, solver = fresh.model.chain, fresh.solver("chain")
+    frontier = problem.table.frontier()
+    peak = (frontier[0][0] + frontier[-1][0]) // 2
+    missed = solver.solve(chain, peak)
+    budget = fresh.argument_bytes + cost(chain, missed).peak - 1
+    least = solver.least(chain)
+    peaks = [cost(chain, missed).peak, cost(chain, least).peak]
+    measured = lambda plan: replace(problem.unplanned, peak_bytes=fresh.argument_bytes + peaks.pop())
+    monkeypatch.setattr(fresh, "measure_planned", measured)
+    search = Search(fresh, budget, solver, True, lambda *_: None)
+    tried = [search._try(least), search._try(missed)]
+    assert tried[0].fits(budget) and not tried[1].fits(budget)
+    monkeypatch.setattr(search.aims, "_aimed", lambda seen: None)
+    monkeypatch.setattr(Predictions, "predicted", lambda self, s: fresh.argument_bytes + cost(chain, s).peak)
+    found = search.aims.next({least, missed})
+    assert found is not None and cost(chain, found).peak < cost(chain, missed).peak
+    assert fresh.effort(found) < tried[0].effort
 
 
 def test_a_plan_is_predicted_before_it_is_compiled_and_the_next_one_by_what_that_was_off(problem, monkeypatch):
