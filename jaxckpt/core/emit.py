@@ -311,10 +311,11 @@ def _with_late_names(jaxpr: Any) -> list[tuple[Any, bool]]:
 
     def place(variables: Sequence[Any]) -> None:
         for var in variables:
-            if not isinstance(var, _compat.Literal) and var in late:
-                eqn = late.pop(var)
-                place(eqn.invars)
-                found.append((eqn, True))
+            names = []  # the last one first: a name may be given to another name
+            while not isinstance(var, _compat.Literal) and var in late:
+                names.append(late.pop(var))
+                var = names[-1].invars[0]
+            found.extend((eqn, True) for eqn in reversed(names))
 
     for eqn in jaxpr.eqns:
         if not _is_alias(eqn):

@@ -133,7 +133,8 @@ def graph_profile(graph: Graph, platform: str = "cuda") -> list[tuple[str, int]]
     """Estimates the bytes that are live at each operation of a traced program: see `estimate_peak`.
 
     Returns:
-      For each operation, in order, the scopes that it lies in, the outermost first and joined by "/", and the bytes.
+      For each operation, in the order that is estimated, the scopes that it lies in, the outermost first and joined by
+      "/", and the bytes.
     """
     given, events, live = _program(graph, platform)
     return [("/".join(op.scope for op in event.path), given + each) for event, each in zip(events, live)]

@@ -122,8 +122,7 @@ class Aims:
             low, high = (middle, high) if cheap(middle) is None else (low, middle)
         found = (cheap(high + place * self.budget // OTHERS) for place in range(AIMS))
         new = dict.fromkeys(s for s in found if s is not None and s not in seen and self.predictions.is_traced(s))
-        aim = self.budget - self.predictions.spare()
-        fitting = [s for s in new if self.predictions.predicted(s) <= aim and problem.effort(s) <= best.effort - saved]
+        fitting = [s for s in new if self._is_to_fit(s) and problem.effort(s) <= best.effort - saved]
         return min(fitting, key=problem.effort, default=None)
 
     def _aimed(self, seen: Collection[Solution]) -> Solution | None:
@@ -149,9 +148,13 @@ class Aims:
             if solution in seen:
                 continue
             found = solution
-            if predictions.predicted(solution) <= self.budget - predictions.spare():
+            if self._is_to_fit(solution):
                 cheapest = solution if cheapest is None else min(cheapest, solution, key=predictions.effort)
         return cheapest or found or self._bracketed(seen)
+
+    def _is_to_fit(self, solution: Solution) -> bool:
+        """Whether a solution is predicted to fit, with what is to be spared."""
+        return self.predictions.predicted(solution) <= self.budget - self.predictions.spare()
 
     def _looks(self) -> int:
         return QUICK_AIMS if self.predictions.quick else AIMS

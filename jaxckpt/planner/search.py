@@ -119,7 +119,7 @@ class Search:
         """
         best = self.known() if self.shares and not self.alone else None
         seen: set[Solution] = set()
-        closed = missed = False  # whether a plan was near the budget; whether the one after it did not fit
+        closed = False  # whether a plan was near the budget, and another one is compiled all the same
         other: Solution | None = None
         while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self.aims.is_steep()):
             last = self.compiles == self.most - 1 and best is None
@@ -130,14 +130,14 @@ class Search:
             solution = solution or (least if best is None else None)
             if solution is None or solution in seen or (best is not None and not self._is_cheaper(solution, best)):
                 break
-            if missed and self.predictions.predicted(solution) > self.budget:
+            after_miss = closed and not self.tries[-1].fits(self.budget)
+            if after_miss and self.predictions.predicted(solution) > self.budget:
                 break
             seen.add(solution)
             tried, other = self._try(solution), None
             best = self._better(best, tried)
             if closed and tried.fits(self.budget):
                 break
-            missed = closed
             if best is tried and tried.compiled >= self.budget * (1 - FILLED) and not self.aims.is_steep():
                 if not self._is_worth_another(tried):
                     other = self._other(tried, seen)
@@ -152,8 +152,8 @@ class Search:
         best = self._or_by_hand(best, self.problem.by_hand)
         best = self._or_by_hand(best, hand_written.first_blocks(self.predictions))
         # What misses the budget may fit it where no region waits for the gradients of the one before.
-        over = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
-        return self._or_by_hand(best, over) if over else best
+        missed = {t.solution for t in self.tries if self.quick and not t.fits(self.budget)}
+        return self._or_by_hand(best, missed) if missed else best
 
     def _near_miss_by_hand(self) -> Try | None:
         """Returns a plan of this search that hardly missed the budget, written as people write it, if that fits: the
@@ -178,8 +178,10 @@ class Search:
         return saved > (TINY if self.quick else WORTH) * self.problem.model.step_seconds
 
     def _other(self, close: Try, seen: Collection[Solution]) -> Solution | None:
-        """Returns what `Aims.other` does, for a plan that is close to the budget."""
-        if self.quick or self.problem.divided:
+        """Returns what `Aims.other` does, for a plan that is close to the budget; None where the solver's own plan is
+        asked for.
+        """
+        if self.quick or self.problem.divided or not self.shares:
             return None
         return self.aims.other(close, WORTH * self.problem.model.step_seconds, seen)
 
