@@ -1,13 +1,14 @@
 """Estimates the compiled peak of a traced program in milliseconds, without compiling it.
 
 It walks the operations of the whole training step (forward, backward, recomputation) in program order and adds up what
-is live. Three habits of XLA matter for bytes, and are in it:
+is live. These habits of XLA matter for bytes, and are in it:
 
   - *Fusion.* Elementwise operations and those that only move data are computed where they are used. Such a value takes
     memory only if a matmul, convolution, loop, checkpoint, or the caller wants it whole. Otherwise what lives on, also
     from the forward to the backward pass, is what it is computed from. That is why the sum of JAX's residuals predicts
     little. XLA for GPUs and TPUs computes such a value again for every use. XLA for the CPU does not where there is
     something to compute, and stores what is used more than once.
+  - *Order.* What is computed cheaply of values that are there anyway is computed where it is first used.
   - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
     update of a slice.
   - *Fills.* An array of one constant that all iterations of a loop read is made in the loop's body, but on TPUs.
@@ -26,7 +27,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,7 +157,8 @@ def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple
     }
     events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
-    events = _at_first_use(_needed(events, results))
+    made = {id(slot) for event in events for slot in event.outputs}
+    events = _at_first_use(_needed(events, results), [slot for slot in slots.values() if id(slot) not in made], results)
     if FUSING[platform].stores_shared:
         _store_shared(events)
     _decide(events, results)
@@ -243,45 +245,76 @@ def _needed(events: list[_Event], results: Iterable[_Memory]) -> list[_Event]:
     return surgery.live(events, results, lambda event: event.outputs, lambda event: event.inputs)
 
 
-def _at_first_use(events: list[_Event]) -> list[_Event]:
-    """Returns the events with those that compute cheaply of arguments alone, such as a weight's cast, where they are
-    first used: compilers order them so, and arguments are there in any case.
+def _at_first_use(events: list[_Event], arguments: Iterable[_Memory], results: Iterable[_Memory]) -> list[_Event]:
+    """Returns the events with those that compute cheaply of what is there anyway, such as a weight's cast, where they
+    are first used: compilers order them so.
+
+    Args:
+      events: in the order of the program.
+      arguments: slots that are there all the time.
+      results: slots that are there at the end.
     """
-    made = {id(slot) for event in events for slot in event.outputs}
-    given: set[int] = set()  # what is computed of arguments, and what barriers pass on of it
-    late: dict[int, _Event] = {}  # result -> its event, which nothing has used yet
-    found: list[_Event] = []
+    there = _there_until(events, _last_needs(events, arguments, results))
+    first: dict[int, int] = {}  # slot -> the place of the first event that uses it
+    order = []
+    for time, event in reversed(list(enumerate(events))):
+        place = time
+        if event.primitive != BARRIER and event.facts.fused and event.inputs and event.outputs:
+            use = min(first.get(id(slot), len(events)) for slot in event.outputs)
+            if time < use <= there[time]:
+                place = use
+                event.path = events[use].path if use < len(events) else event.path
+        first.update((id(slot), min(place, first.get(id(slot), place))) for slot in event.inputs)
+        order.append((place, time))
+    return [events[time] for _, time in sorted(order)]
 
-    def is_given(slot: _Memory) -> bool:
-        return id(slot) not in made or id(slot) in given
 
-    def place(user: _Event) -> None:
-        """Places an event, behind what it uses of `late`."""
-        waiting = [user]
-        while waiting:
-            event = waiting[-1]
-            sources = [late[id(slot)] for slot in event.inputs if id(slot) in late]
-            if sources:
-                waiting += sources
-                continue
-            waiting.pop()
-            if event is user or any(id(slot) in late for slot in event.outputs):  # else it is placed
-                for slot in event.outputs:
-                    late.pop(id(slot), None)
-                event.path = user.path
-                found.append(event)
+def _last_needs(
+    events: list[_Event], arguments: Iterable[_Memory], results: Iterable[_Memory]
+) -> dict[int, tuple[int, int, int]]:
+    """Returns for each slot when it is needed last. What a fused event makes may not be stored: then what the event
+    reads is needed for as long as that. Arguments as of `_at_first_use`.
 
-    for event in events:
+    Returns:
+      slot -> (when it is needed last, the event that needs it then, when another event needs it last). The event is -1
+      where it is none, and the time where there is no other.
+    """
+    needs = {id(slot): (len(events), -1, -1) for slot in (*arguments, *results)}
+    for time, event in reversed(list(enumerate(events))):
+        last = time
+        if event.facts.fused:
+            last = max((needs[id(slot)][0] for slot in event.outputs if id(slot) in needs), default=time)
+        after = event.outputs if event.primitive == BARRIER else ()  # each is an operand
+        for slot, made in itertools.zip_longest(event.inputs, after[: len(event.inputs)]):
+            if event.primitive == BARRIER:
+                last = time if made is None else needs.get(id(made), (time, time, time))[0]
+            before, by, other = needs.get(id(slot), (-1, time, -1))
+            if by == time:
+                needs[id(slot)] = max(before, last), time, other
+            elif last > before:
+                needs[id(slot)] = last, time, before
+            elif last > other:
+                needs[id(slot)] = before, by, last
+    return needs
+
+
+def _there_until(events: list[_Event], needs: Mapping[int, tuple[int, int, int]]) -> list[int]:
+    """Returns for each event until when all that it reads is there or can be computed cheaply, if the event itself does
+    not need it; `needs` as of `_last_needs`.
+    """
+    through: dict[int, int] = {}  # slot -> until when it can be computed cheaply
+    there = []
+    for time, event in enumerate(events):
+        until = []
+        for slot in event.inputs:
+            last, by, other = needs[id(slot)]
+            until.append(max(through.get(id(slot), -1), other if by == time else last))
+        there.append(min(until, default=-1))
         if event.primitive == BARRIER:
-            given.update(id(after) for before, after in zip(event.inputs, event.outputs) if is_given(before))
-        elif event.facts.fused and event.inputs and event.outputs and all(map(is_given, event.inputs)):
-            given.update(id(slot) for slot in event.outputs)
-            late.update((id(slot), event) for slot in event.outputs)
-            continue
-        place(event)
-    while late:
-        place(next(iter(late.values())))
-    return found
+            through.update((id(after), last) for after, last in zip(event.outputs, until))
+        elif event.facts.fused:
+            through.update((id(slot), there[time]) for slot in event.outputs)
+    return there
 
 
 def _store_shared(events: list[_Event]) -> None:
@@ -454,7 +487,12 @@ def _takes_memory(slot: _Memory) -> bool:
 
 
 def stretch_peak(
-    graph: Graph, ops: Iterable[Op], results: Iterable[int], arriving: Iterable[int], platform: str
+    graph: Graph,
+    ops: Iterable[Op],
+    results: Iterable[int],
+    arriving: Iterable[int],
+    arguments: Iterable[int],
+    platform: str,
 ) -> int:
     """Estimates the bytes that some operations of a graph need at once, without their inputs.
 
@@ -464,13 +502,15 @@ def stretch_peak(
       results: values (indices) that have to be there at the end; they have buffers of their own, and count.
       arriving: values that are there at the start and count too, until they are used for the last time; what else is
         used is given.
+      arguments: of what is given, the values that are there for the whole step.
       platform: as of `estimate_peak`.
     """
     slots = {index: _Memory(graph.values[index].bytes, stored=True) for index in arriving}
+    given = {index: _slot(graph, slots, index) for index in arguments}
     body = Body(tuple(ops), (), (), None, {})
     events = [_Event("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
     outcome = [slots[index] for index in results if index in slots]
-    events = _needed(events, outcome)
+    events = _at_first_use(_needed(events, outcome), given.values(), outcome)
     if FUSING[platform].stores_shared:
         _store_shared(events)
     _decide(events, outcome)

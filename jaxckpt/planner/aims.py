@@ -55,11 +55,10 @@ class Aims:
     def __init__(self, predictions: Predictions, solver: Solver) -> None:
         self.predictions, self.problem, self.budget = predictions, predictions.problem, predictions.budget
         self.host = self.problem.host(solver)
-        self._corrections, self._solver = (
-            Corrections(predictions.chain),
-            copy.copy(solver),
-        )  # one may keep what it solved
+        self._solver = solver
+        self._corrections = Corrections(predictions.chain)
         self._corrected: Host | None = None  # the host of the corrected chain
+        self._others = self.host  # what solved the solution of `other`
         self._learned: set[Solution] = set()  # what the corrections are from
 
     def is_steep(self) -> bool:
@@ -107,13 +106,31 @@ class Aims:
         where none is found.
 
         What traces of a few solutions taught hides others, whose regions begin and end elsewhere. So here the chain is
-        as it was: of those of its solutions that take less, the leanest ones are traced.
+        as it was, and another time each block is a region of its own: of those solutions that take less, the leanest
+        ones are traced.
         """
-        problem, chain = self.problem, self.predictions.chain
+        problem = self.problem
+        blocks = problem.model.by_blocks()
+        hosts = [self.host] if blocks is None else [self.host, self._host_of(blocks)]
+        found: dict[Solution, Host] = {}
+        for host in hosts:
+            for solution in self._cheaper(host, best, saved):
+                if solution not in seen and self.predictions.is_traced(solution):
+                    found.setdefault(solution, host)
+        fitting = [s for s in found if self._is_to_fit(s) and problem.effort(s) <= best.effort - saved]
+        chosen = min(fitting, key=problem.effort, default=None)
+        self._others = self.host if chosen is None else found[chosen]
+        return chosen
+
+    def _cheaper(self, host: Host, best: Try, saved: float) -> list[Solution]:
+        """Returns a few solutions that take less than the best plan by at least `saved` by the chain, from the leanest
+        one on.
+        """
+        chain = self.predictions.chain
         most = cost(chain, best.solution).time - saved
 
         def cheap(limit: int) -> Solution | None:
-            solution = self.host.solve(limit)
+            solution = host.solve(limit)
             return solution if solution is not None and cost(chain, solution).time < most else None
 
         low, high = 0, best.modelled  # the leanest cheap solution needs a limit between the two
@@ -121,9 +138,33 @@ class Aims:
             middle = (low + high) // 2
             low, high = (middle, high) if cheap(middle) is None else (low, middle)
         found = (cheap(high + place * self.budget // OTHERS) for place in range(AIMS))
-        new = dict.fromkeys(s for s in found if s is not None and s not in seen and self.predictions.is_traced(s))
-        fitting = [s for s in new if self._is_to_fit(s) and problem.effort(s) <= best.effort - saved]
-        return min(fitting, key=problem.effort, default=None)
+        return [solution for solution in dict.fromkeys(found) if solution is not None]
+
+    def more(self, best: Try, saved: float) -> Solution | None:
+        """Returns a solution like one of `other`, the best plan, that needs as many bytes more as that leaves free, if
+        it takes less by at least `saved`; else None. What the first plan with new regions is off by holds for the next.
+        """
+        solution = self._others.solve(best.modelled + self.budget - best.compiled - self.predictions.spare())
+        if solution is None or not self.predictions.is_traced(solution):
+            return None
+        return solution if self.problem.effort(solution) <= best.effort - saved else None
+
+    def leanest(self) -> list[Solution]:
+        """Returns solutions that need least by the corrected chain: each is traced, and corrects the chain for the next
+        one.
+        """
+        if self.problem.divided:
+            return []
+        for made in self.predictions.compiled():
+            self._correct(made.solution)
+        found: list[Solution] = []
+        for _ in range(self._looks()):
+            solution = self._corrected_host().least()
+            if solution is None or solution in found or not self._is_corrected_by(solution):
+                break
+            self._correct(solution)
+            found.append(solution)
+        return found
 
     def _aimed(self, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution that takes least of those that are predicted to fit, or the last one where none is.
@@ -139,9 +180,7 @@ class Aims:
             self._correct(made.solution)
         for _ in range(self._looks()):
             solution = self._solve_corrected()
-            if solution is None or solution in looked or not predictions.is_traced(solution):
-                break
-            if not self.problem.traced(solution).moments:  # the step has the function in a loop of its own
+            if solution is None or solution in looked or not self._is_corrected_by(solution):
                 break
             looked.add(solution)
             self._correct(solution)
@@ -159,6 +198,10 @@ class Aims:
     def _looks(self) -> int:
         return QUICK_AIMS if self.predictions.quick else AIMS
 
+    def _is_corrected_by(self, solution: Solution) -> bool:
+        """Whether a trace of a solution says when it needs what; not where the step has the function in a loop."""
+        return self.predictions.is_traced(solution) and bool(self.problem.traced(solution).moments)
+
     def _correct(self, solution: Solution) -> None:
         if solution not in self._learned and self.predictions.is_traced(solution):
             self._learned.add(solution)
@@ -166,12 +209,16 @@ class Aims:
 
     def _solve_corrected(self) -> Solution | None:
         others = self.problem.argument_bytes + self.predictions.added()
-        return self._host_of(self._corrections.chain).solve(self.budget - self.predictions.spare() - others)
+        return self._corrected_host().solve(self.budget - self.predictions.spare() - others)
 
-    def _host_of(self, corrected: Chain) -> Host:
-        if self._corrected is None or self._corrected.chain is not corrected:
-            self._corrected = Host(corrected, self._solver, self.host.step_seconds, self.host.budget)
+    def _corrected_host(self) -> Host:
+        if self._corrected is None or self._corrected.chain is not self._corrections.chain:
+            self._corrected = self._host_of(self._corrections.chain)
         return self._corrected
+
+    def _host_of(self, chain: Chain) -> Host:
+        solver = copy.copy(self._solver)  # it may keep what it solved
+        return Host(chain, solver, self.host.step_seconds, self.host.budget)
 
     def _bracketed(self, seen: Collection[Solution]) -> Solution | None:
         """Returns what `_aimed` does, by the chain as it is.

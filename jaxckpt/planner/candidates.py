@@ -182,7 +182,7 @@ class _Timed:
 
     def peak(self, ops: Sequence[Op], results: Sequence[int], there: Sequence[int]) -> int:
         """Returns the bytes that operations need at once; arguments as of `stretch_peak`."""
-        return stretch_peak(self.graph, ops, results, there, self.context.target.platform)
+        return stretch_peak(self.graph, ops, results, there, self.joint.arguments, self.context.target.platform)
 
     def ways(self, price: float | None = None) -> dict[int, list[mincut.Storage]]:
         """Returns value -> the ways to keep it. A second of the host's link costs `price` seconds; without a price,
@@ -369,7 +369,8 @@ def _checkpointed(
     own = {source(index) for index in joint.needed if index in joint.made} - goes_out
     own = {index for index in own if index in joint.made}
     kept = sum(graph.values[index].bytes for index in own)
-    peak = stretch_peak(graph, joint.backward, joint.results, [*joint.arriving, *own], context.target.platform)
+    there, platform = [*joint.arriving, *own], context.target.platform
+    peak = stretch_peak(graph, joint.backward, joint.results, there, joint.arguments, platform)
     run = total(map(time, [*joint.forward, *joint.backward])) + total(map(write, own))
     more = [
         max(with_it - without, 0.0) for with_it, without in ((run.effort, plain.effort), (run.seconds, plain.seconds))
@@ -438,6 +439,7 @@ class _Joint:
     Attributes:
       graph: the program.
       forward, backward: its operations, and those that depend on cotangents.
+      arguments: what goes in that is an argument or a constant of the function.
       needed: forward values that the backward half uses.
       made: values that forward operations make.
       origin: forward value -> the value of the function that it is.
@@ -482,6 +484,8 @@ class _Joint:
         opened = graph.body.jaxpr
         place = graph.body.values
         arriving = [place[var] for var in opened.invars[len(inputs) :]]
+        outside = [values[index].kind in ("argument", "constant") for index in inputs]
+        self.arguments = [place[var] for var, is_outside in zip(opened.invars, outside) if is_outside]
         late = set(arriving)
         self.forward: list[Op] = []
         self.backward: list[Op] = []

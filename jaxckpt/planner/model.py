@@ -37,6 +37,9 @@ from jaxckpt.planner.solvers.optimal import Optimal, Table
 from jaxckpt.policies import PRESETS
 from jaxckpt.schedules import schedule_of
 
+NEVER = 1e6
+"""Seconds of a candidate that is not to be taken."""
+
 BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
 """The presets that plans are held against; the others keep nothing, or everything."""
 
@@ -127,6 +130,24 @@ class Model:
         first, last = blocks[0].start, blocks[-1].stop
         outside = [self._kept(s, s + 1, preference) for s in range(self.chain.length) if not first <= s < last]
         return tuple(sorted([*outside, *blocks], key=lambda item: item.start))
+
+    def by_blocks(self) -> Chain | None:
+        """Returns the chain in which each block is a region of its own, as people place checkpoints; None where there
+        are no blocks, or no candidates for them.
+        """
+        ends = self.block_ends
+        blocks = set(itertools.pairwise(ends))
+        if not blocks or not all(self.chain.segment(*each).candidates for each in blocks):
+            return None
+        segments = dict(self.chain.segments)
+        for (start, stop), segment in segments.items():
+            # What is before the blocks may be in one region with the first of them, and what is after with the last.
+            before, after = start < ends[0] and stop <= ends[1], start >= ends[-2] and stop > ends[-1]
+            if (start, stop) not in blocks and not before and not after:
+                left = segment.candidates if stop == start + 1 else ()  # solvers need a candidate for each stage
+                never = tuple(replace(each, time=NEVER) for each in left)
+                segments[start, stop] = replace(segment, candidates=never)
+        return replace(self.chain, segments=segments)
 
     def with_last_blocks_left(self, solution: Solution) -> list[Solution]:
         """Returns a solution with its last blocks left to JAX: the last one, the last two, up to all but the first.
@@ -538,8 +559,12 @@ class _Builder:
         return self.analyses[key][0]
 
     def _key(self, start: int, stop: int) -> str:
-        """Returns the key of a stretch's analysis: blocks have candidates of their own."""
-        return f"{self._stretch(start, stop)[0]}{':block' if self._is_block(start, stop) else ''}"
+        """Returns the key of a stretch's analysis: blocks have candidates of their own, and arguments are there for the
+        whole step.
+        """
+        text, _, numbers = self._stretch(start, stop)
+        outside = [n for n, index in numbers.items() if self.graph.values[index].kind in ("argument", "constant")]
+        return f"{text}{':block' if self._is_block(start, stop) else ''}{outside}"
 
     def _is_block(self, start: int, stop: int) -> bool:
         return (start, stop) in self.blocks

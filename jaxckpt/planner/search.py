@@ -121,7 +121,9 @@ class Search:
         seen: set[Solution] = set()
         closed = False  # whether a plan was near the budget, and another one is compiled all the same
         other: Solution | None = None
-        while self.compiles < self.most or (self.compiles < QUICK_COMPILES and self.aims.is_steep()):
+        while self.compiles < self.most or (
+            self.compiles < QUICK_COMPILES and (other is not None or self.aims.is_steep())
+        ):
             last = self.compiles == self.most - 1 and best is None
             solution = None if last else other or self.aims.next(seen)
             if solution is None and best is not None and not best.by_hand and not self.tries:
@@ -137,7 +139,10 @@ class Search:
             tried, other = self._try(solution), None
             best = self._better(best, tried)
             if closed and tried.fits(self.budget):
-                break
+                other = self._more(tried) if best is tried else None
+                if other is None:
+                    break
+                continue
             if best is tried and tried.compiled >= self.budget * (1 - FILLED) and not self.aims.is_steep():
                 if not self._is_worth_another(tried):
                     other = self._other(tried, seen)
@@ -184,6 +189,12 @@ class Search:
         if self.quick or self.problem.divided or not self.shares:
             return None
         return self.aims.other(close, WORTH * self.problem.model.step_seconds, seen)
+
+    def _more(self, found: Try) -> Solution | None:
+        """Returns what `Aims.more` does, for a plan with other regions that is not close to the budget."""
+        if self.quick or self.problem.divided or not self.shares or found.compiled >= self.budget * (1 - FILLED):
+            return None
+        return self.aims.more(found, WORTH * self.problem.model.step_seconds)
 
     def _or_estimated(self, best: Try, seen: Collection[Solution]) -> Try:
         """Returns the best plan, or one that the chain says needs more, and the estimate of its step that it fits: the
@@ -257,6 +268,8 @@ class Search:
             peak = cost(self.chain, least).peak
             above = (self.host.solve(round(peak * more)) for more in (sorted({*ABOVE, *MORE}) if self.quick else ABOVE))
             lean += [(solution, False) for solution in above if solution is not None]
+            below = (1 - TINY) * problem.estimate(least)
+            lean += [(solution, False) for solution in self.aims.leanest() if problem.estimate(solution) < below]
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):

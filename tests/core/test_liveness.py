@@ -253,6 +253,45 @@ def test_what_is_computed_of_arguments_alone_is_made_where_it_is_first_used(targ
     assert abs(peak(True) - peak(False)) < MIB, "all casts at once take 8 MiB"
 
 
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_what_is_computed_of_a_value_that_is_there_anyway_is_made_where_it_is_first_used(target):
+    def step(first, kept):
+        def run(ws, x):
+            x = x @ ws[0]
+            value = lambda: (x > 0).astype(jnp.float32) if kept else jnp.maximum(x, 0)
+            wide, y = value() if first else None, x
+            for w in ws[1:]:
+                y = jnp.tanh(y @ w)
+            return (wide if first else value()) @ ws[0], y, x if kept else 0.0
+
+        return run
+
+    ws, x = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
+    platform = target.split(":")[0]
+    estimate = lambda first, kept: estimate_peak(step(first, kept), ws, x, platform=platform)
+    assert estimate(True, True) == estimate(False, True), "x is a result"
+    assert estimate(True, False) == estimate(False, False), "x is not needed for longer than what is computed of it"
+    peak = lambda first: jaxckpt.measure(step(first, True), ws, x, target=target, generate_code=False).peak_bytes
+    assert abs(peak(True) - peak(False)) < MIB, "made early, it takes 16 MiB"
+
+
+def test_what_is_computed_of_a_value_that_would_be_gone_is_made_where_the_program_has_it():
+    def step(first):
+        def run(w, up, down, x):
+            x = x @ w[:, :32]
+            widened = lambda: jnp.tile(x, (1, 16)) + 1.0
+            wide, y = widened() if first else None, jnp.tanh(x @ w[:32])
+            y = jnp.tanh(jnp.tanh(y @ up) @ down)
+            return (wide if first else widened()) @ w, y
+
+        return run
+
+    shapes = (512, 512), (512, 4096), (4096, 512), (8192, 512)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    early, late = estimate_peak(step(True), *args), estimate_peak(step(False), *args)
+    assert early - late == 15 * MIB, "16 MiB; but then x, 1 MiB, is not needed for so long"
+
+
 def test_a_long_chain_of_what_is_computed_of_arguments_alone_is_no_deep_recursion():
     def chain(x):
         for _ in range(3000):

@@ -18,9 +18,12 @@ from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.report import measure
 from jaxckpt.models import gpt, unet
 from jaxckpt.planner import corrections
+from jaxckpt.planner.aims import Aims
 from jaxckpt.planner.chain import Drop, Phase, cost, items, moments
 from jaxckpt.planner.corrections import Corrections, traced_moments
+from jaxckpt.planner.predictions import Predictions
 from jaxckpt.planner.problems import problem_of
+from jaxckpt.planner.search import Search
 
 GPT = functools.partial(gpt.small, layers=6, width=64, heads=2, batch=4, tokens=64, vocabulary=256)
 UNET = functools.partial(unet.small, pixels=32, depth=2)
@@ -304,3 +307,17 @@ def test_a_loss_in_tiles_needs_most_before_its_backward_pass_and_the_chain_learn
         assert cost(learned.chain, solution).peak == pytest.approx(peak, rel=0.02)
     plan = problem.plan("85%")
     assert plan.regions and plan.measured_bytes <= plan.budget
+
+
+@pytest.mark.once
+def test_where_no_plan_fits_leaner_ones_are_found_by_what_traces_teach():
+    made, args = UNET()
+    problem = problem_of(made, *args, target="cpu")
+    solver = problem.solver("chain")
+    least = solver.least(problem.model.chain)
+    aims = Aims(Predictions(problem, problem.argument_bytes, solver), solver)
+    found = {each: problem.estimate(each) for each in aims.leanest()}
+    assert min(found.values()) < 0.98 * problem.estimate(least)
+    peak = problem.measure_planned(problem.plan_of(least)).peak_bytes
+    search = Search(problem, round(0.95 * peak), solver, True, lambda *_: None)
+    assert search._floor(least).fits(search.budget), "a plan that is traced to need less does"

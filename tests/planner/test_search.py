@@ -1,6 +1,7 @@
 """plan: budgets held by the compiler, gradients kept, errors that say what to do."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import FORMAT
 from jaxckpt.models import gpt, lstm, moe, resnet, unet
 from jaxckpt.planner import aims, model
-from jaxckpt.planner.chain import cost
+from jaxckpt.planner.chain import Keep, cost
 from jaxckpt.planner.predictions import Predictions
 from jaxckpt.planner.preferences import fastest, single
 from jaxckpt.planner.problems import problem_of
@@ -210,6 +211,41 @@ def test_a_plan_with_other_regions_is_found_by_the_chain_as_it_was(problem, monk
     assert search.aims.other(best, 2 * best.effort, ()) is None, "none saves more than there is"
     monkeypatch.setattr(Predictions, "predicted", lambda self, solution: self.budget + 1)
     assert search.aims.other(best, 0.0, ()) is None, "none is predicted to fit"
+
+
+def test_what_a_plan_with_other_regions_leaves_free_the_next_one_of_them_takes(problem, monkeypatch):
+    fresh = problem_of(loss, *ARGS, target="cpu")
+    fresh.model = replace(fresh.model, quick=False)
+    fresh.known_unplanned = problem.unplanned
+    chain, solver = fresh.model.chain, fresh.solver("chain")
+    search = Search(fresh, problem.unplanned.peak_bytes * 3 // 4, solver, True, lambda *_: None)
+    best = search._try(solver.least(chain))
+    free = search.budget - best.compiled
+    monkeypatch.setattr(Predictions, "spare", lambda self: 0)
+    found = search.aims.more(best, 0.0)
+    assert found is not None and fresh.effort(found) < best.effort
+    assert best.modelled < cost(chain, found).peak <= best.modelled + free
+    assert search.aims.more(best, 2 * best.effort) is None, "none saves more than there is"
+
+
+def test_plans_by_blocks_have_a_region_for_each_block():
+    made, args = gpt.small(layers=6)
+    fresh = problem_of(made, *args, target="cpu")
+    chain, ends = fresh.model.chain, fresh.model.block_ends
+    by_blocks = fresh.model.by_blocks()
+    blocks = list(itertools.pairwise(ends))
+    assert len(blocks) >= 5
+    least, most = cost(chain, fresh.solver("chain").least(by_blocks)).peak, cost(chain, single(chain, fastest)).peak
+    looked = 0
+    for share in (0.2, 0.5, 0.8):
+        solution = fresh.solver("chain").solve(by_blocks, round(least + share * (most - least)))
+        regions = [(item.start, item.stop) for item in solution]
+        if all(isinstance(item, Keep) for item in solution):
+            looked += 1
+            assert blocks[1:-1] == [each for each in regions if ends[1] <= each[0] and each[1] <= ends[-2]]
+    assert looked, "no solution without regions that run again as a whole"
+    assert problem_of(loss, *ARGS, target="cpu").model.by_blocks() is not None
+    assert problem_of(lambda x: jnp.sum(jnp.tanh(x @ x)), jnp.ones((8, 8)), target="cpu").model.by_blocks() is None
 
 
 def test_after_a_miss_the_same_is_tried_with_as_much_less_as_it_missed_by(problem, monkeypatch):
