@@ -37,9 +37,6 @@ from jaxckpt.planner.solvers.optimal import Optimal, Table
 from jaxckpt.policies import PRESETS
 from jaxckpt.schedules import schedule_of
 
-NEVER = 1e6
-"""Seconds of a candidate that is not to be taken."""
-
 BLOCK_PRESETS = ("dots", "dots_no_batch", "hybrid")
 """The presets that plans are held against; the others keep nothing, or everything."""
 
@@ -140,13 +137,15 @@ class Model:
         if not blocks or not all(self.chain.segment(*each).candidates for each in blocks):
             return None
         segments = dict(self.chain.segments)
-        for (start, stop), segment in segments.items():
+        times = [max((each.time for each in segment.candidates), default=0.0) for segment in segments.values()]
+        beyond = sum(times) + sum(segment.forward_time for segment in segments.values())  # more than solutions take
+        for (start, stop), segment in self.chain.segments.items():
             # What is before the blocks may be in one region with the first of them, and what is after with the last.
             before, after = start < ends[0] and stop <= ends[1], start >= ends[-2] and stop > ends[-1]
             if (start, stop) not in blocks and not before and not after:
                 left = segment.candidates if stop == start + 1 else ()  # solvers need a candidate for each stage
-                never = tuple(replace(each, time=NEVER) for each in left)
-                segments[start, stop] = replace(segment, candidates=never)
+                not_taken = tuple(replace(each, time=beyond) for each in left)
+                segments[start, stop] = replace(segment, candidates=not_taken)
         return replace(self.chain, segments=segments)
 
     def with_last_blocks_left(self, solution: Solution) -> list[Solution]:

@@ -95,12 +95,16 @@ class Predictions:
         is_traced = all(self.is_traced(each) for each in (solution, *(t.solution for t in compiled)))
         if not compiled:
             return self.problem.estimate(solution) if is_traced else modelled + self.standing
-        nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
-        chain = [t.compiled - t.modelled for t in compiled]
-        traced = [t.compiled - self.problem.estimate(t.solution) for t in compiled] if is_traced else []
-        if not is_traced or _spread(chain) < _spread(traced):
-            return modelled + chain[nearest]
-        return self.problem.estimate(solution) + traced[nearest]
+        by_chain = [t.compiled - t.modelled for t in compiled]
+        by_trace = [t.compiled - self.problem.estimate(t.solution) for t in compiled] if is_traced else []
+        if not is_traced or _spread(by_chain) < _spread(by_trace):
+            nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
+            return modelled + by_chain[nearest]
+        estimate = self.problem.estimate(solution)
+        nearest = min(
+            range(len(compiled)), key=lambda place: abs(self.problem.estimate(compiled[place].solution) - estimate)
+        )
+        return estimate + by_trace[nearest]
 
     def predicted_by_hand(self, solution: Solution) -> int:
         """Predicts the compiled peak of a solution as people write it. The chain does not know what is left to JAX."""
