@@ -257,8 +257,9 @@ class Search:
 
     def _floor(self, least: Solution | None) -> Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
-        of different cuts are compiled: the solver's, what people do by hand, and the next on the frontier. Not so those
-        that are estimated to need more than what is compiled already, unless a compilation takes no time.
+        of different cuts are compiled: the solver's, what people do by hand, the next on the frontier, and what traces
+        of these say is leaner. Not so those that are estimated to need more than what is compiled already, unless a
+        compilation takes no time.
         """
         problem, lean = self.problem, [] if least is None else [(least, False)]
         if self.shares:
