@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 
-from jaxckpt.core.constants import AIMED, AIMS, BETWEEN, CLOSE, FAR_BELOW, OTHERS, QUICK_AIMS, STEEP, UNITS
+from jaxckpt.core.constants import AIMED, AIMS, BETWEEN, CLOSE, FAR_BELOW, OTHERS, QUICK_AIMS, STEEP, TINY, UNITS
 from jaxckpt.planner.chain import Chain, Solution, cost
 from jaxckpt.planner.corrections import Corrections
 from jaxckpt.planner.host import Host
@@ -149,22 +149,26 @@ class Aims:
             return None
         return solution if self.problem.effort(solution) <= best.effort - saved else None
 
-    def leanest(self) -> list[Solution]:
-        """Returns solutions that need least by the corrected chain: each is traced, and corrects the chain for the next
-        one.
+    def leanest(self, least: Solution) -> list[Solution]:
+        """Returns solutions that need less than the chain's leanest one, as traced: that one's trace corrects the
+        chain, whose leanest solution is traced, and so on. They are the same for every budget, so that what an error
+        says of one budget holds when it is asked for.
         """
         if self.problem.divided:
             return []
-        for made in self.predictions.compiled():
-            self._correct(made.solution)
-        found: list[Solution] = []
+        corrections, unit = Corrections(self.predictions.chain), max(self.problem.plain.peak_bytes // UNITS, 1)
+        found, solution = [least], least
         for _ in range(self._looks()):
-            solution = self._corrected_host().least()
-            if solution is None or solution in found or not self._is_corrected_by(solution):
+            if not self._is_corrected_by(solution):
                 break
-            self._correct(solution)
+            corrections.add(solution, self.problem.traced(solution).moments, unit)
+            leaner = self._host_of(corrections.chain).least()
+            if leaner is None or leaner in found:
+                break
+            solution = leaner
             found.append(solution)
-        return found
+        most = (1 - TINY) * self.problem.estimate(least)
+        return [each for each in found if self.predictions.is_traced(each) and self.problem.estimate(each) < most]
 
     def _aimed(self, seen: Collection[Solution]) -> Solution | None:
         """Returns the solution that takes least of those that are predicted to fit, or the last one where none is.
@@ -209,12 +213,9 @@ class Aims:
 
     def _solve_corrected(self) -> Solution | None:
         others = self.problem.argument_bytes + self.predictions.added()
-        return self._corrected_host().solve(self.budget - self.predictions.spare() - others)
-
-    def _corrected_host(self) -> Host:
         if self._corrected is None or self._corrected.chain is not self._corrections.chain:
             self._corrected = self._host_of(self._corrections.chain)
-        return self._corrected
+        return self._corrected.solve(self.budget - self.predictions.spare() - others)
 
     def _host_of(self, chain: Chain) -> Host:
         solver = copy.copy(self._solver)  # it may keep what it solved

@@ -70,14 +70,14 @@ def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best
 
 def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Try) -> list[Solution]:
     """Returns the solutions that, written by hand, take less than the best plan and are not compiled yet, the
-    cheapest first. Those that are far above it by the chain's `times`, or far above the budget by its bytes, are
-    not traced.
+    cheapest first. Those that are far above it by the chain's `times`, or, of a large program, far above the budget by
+    its bytes, are not traced.
     """
     problem, chain = predictions.problem, predictions.chain
     limit = predictions.modelled_limit(most_overstated(problem) * predictions.budget)
-    slowest = OVERTIMED * cost(chain, best.solution).time
+    slowest = OVERTIMED * max(cost(chain, best.solution).time, best.effort)
     dearest = best.effort - TINY * problem.plain.time.effort
-    near = [s for s in times if times[s] < slowest and cost(chain, s).peak <= limit]
+    near = [s for s in times if times[s] < slowest and (predictions.quick or cost(chain, s).peak <= limit)]
     near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
     efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
     return sorted((s for s in near if efforts[s] < dearest), key=lambda solution: efforts[solution])

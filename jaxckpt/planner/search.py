@@ -96,6 +96,8 @@ class Search:
         best = self._search(least)
         if best is None:
             best = self._floor(least)
+            if best is not None and self.shares:  # it may take far more time than the budget asks for
+                best = self._or_by_hand(best, self.problem.by_hand)
         if best is not None and self.shares:
             best = self._or_with_last_blocks_left(best)
         self.progress(self.most, self.most, "")
@@ -262,6 +264,7 @@ class Search:
         compilation takes no time.
         """
         problem, lean = self.problem, [] if least is None else [(least, False)]
+        leaner: list[Solution] = []
         if self.shares:
             leanest = sorted(problem.by_hand, key=lambda solution: cost(self.chain, solution).peak)
             lean += [(solution, True) for solution in leanest[:FLOORS]]
@@ -269,8 +272,8 @@ class Search:
             peak = cost(self.chain, least).peak
             above = (self.host.solve(round(peak * more)) for more in (sorted({*ABOVE, *MORE}) if self.quick else ABOVE))
             lean += [(solution, False) for solution in above if solution is not None]
-            below = (1 - TINY) * problem.estimate(least)
-            lean += [(solution, False) for solution in self.aims.leanest() if problem.estimate(solution) < below]
+            leaner = self.aims.leanest(least)
+            lean += [(solution, False) for solution in leaner]
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
@@ -278,7 +281,8 @@ class Search:
             if written:
                 most = self.predictions.overstated(by_hand=True)
                 over = max(over, hand_written.most_overstated(problem) if most is None else most)
-            if compiled and estimates[solution, written] > over * min(compiled) and not (self.quick and written):
+            far = bool(compiled) and estimates[solution, written] > over * min(compiled)
+            if far and not (self.quick and written) and solution not in leaner:
                 continue
             made = self._try(solution, by_hand=written)
             compiled.append(made.compiled)

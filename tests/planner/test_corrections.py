@@ -316,7 +316,9 @@ def test_where_no_plan_fits_leaner_ones_are_found_by_what_traces_teach():
     solver = problem.solver("chain")
     least = solver.least(problem.model.chain)
     aims = Aims(Predictions(problem, problem.argument_bytes, solver), solver)
-    found = {each: problem.estimate(each) for each in aims.leanest()}
+    found = {each: problem.estimate(each) for each in aims.leanest(least)}
+    for_more = Aims(Predictions(problem, 2 * problem.plain.peak_bytes, solver), solver)
+    assert for_more.leanest(least) == list(found), "an error's least budget depends on the budget that was asked for"
     assert min(found.values()) < 0.98 * problem.estimate(least)
     peak = problem.measure_planned(problem.plan_of(least)).peak_bytes
     search = Search(problem, round(0.95 * peak), solver, True, lambda *_: None)
