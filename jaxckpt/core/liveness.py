@@ -8,7 +8,8 @@ is live. These habits of XLA matter for bytes, and are in it:
     from the forward to the backward pass, is what it is computed from. That is why the sum of JAX's residuals predicts
     little. XLA for GPUs and TPUs computes such a value again for every use. XLA for the CPU does not where there is
     something to compute, and stores what is used more than once.
-  - *Order.* What is computed cheaply of values that are there anyway is computed where it is first used.
+  - *Order.* What is computed cheaply of values that are there anyway is computed where it is first used; on the CPU
+    only what is computed of arguments alone.
   - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
     update of a slice.
   - *Fills.* An array of one constant that all iterations of a loop read is made in the loop's body, but on TPUs.
@@ -47,6 +48,8 @@ class Fusing:
     Attributes:
       stores_shared: whether what is computed and then used more than once is stored; else it is computed again for
         every use.
+      delays: whether what is computed cheaply of any value that is there anyway is computed where it is first used;
+        else what is computed of arguments alone.
       shares_zeros: whether equal arrays of zeros are stored once, from the first use to the last, if one of them is
         written over.
       sinks_fills: whether an array of one constant, which all iterations of a loop read, is made in the loop's body.
@@ -58,6 +61,7 @@ class Fusing:
     """
 
     stores_shared: bool = False
+    delays: bool = True
     shares_zeros: bool = False
     sinks_fills: bool = False
     widens_floats: bool = False
@@ -158,7 +162,9 @@ def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple
     events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
     made = {id(slot) for event in events for slot in event.outputs}
-    events = _at_first_use(_needed(events, results), [slot for slot in slots.values() if id(slot) not in made], results)
+    events = _needed(events, results)
+    given = [slot for slot in slots.values() if id(slot) not in made]
+    events = _at_first_use(events, given, results, FUSING[platform].delays)
     if FUSING[platform].stores_shared:
         _store_shared(events)
     _decide(events, results)
@@ -245,7 +251,9 @@ def _needed(events: list[_Event], results: Iterable[_Memory]) -> list[_Event]:
     return surgery.live(events, results, lambda event: event.outputs, lambda event: event.inputs)
 
 
-def _at_first_use(events: list[_Event], arguments: Iterable[_Memory], results: Iterable[_Memory]) -> list[_Event]:
+def _at_first_use(
+    events: list[_Event], arguments: Iterable[_Memory], results: Iterable[_Memory], delays: bool
+) -> list[_Event]:
     """Returns the events with those that compute cheaply of what is there anyway, such as a weight's cast, where they
     are first used: compilers order them so.
 
@@ -253,8 +261,11 @@ def _at_first_use(events: list[_Event], arguments: Iterable[_Memory], results: I
       events: in the order of the program.
       arguments: slots that are there all the time.
       results: slots that are there at the end.
+      delays: as of `Fusing`.
     """
-    there = _there_until(events, _last_needs(events, arguments, results))
+    outside = {id(slot): (len(events), -1, -1) for slot in arguments}
+    needs = _last_needs(events, results) if delays else {}
+    there = _there_until(events, {**needs, **outside})
     first: dict[int, int] = {}  # slot -> the place of the first event that uses it
     order = []
     for time, event in reversed(list(enumerate(events))):
@@ -269,17 +280,15 @@ def _at_first_use(events: list[_Event], arguments: Iterable[_Memory], results: I
     return [events[time] for _, time in sorted(order)]
 
 
-def _last_needs(
-    events: list[_Event], arguments: Iterable[_Memory], results: Iterable[_Memory]
-) -> dict[int, tuple[int, int, int]]:
+def _last_needs(events: list[_Event], results: Iterable[_Memory]) -> dict[int, tuple[int, int, int]]:
     """Returns for each slot when it is needed last. What a fused event makes may not be stored: then what the event
-    reads is needed for as long as that. Arguments as of `_at_first_use`.
+    reads is needed for as long as that. `results` as of `_at_first_use`.
 
     Returns:
       slot -> (when it is needed last, the event that needs it then, when another event needs it last). The event is -1
       where it is none, and the time where there is no other.
     """
-    needs = {id(slot): (len(events), -1, -1) for slot in (*arguments, *results)}
+    needs = {id(slot): (len(events), -1, -1) for slot in results}
     for time, event in reversed(list(enumerate(events))):
         last = time
         if event.facts.fused:
@@ -307,7 +316,7 @@ def _there_until(events: list[_Event], needs: Mapping[int, tuple[int, int, int]]
     for time, event in enumerate(events):
         until = []
         for slot in event.inputs:
-            last, by, other = needs[id(slot)]
+            last, by, other = needs.get(id(slot), (-1, -1, -1))
             until.append(max(through.get(id(slot), -1), other if by == time else last))
         there.append(min(until, default=-1))
         if event.primitive == BARRIER:
@@ -510,7 +519,7 @@ def stretch_peak(
     body = Body(tuple(ops), (), (), None, {})
     events = [_Event("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
     outcome = [slots[index] for index in results if index in slots]
-    events = _at_first_use(_needed(events, outcome), given.values(), outcome)
+    events = _at_first_use(_needed(events, outcome), given.values(), outcome, FUSING[platform].delays)
     if FUSING[platform].stores_shared:
         _store_shared(events)
     _decide(events, outcome)

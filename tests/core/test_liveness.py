@@ -253,7 +253,7 @@ def test_what_is_computed_of_arguments_alone_is_made_where_it_is_first_used(targ
     assert abs(peak(True) - peak(False)) < MIB, "all casts at once take 8 MiB"
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("target", [pytest.param("cuda:h100", marks=pytest.mark.cuda)])
 def test_what_is_computed_of_a_value_that_is_there_anyway_is_made_where_it_is_first_used(target):
     def step(first, kept):
         def run(ws, x):

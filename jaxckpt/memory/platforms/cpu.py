@@ -17,7 +17,7 @@ class Cpu(Platform):
 
     name = "cpu"
     backend = "cpu"
-    fusing = Fusing(stores_shared=True, sinks_fills=True, widens_floats=True)
+    fusing = Fusing(stores_shared=True, delays=False, sinks_fills=True, widens_floats=True)
     host_is_apart = False
 
     def parse(self, text: str) -> Place | None:
