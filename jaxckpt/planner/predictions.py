@@ -95,16 +95,13 @@ class Predictions:
         is_traced = all(self.is_traced(each) for each in (solution, *(t.solution for t in compiled)))
         if not compiled:
             return self.problem.estimate(solution) if is_traced else modelled + self.standing
-        by_chain = [t.compiled - t.modelled for t in compiled]
-        by_trace = [t.compiled - self.problem.estimate(t.solution) for t in compiled] if is_traced else []
-        if not is_traced or _spread(by_chain) < _spread(by_trace):
-            nearest = min(range(len(compiled)), key=lambda place: abs(compiled[place].modelled - modelled))
-            return modelled + by_chain[nearest]
-        estimate = self.problem.estimate(solution)
-        nearest = min(
-            range(len(compiled)), key=lambda place: abs(self.problem.estimate(compiled[place].solution) - estimate)
-        )
-        return estimate + by_trace[nearest]
+        said, known = modelled, [(t.modelled, t.compiled - t.modelled) for t in compiled]
+        if is_traced:
+            estimates = [self.problem.estimate(t.solution) for t in compiled]
+            traced = [(each, t.compiled - each) for each, t in zip(estimates, compiled)]
+            if _spread([off for _, off in known]) >= _spread([off for _, off in traced]):
+                said, known = self.problem.estimate(solution), traced
+        return said + min(known, key=lambda each: abs(each[0] - said))[1]
 
     def predicted_by_hand(self, solution: Solution) -> int:
         """Predicts the compiled peak of a solution as people write it. The chain does not know what is left to JAX."""

@@ -184,17 +184,22 @@ class Search:
         saved = 0.0 if fullest is None else self._chain_time(close) - cost(self.chain, fullest).time
         return saved > (TINY if self.quick else WORTH) * self.problem.model.step_seconds
 
+    @property
+    def _has_others(self) -> bool:
+        """Whether plans with other regions are looked for."""
+        return self.shares and not self.quick and not self.problem.divided
+
     def _other(self, close: Try, seen: Collection[Solution]) -> Solution | None:
         """Returns what `Aims.other` does, for a plan that is close to the budget; None where the solver's own plan is
         asked for.
         """
-        if self.quick or self.problem.divided or not self.shares:
+        if not self._has_others:
             return None
         return self.aims.other(close, WORTH * self.problem.model.step_seconds, seen)
 
     def _more(self, found: Try) -> Solution | None:
         """Returns what `Aims.more` does, for a plan with other regions that is not close to the budget."""
-        if self.quick or self.problem.divided or not self.shares or found.compiled >= self.budget * (1 - FILLED):
+        if not self._has_others or found.compiled >= self.budget * (1 - FILLED):
             return None
         return self.aims.more(found, WORTH * self.problem.model.step_seconds)
 
