@@ -32,6 +32,18 @@ def loop_line(loop: Loop) -> str:
     return f"scan at {loop.op}{_inside(loop.body)}: {loop.schedule}"
 
 
+def iterations_around(address: Address, loops: Iterable[Loop], graph: Graph) -> int:
+    """Returns how many iterations planned loops have in whose bodies a body lies; 1 if it lies in none. What is kept in
+    it is kept of one iteration at a time, as it runs again, and not of all.
+    """
+    found = 1
+    for loop in loops:
+        op = graph.at(loop.body).ops[loop.op]
+        if address[: len(loop.body) + 1] == (*loop.body, (op.index, 0)):
+            found *= op.params["length"]
+    return found
+
+
 def tile_line(tile: TiledStretch, value: Value | None = None) -> str:
     """Returns a line on a tiled stretch; with the value whose axis is divided, where that is known."""
     along = "" if value is None else f" along axis {tile.axis} of {value.label} {list(value.shape)}"

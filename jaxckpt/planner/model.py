@@ -13,16 +13,17 @@ import numpy as np
 
 from jaxckpt.actions import Action
 from jaxckpt.core import pooling
-from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, PLANS, SLIGHT, WIDEST
+from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, SLIGHT, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.liveness import FUSING
+from jaxckpt.core.outline import iterations_around
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress, silent
 from jaxckpt.core.units import counted, format_bytes
-from jaxckpt.planner import stages
+from jaxckpt.planner import bodies, stages
 from jaxckpt.planner.barriers import Barriers
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
@@ -95,8 +96,9 @@ class Model:
 
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block that keeps nothing, at first, and around several; the
-        same with all that is before and after the blocks as lean as it can be; and a preset's checkpoint around each
-        block. Where there are loops, a checkpoint around their bodies, and all else left to JAX.
+        same with all that is before and after the blocks as lean as it can be, and with one around each of the several
+        too; and a preset's checkpoint around each block. Where there are loops, a checkpoint around their bodies, and
+        all else left to JAX.
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
@@ -107,6 +109,8 @@ class Model:
                 continue  # too many operations to look at
             for inside, outside in itertools.product(insides, (fastest, leanest)):
                 yield self._around([self._kept(a, b, inside) for a, b in itertools.pairwise(ends)], outside)
+            if run > 1:
+                yield self._around([self._nested(a, b) for a, b in itertools.pairwise(ends)], leanest)
         pairs = list(itertools.pairwise(self.block_ends))
         for name in BLOCK_PRESETS:
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
@@ -116,13 +120,21 @@ class Model:
             left = [replace(self._kept(s, s + 1, fastest), left=True) for s in range(self.chain.length)]
             yield tuple(kept.get(item.start, item) for item in left)
 
+    def _nested(self, start: int, stop: int) -> Keep | Drop:
+        """Returns blocks with a checkpoint around all of them, and one around each: nothing is kept."""
+        ends = [end for end in self.block_ends if start <= end <= stop]
+        within = tuple(self._kept(a, b, leanest) for a, b in itertools.pairwise(ends))
+        return within[0] if len(within) == 1 else Drop(start, stop, within)
+
     def _each_iteration(self, place: int) -> Keep | None:
         """Returns a loop with each iteration checkpointed; None where that is not among its candidates."""
         stage, every = self.places.index(place), schedule_of(self.graph.ops[place].params["length"], "every")
         hows = [candidate.how for candidate in self.chain.segment(stage, stage + 1).candidates]
         return Keep(stage, stage + 1, hows.index(every)) if every in hows else None
 
-    def _around(self, blocks: Sequence[Keep], preference: Callable[[Candidate], tuple[float, float]]) -> Solution:
+    def _around(
+        self, blocks: Sequence[Keep | Drop], preference: Callable[[Candidate], tuple[float, float]]
+    ) -> Solution:
         """Returns blocks with what is before and after them, each stage with the candidate that is preferred."""
         first, last = blocks[0].start, blocks[-1].stop
         outside = [self._kept(s, s + 1, preference) for s in range(self.chain.length) if not first <= s < last]
@@ -164,7 +176,7 @@ class Model:
         of the one before.
         """
         made = self.plan(tuple(item for item in solution if self._is_made(item)))
-        return replace(made, regions=tuple(replace(region, tied=False) for region in made.regions))
+        return replace(made, regions=tuple(map(_untied, made.regions)))
 
     def _is_made(self, item: Keep | Drop) -> bool:
         if not isinstance(item, Keep) or item.start in self.block_ends[:-1]:
@@ -183,7 +195,7 @@ class Model:
         loops: list[Loop] = []
         inner: list[Region] = []
         regions = (*self._regions(solution, loops, inner), *inner)
-        notes = tuple(self._note(region) for region in regions)
+        notes = tuple(self._note(region, iterations_around(region.body, loops, self.graph)) for region in regions)
         placed = tuple(self._placed(region) for region in regions)
         moved = tuple(replace(loop, body=(*self.address, *loop.body)) for loop in loops)
         return Plan(placed, self.fingerprint, notes=notes, loops=moved, pools_apart=self.pools_apart)
@@ -239,7 +251,7 @@ class Model:
                 loops += [loop for place in range(start, stop) for loop in self.lean.get(place, ())]
                 how = how.actions
             if isinstance(how, InnerRegions):
-                loops += how.loops
+                loops += how.loops if how.schedule is None else (Loop(start, how.schedule), *how.loops)
                 inner += how.regions
             elif start not in self.loops or stop > start + 1:
                 regions.append(Region(start, stop, how or {}, checkpoint=how is not None, tied=True))
@@ -247,14 +259,15 @@ class Model:
                 loops.append(Loop(start, how))
         return tuple(regions)
 
-    def _note(self, region: Region) -> str:
+    def _note(self, region: Region, around: int) -> str:
+        """Returns what is printed beside a region; `around` as of `iterations_around`."""
         values = [(action, self.graph.values[index]) for index, action in region.actions.items()]
         kept = sum(action.stored_bytes(value) * value.repeats for action, value in values)
         if not region.checkpoint:
             return ""  # its line says so
         if region.regions:
             return f"(runs again as {counted(len(region.regions), 'region')})"
-        return f"({format_bytes(kept)})"
+        return f"({format_bytes(kept // around)}{' of an iteration that runs again' if kept and around > 1 else ''})"
 
 
 def build(inside: Inside, context: Context, progress: Progress | None = None, *, looped: bool = False) -> Model:
@@ -275,12 +288,12 @@ def _untied(region: Region) -> Region:
 
 
 def _planned(
-    context: Context, body: Graph, differentiated: Collection[int], address: Address
+    context: Context, length: int, body: Graph, differentiated: Collection[int], address: Address, heavy: bool
 ) -> InnerCandidates | None:
-    """Returns the plans of a loop's body in which there is more to plan than what one region keeps: a loop, or several
-    blocks. See `loop_candidates_of`.
+    """Returns the plans of a loop's body in which there is more to plan than what one region keeps: a loop, several
+    blocks, or much work. See `loop_candidates_of`.
     """
-    if not stages.loops(body) and len(stages.repeats(body)) < 3:
+    if not heavy and not stages.loops(body) and len(stages.repeats(body)) < 3:
         return None
     inner = replace(
         build(whole(body, differentiated), replace(context, timed=False, in_loop=True), looped=True), address=address
@@ -289,18 +302,43 @@ def _planned(
     solutions: list[Solution] = []
     for chain, original in host.priced_chains():
         table = Table(chain)
-        limits = [limit for limit, _ in table.frontier()]
-        chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
-        solutions += [original(solution) for solution in map(table.solution, sorted(chosen)) if solution]
-    candidates = []
+        solutions += map(original, (*bodies.of_one(table), *bodies.of_all(table, length)))
+    candidates, again = [], []
     for solution in dict.fromkeys((*solutions, *inner.by_hand())):
-        made = inner.plan(solution)
-        # Behind a barrier, what all iterations read is a value of each: JAX would keep a copy for every one.
-        how = InnerRegions(tuple(map(_untied, made.regions)), made.loops)
-        spent, kept = cost(inner.chain, solution), inner.kept_bytes(solution)
-        there, work = host_use(inner.chain, solution), max(spent.peak - kept, 0)
-        candidates.append(Candidate(kept, spent.time, work, inner.seconds(solution), how, there.link, there.bytes))
-    return InnerCandidates(tuple(candidates), inner.chain.segment(0, inner.chain.length).forward_work)
+        dropped = solution[0].again if len(solution) == 1 and isinstance(solution[0], Drop) else None
+        if dropped is None:
+            candidates.append(_of_all(inner, solution))
+        if len(dropped or solution) > 1 and not host_use(inner.chain, solution).bytes:
+            again.append(_of_one(inner, dropped or solution))
+    return InnerCandidates(
+        tuple(candidates), tuple(dict.fromkeys(again)), inner.chain.segment(0, inner.chain.length).forward_work
+    )
+
+
+def _of_all(body: Model, solution: Solution) -> Candidate:
+    """Returns what an iteration takes whose plan keeps what it keeps from the forward pass on."""
+    spent, kept, there = cost(body.chain, solution), body.kept_bytes(solution), host_use(body.chain, solution)
+    work = max(spent.peak - kept, 0)
+    return Candidate(
+        kept, spent.time, work, body.seconds(solution), _regions_in(body, solution), there.link, there.bytes
+    )
+
+
+def _of_one(body: Model, solution: Solution) -> Candidate:
+    """Returns what an iteration takes that runs again, with a plan, before its own backward pass. What the last region
+    computes is not wanted then, unless that keeps some of it.
+    """
+    last, spent = solution[-1], cost(body.chain, solution)
+    stop = last.start if isinstance(last, Drop) or not body.chain.candidate(last).kept else last.stop
+    forward = body.chain.segment(0, stop).forward_time if stop else 0.0
+    seconds = sum(body.forward[:stop]) + body.seconds(solution)
+    return Candidate(0, forward + spent.time, spent.peak, seconds, _regions_in(body, solution))
+
+
+def _regions_in(body: Model, solution: Solution) -> InnerRegions:
+    made = body.plan(solution)
+    # Behind a barrier, what all iterations read is a value of each: JAX would keep a copy for every one.
+    return InnerRegions(tuple(map(_untied, made.regions)), made.loops)
 
 
 class _Builder:
@@ -541,7 +579,8 @@ class _Builder:
         if start in self.loops and stop == start + 1:
             loop = f"{text}:{start}"  # its schedules name values of its own body
             if loop not in self.scans:
-                op, planned = self.graph.ops[start], functools.partial(_planned, self.context)
+                op = self.graph.ops[start]
+                planned = functools.partial(_planned, self.context, op.params["length"])
                 self.scans[loop] = loop_candidates_of(self.graph, op, self.active, self.context, planned)
             return self.scans[loop]
         key = self._key(start, stop)

@@ -8,15 +8,17 @@ et al. 2016 (arXiv:1604.06174).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives
 from jaxckpt.core.constants import (
+    CLOSE,
     DEAR_LOOP,
+    INNER,
     LENGTHS,
     MOST_LOOP_CANDIDATES,
     SHORTEST,
@@ -46,10 +48,16 @@ from jaxckpt.schedules.pullback import Wanted
 
 @dataclass(frozen=True)
 class InnerRegions:
-    """What a scan's iterations keep that runs as it stands: `regions` and `loops` of its body, as of a plan."""
+    """A scan with a plan of its body.
+
+    Attributes:
+      regions, loops: of its body, as of a plan.
+      schedule: of the scan; None where it runs as it stands, and what regions keep is kept of all iterations.
+    """
 
     regions: tuple[Region, ...]
     loops: tuple[Loop, ...]
+    schedule: LoopSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,12 @@ class InnerCandidates:
 
     Attributes:
       candidates: what each takes of one iteration; `how` is `InnerRegions`.
+      again: the same where an iteration runs again from its carry, before its backward pass begins: nothing is kept.
       forward_work: bytes that a forward run of an iteration needs at once.
     """
 
     candidates: tuple[Candidate, ...]
+    again: tuple[Candidate, ...]
     forward_work: int
 
 
@@ -123,15 +133,15 @@ def loop_candidates_of(
     op: Op,
     active: Collection[int],
     context: Context,
-    planned: Callable[[Graph, Collection[int], Address], InnerCandidates | None] | None = None,
+    planned: Callable[[Graph, Collection[int], Address, bool], InnerCandidates | None] | None = None,
 ) -> LoopCandidates:
     """Returns the candidates for a scan of a graph.
 
     Args:
       active: values that the derivative passes through.
       context: what the scan is planned for.
-      planned: returns the plans of a body, given it as a function, the values that are differentiated in, and
-        the body's address. None for none.
+      planned: returns the plans of a body, given it as a function, the values that are differentiated in, the body's
+        address, and whether an iteration's own work is much of what the loop needs. None for none.
     """
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
@@ -159,24 +169,36 @@ def loop_candidates_of(
         ways += _ways(found, sizes, length)
         if context.once:
             ways += _slots(op, inside, found, sizes, context)
-    forward_work = found.forward_work
-    inner = None
+    forward_work, within = found.forward_work, []
     if planned is not None:
         moving = fed(graph, graph.body, op, body, active)
-        inner = planned(program_of(graph, op), moving, ((op.index, 0),))
-    if inner is not None:
-        forward_work, loop = min(forward_work, inner.forward_work), sizes.gradients + sizes.arriving
-        for each in inner.candidates:
-            kept = length * (each.kept + sizes.carry)
-            there = length * each.link, length * each.host
-            ways.append(LoopCandidate(each.how, kept, length * _time(each), each.work + loop, *there))
-    here = _best([way for way in ways if not way.host])
+        # Segments of the best length keep about as many carries as twice the root of the iterations.
+        heavy = found.candidates[0].work > 2 * math.sqrt(length) * sizes.carry
+        inner = planned(program_of(graph, op), moving, ((op.index, 0),), heavy)
+        if inner is not None:
+            forward_work = min(forward_work, inner.forward_work)
+            within = [
+                way for way in _within(inner, op, found, sizes) if not any(_is_nearly(each, way) for each in ways)
+            ]
+    # What a plan of the body is said to take is of another model of it: it says nothing against the other ways.
+    best = (_best([way for way in some if bool(way.host) is away]) for away in (False, True) for some in (ways, within))
     return LoopCandidates(
-        (*here, *_best([way for way in ways if way.host])),
+        tuple(itertools.chain.from_iterable(best)),
         length * found.forward,
         length * found.backward,
         forward_work + sizes.carry + sizes.results,
     )
+
+
+def _within(inner: InnerCandidates, op: Op, found: Candidates, sizes: _Sizes) -> Iterator[LoopCandidate]:
+    """Yields the ways of a loop whose body has a plan of its own: as it stands, and with iterations that run again."""
+    length = op.params["length"]
+    for each in inner.candidates:
+        kept, work = length * (each.kept + sizes.carry), each.work + sizes.gradients + sizes.arriving
+        yield LoopCandidate(each.how, kept, length * _time(each), work, length * each.link, length * each.host)
+    for each in inner.again if can_be_rewritten(op) else ():
+        for way in _alike(replace(each, how={}), found, sizes, length):
+            yield replace(way, schedule=replace(each.how, schedule=way.schedule))
 
 
 def _as_it_stands(found: Candidates, sizes: _Sizes, length: int) -> LoopCandidate:
@@ -203,38 +225,46 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandida
                 parts.append(_nested(length - n, (), choices[0]))
             work = max(choice.work, choices[0].work) + loop + (copies if n < length else 0)
             yield LoopCandidate(in_turn(*parts), kept, time, work, n * choice.link, n * choice.host)
-    for choice in choices:
-        kept = length * (choice.kept + sizes.carry)
-        yield LoopCandidate(_nested(length, (), choice), kept, length * _time(choice), choice.work + loop)
-    for less, more in pairwise(choices):
+    for less, more in itertools.pairwise(choices):
         for n in _spaced(1, length - 1, SPLITS):
             kept = length * sizes.carry + n * more.kept + (length - n) * less.kept
             time = n * _time(more) + (length - n) * _time(less)
             schedule = in_turn(_nested(length - n, (), less), _nested(n, (), more))
             yield LoopCandidate(schedule, kept, time, max(less.work, more.work) + loop + copies)
+    for number, choice in enumerate(choices):
+        yield from _alike(choice, found, sizes, length, deeper=number < 2)
+
+
+def _alike(
+    choice: Candidate, found: Candidates, sizes: _Sizes, length: int, deeper: bool = True
+) -> Iterator[LoopCandidate]:
+    """Yields a candidate for all iterations alike: each from its own carry, then in segments, and in segments inside
+    segments if asked for those that are `deeper`.
+    """
+    loop = sizes.gradients + sizes.arriving
+    copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
+    kept = length * (choice.kept + sizes.carry)
+    yield LoopCandidate(_nested(length, (), choice), kept, length * _time(choice), choice.work + loop)
     forward = length * found.forward
     for size in _lengths(length):
         rest = copies if length % size else 0
-        for choice in choices:
-            inner = size * (sizes.carry + choice.kept)
-            yield LoopCandidate(
-                _nested(length, (size,), choice),
-                -(-length // size) * sizes.carry,
-                forward + length * _time(choice),
-                inner + choice.work + loop + rest,
-            )
-        deeper = round(math.sqrt(size))
-        if deeper < 2 or size < 4:
+        yield LoopCandidate(
+            _nested(length, (size,), choice),
+            -(-length // size) * sizes.carry,
+            forward + length * _time(choice),
+            size * (sizes.carry + choice.kept) + choice.work + loop + rest,
+        )
+        within = round(math.sqrt(size))
+        if not deeper or within < 2 or size < 4:
             continue
-        for choice in choices[:2]:
-            inner = -(-size // deeper) * sizes.carry + deeper * (sizes.carry + choice.kept)
-            again = rest + (copies * size // length if size % deeper else 0)
-            yield LoopCandidate(
-                _nested(length, (size, deeper), choice),
-                -(-length // size) * sizes.carry,
-                2 * forward + length * _time(choice),
-                inner + choice.work + loop + again,
-            )
+        inner = -(-size // within) * sizes.carry + within * (sizes.carry + choice.kept)
+        again = rest + (copies * size // length if size % within else 0)
+        yield LoopCandidate(
+            _nested(length, (size, within), choice),
+            -(-length // size) * sizes.carry,
+            2 * forward + length * _time(choice),
+            inner + choice.work + loop + again,
+        )
 
 
 def _nested(count: int, segments: tuple[int, ...], choice: Candidate) -> Nested:
@@ -309,6 +339,30 @@ def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
             b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work and b.link <= way.link for b in best
         ):
             best.append(way)
-    while len(best) > MOST_LOOP_CANDIDATES:  # every second of those in the middle
-        best = [best[0], *best[1:-1:2], best[-1]]
+    while len(best) > MOST_LOOP_CANDIDATES:
+        del best[_least_missed(best)]
     return best
+
+
+def _is_nearly(known: LoopCandidate, way: LoopCandidate) -> bool:
+    """Whether a way takes hardly more time, and hardly more bytes, than one with a plan of the body: less than what
+    estimates by two models differ by. That is less for iterations that run again.
+    """
+    if known.host or way.host:
+        return False
+    more = INNER if isinstance(way.schedule, InnerRegions) and way.schedule.schedule is None else 1 + CLOSE
+    is_as_lean = known.bytes + known.work <= more * (way.bytes + way.work)
+    return is_as_lean and known.time.effort <= more * way.time.effort
+
+
+def _least_missed(ways: Sequence[LoopCandidate]) -> int:
+    """Returns the place of the way between the first and the last one, the fastest and the slowest, that another one
+    replaces at the least loss: seconds to the next slower one, times bytes to the next faster one, kept or needed.
+    """
+
+    def loss(place: int) -> float:
+        before, way, after = ways[place - 1 : place + 2]
+        spared = max(before.bytes - way.bytes, before.bytes + before.work - way.bytes - way.work)
+        return (after.time.effort - way.time.effort) * max(spared, 0)
+
+    return min(range(1, len(ways) - 1), key=loss)

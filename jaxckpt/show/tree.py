@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt.actions import SAVE
-from jaxckpt.core.outline import place_text
+from jaxckpt.core.outline import iterations_around, place_text
 from jaxckpt.core.plan_checks import scan_of
 from jaxckpt.core.regions import by_body, every_region
 from jaxckpt.core.sources import short_source
@@ -84,7 +84,7 @@ def _lines(plan: Plan, graph: Graph, told: Sequence[str], short: bool) -> list[s
         if address:
             lines.append(f"Each time that {place_text(address, graph)} runs:")
         stretches = _stretches(regions.get(address, ()), loops.get(address, ()), 0, len(inside.ops))
-        lines += _Drawing(inside, short).tree(stretches, "")
+        lines += _Drawing(inside, short, iterations_around(address, plan.loops, graph)).tree(stretches, "")
     return lines
 
 
@@ -179,10 +179,12 @@ class _Drawing:
     Attributes:
       graph: the function, with the body for its own.
       short: as of `_lines`.
+      around: as of `iterations_around`.
     """
 
     graph: Graph
     short: bool
+    around: int
 
     def tree(self, stretches: Sequence[_Stretch], indent: str) -> Iterator[str]:
         """Yields the lines of stretches in order; a pattern that repeats once, with its number."""
@@ -227,8 +229,9 @@ class _Drawing:
     def _keeps(self, actions: Mapping[int, Action], each: bool = False) -> str:
         if not actions:
             return "keeps the carry of each" if each else "keeps what goes in and out"
-        size = format_bytes(_stored(actions, self.graph, each))
-        return f"keeps {counted(len(actions), 'value')}, {size}{' of each, and its carry' if each else ''}"
+        size = format_bytes(_stored(actions, self.graph, each) // (1 if each else self.around))
+        of = " of each, and its carry" if each else " of an iteration that runs again" if self.around > 1 else ""
+        return f"keeps {counted(len(actions), 'value')}, {size}{of}"
 
     def _values(self, actions: Mapping[int, Action], indent: str, each: bool = False) -> Iterator[str]:
         """Yields what is kept, the largest first; what differs in nothing but its place is one line."""
@@ -237,7 +240,8 @@ class _Drawing:
             value = self.graph.values[index]
             name = _name(value) if action == SAVE else f"{action} {_name(value)}"
             kind = (name, table.format_array(value.dtype, value.shape), short_source(value.source))
-            alike.setdefault(kind, []).append(action.stored_bytes(value) * (1 if each else value.repeats))
+            times = 1 if each else value.repeats // self.around
+            alike.setdefault(kind, []).append(action.stored_bytes(value) * times)
         lines = sorted(alike.items(), key=lambda item: -sum(item[1]))
         least = LISTED * sum(sum(sizes) for _, sizes in lines)
         listed = [line for line in lines[:NAMED] if sum(line[1]) >= least] if self.short else lines

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import jaxckpt
 from jaxckpt import Plan
 from jaxckpt.core.graph import trace
+from jaxckpt.core.units import format_bytes
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.problems import problem_of
@@ -96,3 +99,73 @@ def test_what_all_iterations_read_is_not_kept_for_each():
         solution = tuple(sorted([*others, Keep(stage, stage + 1, number)], key=lambda item: item.start))
         kept = jaxckpt.residuals(problem.model.plan(solution).apply(shared), w, x).residuals
         assert sum(each.bytes for each in kept if not each.argument) <= 1.3 * candidates[stage][number].kept + w.nbytes
+
+
+SIZE, CHANNELS = 48, 16
+PAIRS = jax.random.normal(jax.random.key(4), (SIZE, SIZE, CHANNELS))
+PAIR_WS = {
+    name: jax.random.normal(jax.random.key(number), (6, CHANNELS, width)) / 8
+    for number, (name, width) in enumerate(
+        {"q": 16, "k": 16, "v": 16, "a": 16, "b": 16, "up": 256, "down": 256}.items()
+    )
+}
+
+
+def attend(w, z):
+    q, k = ((z @ w[name]).reshape(SIZE, SIZE, 4, 4) for name in ("q", "k"))
+    scores = jax.nn.softmax(jnp.einsum("iqhd,ikhd->ihqk", q, k))
+    return jnp.einsum("ihqk,ikc->iqc", scores, z @ w["v"])
+
+
+def multiply(w, z):
+    return jnp.einsum("ikc,jkc->ijc", jax.nn.sigmoid(z @ w["a"]), jnp.tanh(z @ w["b"])) / SIZE
+
+
+def widen(w, z):
+    return jax.nn.gelu(z @ w["up"]) @ w["down"].T / 4
+
+
+def pairs(each=lambda body: body, part=lambda part: part):
+    """A scan whose body has three unlike parts, each of which needs far more for its backward pass than the carry."""
+
+    def body(z, w):
+        for fun in (attend, multiply, widen):
+            z = z + part(fun)(w, z)
+        return z, None
+
+    return lambda ws, z: jnp.mean(jax.lax.scan(each(body), z, ws)[0] ** 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("again", [False, True], ids=["parts", "parts of iterations that run again"])
+def test_a_plan_fits_where_checkpoints_around_the_parts_of_a_body_do_at_hardly_more_work(again):
+    in_scan = functools.partial(jax.checkpoint, prevent_cse=False)
+    by_hand = pairs(in_scan, jax.checkpoint) if again else pairs(part=in_scan)
+    step, args = jax.value_and_grad, (PAIR_WS, PAIRS)
+    measure = functools.partial(jaxckpt.measure, target="cuda:h100", generate_code=False)
+    peak, each = (measure(step(fun), *args).peak_bytes for fun in (by_hand, pairs(in_scan)))
+    plan = jaxckpt.plan(pairs(), *args, budget=peak, target="cuda:h100")
+    assert plan.measured_bytes <= peak and (not again or peak < 0.8 * each)
+    planned, hand = (cost_of(step(fun), args, "cuda:h100") for fun in (plan.apply(pairs()), by_hand))
+    assert planned[0] <= 1.05 * hand[0] and planned[1] <= (1.02 if again else 1.0) * hand[1]
+    kept = jaxckpt.residuals(plan.apply(pairs()), *args).residuals
+    most = sum(each.bytes for each in kept if not each.argument)
+    assert most <= (1.01 if again else 3.01) * 7 * PAIRS.nbytes  # the carries; and what goes into each part
+    assert_trees_close(jax.grad(plan.apply(pairs()))(*args), jax.grad(pairs())(*args), rtol=1e-3, atol=1e-4)
+    assert Plan.from_json(plan.to_json()) == plan and plan.describe(trace(pairs(), *args))
+
+
+@pytest.mark.cuda
+def test_what_an_iteration_keeps_that_runs_again_is_told_once():
+    in_scan = functools.partial(jax.checkpoint, prevent_cse=False)
+    by_hand = jaxckpt.measure(
+        jax.value_and_grad(pairs(in_scan, jax.checkpoint)), PAIR_WS, PAIRS, target="cuda:h100", generate_code=False
+    )
+    plan = jaxckpt.plan(pairs(), PAIR_WS, PAIRS, budget=by_hand.peak_bytes, target="cuda:h100")
+    inside = [region for region in plan.regions if region.body]
+    assert len(inside) > 1 and any(not loop.body for loop in plan.loops)
+    kept = [region for region in inside if region.actions]
+    values = trace(pairs(), PAIR_WS, PAIRS).values
+    for region in kept:
+        size = format_bytes(sum(values[index].bytes for index in region.actions))
+        assert f"({size} of an iteration that runs again)" in str(plan)

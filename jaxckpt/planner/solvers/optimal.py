@@ -121,6 +121,12 @@ class Table:
         """Returns the cheapest solution within the limit, or None."""
         return self._rebuild(0, self.chain.length, limit) if limit >= self.least else None
 
+    def solution_of(self, start: int, stop: int, limit: int) -> Solution:
+        """Returns the cheapest solution of the stages start..stop, its inputs kept, within a limit that is no less than
+        the least of `table[start, stop]`.
+        """
+        return self._rebuild(start, stop, limit)
+
     def frontier(self) -> list[tuple[int, float]]:
         """Returns (bytes, seconds) of every step: the cheapest time at each limit."""
         steps = self.table[0, self.chain.length] if self.chain.length else DONE
