@@ -97,6 +97,7 @@ ONCE = _lines("""
     planner/test_meshes.py
     planner/test_nested.py
     planner/test_odd_programs.py
+    planner/test_remembered.py
     planner/test_scale.py
     planner/test_search.py
     planner/test_shards.py
@@ -373,8 +374,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def shared_answers(answers: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are not about compiling: a program that another such test has compiled is not compiled again."""
+    """For tests that are not about compiling: a program that another such test has compiled is not compiled again. What
+    plans another test found is not known.
+    """
+    from jaxckpt.planner.remembered import Remembered
+
     monkeypatch.setenv("JAXCKPT_CACHE_DIR", str(answers))
+    monkeypatch.setattr(Remembered, "plans", lambda self: [])
 
 
 @pytest.fixture

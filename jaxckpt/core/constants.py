@@ -103,6 +103,10 @@ MOST_LOOP_CANDIDATES = 1600
 time. Judged by the same LSTM: with `SPLITS` of 96 and 400 candidates, every second one would be left out.
 """
 
+REMEMBERED = 64
+"""Maximum number of plans of one problem that are kept on disk: as many budgets. A plan takes about a kilobyte. No
+measurement is on record."""
+
 INNER = 1.1
 """A plan of a loop's body is left out if another way of the loop needs at most this many times its bytes and its time:
 the two are estimated by two models. Judged by a scan of pair stacks on the H100: without it a plan at 60% of the peak

@@ -19,6 +19,7 @@ from jaxckpt.core.lift import trace
 from jaxckpt.core.liveness import graph_profile
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.shared_traces import SharedTraces
+from jaxckpt.memory.cache import folder_of
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
 from jaxckpt.memory.targets import Target
@@ -31,6 +32,7 @@ from jaxckpt.planner.costs import Time, timer, total
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.model import Model
+from jaxckpt.planner.remembered import Remembered
 from jaxckpt.planner.shards import device_bytes, is_sharded
 from jaxckpt.planner.solvers import Solver
 from jaxckpt.planner.solvers import solver as solver_for
@@ -318,6 +320,18 @@ class Measured:
         traced = self.traced(solution, by_hand).time
         exposed = host_use(self.model.chain, solution).exposed(traced.seconds)
         return traced.effort - self.plain.time.effort + exposed
+
+    def remembered(self, solver: Solver) -> Remembered:
+        """Returns the plans that were returned for it, in whatever process, from what a solver found."""
+        plain = self.plain
+        facts = [
+            self.target.name,
+            self.model.fingerprint,
+            repr((plain.peak_bytes, plain.flops, f"{plain.time.seconds:.6e}")),  # of the whole step
+            repr((self.asked.host_budget, self.asked.costs, self.asked.respect_checkpoints)),
+            repr((type(solver).__qualname__, solver.name, dict(solver.parameters()))),
+        ]
+        return Remembered(folder_of(self.asked.cache), self.model.chain, facts)
 
     @functools.cached_property
     def host(self) -> Callable[[Solver], Host]:

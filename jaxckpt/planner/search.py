@@ -9,6 +9,7 @@ people write is compiled as well where it may be cheaper, and the leanest plans 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Collection
@@ -39,6 +40,7 @@ from jaxckpt.planner.chain import Solution, cost
 from jaxckpt.planner.host import host_use
 from jaxckpt.planner.measured import Measured, Try
 from jaxckpt.planner.predictions import Predictions
+from jaxckpt.planner.remembered import Found, Remembered
 from jaxckpt.planner.solvers import Solver
 
 logger = logging.getLogger("jaxckpt")
@@ -93,6 +95,8 @@ class Search:
             if solution is None:
                 raise self._infeasible(self._peak_as_it_is())
             return self._unverified(solution)
+        if self._is_remembered and (best := self.known()) is not None:
+            return self._returned(best)
         best = self._search(least)
         if best is None:
             best = self._floor(least)
@@ -100,20 +104,44 @@ class Search:
                 best = self._or_by_hand(best, self.problem.by_hand)
         if best is not None and self.shares:
             best = self._or_with_last_blocks_left(best)
-        self.progress(self.most, self.most, "")
         if best is None:
+            self.progress(self.most, self.most, "")
             raise self._infeasible()
+        self.remembered.add(Found(self.budget, best.compiled, best.effort, best.solution, best.by_hand))
+        return self._returned(best)
+
+    def _returned(self, best: Try) -> Plan:
+        self.progress(self.most, self.most, "")
         self.effort = best.effort
         return best.plan
 
+    @functools.cached_property
+    def remembered(self) -> Remembered:
+        """The plans that were returned for this problem before; none for a solver whose plans are its own."""
+        return self.problem.remembered(self.solver) if self.shares else Remembered(None, self.chain, ())
+
+    @property
+    def _is_remembered(self) -> bool:
+        """Whether a plan for this very budget is remembered: what a search would find."""
+        return self.shares and any(each.budget == self.budget for each in self.remembered.plans())
+
     def known(self) -> Try | None:
-        """Returns the cheapest plan that was compiled for another budget and fits this one: more memory never costs
-        more.
+        """Returns the cheapest plan that was found for another budget and fits this one: more memory never costs more.
+        Those that other calls returned are compiled, which takes no time where the compilers' results are at hand.
         """
         with self.problem.lock:
-            fitting = [(t.effort, key) for key, t in self.problem.tries.items() if t.fits(self.budget)]
-        found = min(fitting, key=lambda each: each[0], default=None)
-        return None if found is None else self._try(found[1][0], by_hand=found[1][1], corrects=False)
+            known = {key: t.effort for key, t in self.problem.tries.items() if t.fits(self.budget)}
+            made = set(self.problem.tries)
+        for each in self.remembered.plans():
+            if each.compiled <= self.budget and (each.solution, each.by_hand) not in made:
+                known[each.solution, each.by_hand] = each.effort
+        compiles = self.compiles
+        for solution, by_hand in sorted(known, key=lambda key: known[key]):
+            found = self._try(solution, by_hand=by_hand, corrects=False)
+            self.compiles = compiles
+            if found.fits(self.budget):
+                return found
+        return None
 
     def _search(self, least: Solution | None) -> Try | None:
         """Returns the cheapest compiled plan that fits, or None: the solver's solutions, each corrected by what the

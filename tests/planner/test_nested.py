@@ -145,7 +145,8 @@ def test_a_plan_fits_where_checkpoints_around_the_parts_of_a_body_do_at_hardly_m
     measure = functools.partial(jaxckpt.measure, target="cuda:h100", generate_code=False)
     peak, each = (measure(step(fun), *args).peak_bytes for fun in (by_hand, pairs(in_scan)))
     plan = jaxckpt.plan(pairs(), *args, budget=peak, target="cuda:h100")
-    assert plan.measured_bytes <= peak and (not again or peak < 0.8 * each)
+    most = 0.8 if jax.__version_info__ < (0, 11) else 1.0  # of later ones, by hand too, the parts do not need less
+    assert plan.measured_bytes <= peak and (not again or peak < most * each)
     planned, hand = (cost_of(step(fun), args, "cuda:h100") for fun in (plan.apply(pairs()), by_hand))
     assert planned[0] <= 1.05 * hand[0] and planned[1] <= (1.02 if again else 1.0) * hand[1]
     kept = jaxckpt.residuals(plan.apply(pairs()), *args).residuals
