@@ -34,13 +34,15 @@ def loop_line(loop: Loop) -> str:
 
 def iterations_around(address: Address, loops: Iterable[Loop], graph: Graph) -> int:
     """Returns how many iterations planned loops have in whose bodies a body lies; 1 if it lies in none. What is kept in
-    it is kept of one iteration at a time, as it runs again, and not of all.
+    it is kept of one iteration at a time, as it runs again, and not of all. Loops of which some iterations are left to
+    JAX do not count.
     """
     found = 1
     for loop in loops:
         op = graph.at(loop.body).ops[loop.op]
         if address[: len(loop.body) + 1] == (*loop.body, (op.index, 0)):
-            found *= op.params["length"]
+            told = loop.schedule.iterations(op.params["length"])
+            found *= op.params["length"] if all(each.actions is not None or each.unsaid for each in told) else 1
     return found
 
 

@@ -43,7 +43,7 @@ logger = logging.getLogger("jaxckpt")
 FOLDER = "JAXCKPT_CACHE_DIR"
 OFF = "off"
 _SUFFIX = ".report"
-PLANS = ".plans"
+PLANS_SUFFIX = ".plans"
 """Ends the names of the files of `jaxckpt.planner.remembered`, which lie in the same folder."""
 _NAMED = re.compile(r'loc\("(?:([^"]*/[^"]*)"\(|([^"]*)"\))')
 """Matches names of operations ("jit(loss)/Block_0/dot_general") and arguments in a program's locations. Names of
@@ -178,7 +178,7 @@ def store(path: pathlib.Path, answer: Answer) -> None:
 def _prune(newest: pathlib.Path) -> None:
     """Removes the results that were not used for longest, until the folder holds no more than `CACHE_BYTES`."""
     found = []
-    for path in itertools.chain(newest.parent.glob(f"*{_SUFFIX}"), newest.parent.glob(f"*{PLANS}")):
+    for path in itertools.chain(newest.parent.glob(f"*{_SUFFIX}"), newest.parent.glob(f"*{PLANS_SUFFIX}")):
         with contextlib.suppress(OSError):  # another process removed it
             about = path.lstat()
             found.append((path != newest, about.st_mtime, about.st_size, path))

@@ -13,9 +13,11 @@ from jaxckpt.planner.solvers.optimal import Table
 from jaxckpt.planner.solvers.staircase import Staircase
 
 
-def of_one(table: Table) -> Iterator[Solution]:
-    """Yields solutions of the chain of a body, from the leanest to the fastest, for one iteration alone."""
-    yield from _spread(table)
+def of_one(table: Table) -> list[Solution]:
+    """Returns solutions of the chain of a body, from the leanest to the fastest, for one iteration alone."""
+    limits: Sequence[int] = [limit for limit, _ in table.frontier()]
+    chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
+    return [solution for solution in map(table.solution, sorted(chosen)) if solution]
 
 
 def of_all(table: Table, length: int) -> Iterator[Solution]:
@@ -26,7 +28,8 @@ def of_all(table: Table, length: int) -> Iterator[Solution]:
     """
     chain, segments = table.chain, {}
     beyond = sum(segment.forward_time for segment in chain.segments.values())  # more than solutions take
-    beyond += sum(max((each.time for each in each.candidates), default=0.0) for each in chain.segments.values())
+    for segment in chain.segments.values():
+        beyond += max((each.time for each in segment.candidates), default=0.0)
     for (start, stop), segment in chain.segments.items():
         kept = [replace(each, kept=length * each.kept) for each in segment.candidates]
         dropped = [
@@ -39,7 +42,7 @@ def of_all(table: Table, length: int) -> Iterator[Solution]:
         segments[start, stop] = replace(segment, forward_time=beyond, candidates=(*kept, *dropped))
     carried = tuple(replace(each, bytes=length * each.bytes) for each in chain.carried)
     over = Chain(chain.length, segments, carried)
-    for solution in _spread(Table(over)):
+    for solution in of_one(Table(over)):
         yield tuple(_restored(over, item) for item in solution)
 
 
@@ -47,13 +50,6 @@ def _restored(over: Chain, item: Keep | Drop) -> Keep | Drop:
     assert isinstance(item, Keep), "running it forward takes more than all else"
     how = over.candidate(item).how
     return how if isinstance(how, Drop) else item
-
-
-def _spread(table: Table) -> list[Solution]:
-    """Returns some of a chain's solutions, by their bytes."""
-    limits: Sequence[int] = [limit for limit, _ in table.frontier()]
-    chosen = {limits[round(i * (len(limits) - 1) / (PLANS - 1))] for i in range(PLANS)}
-    return [solution for solution in map(table.solution, sorted(chosen)) if solution]
 
 
 def _few(steps: Staircase) -> list[tuple[int, float]]:

@@ -11,14 +11,14 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import REMEMBERED
 from jaxckpt.core.files import read_whole, write_whole
-from jaxckpt.memory.cache import PLANS, surroundings
+from jaxckpt.memory.cache import PLANS_SUFFIX, surroundings
 from jaxckpt.planner.chain import Chain, Drop, Keep, Solution, covers
 
 logger = logging.getLogger("jaxckpt")
@@ -54,7 +54,7 @@ class Remembered:
 
     def __init__(self, folder: pathlib.Path | None, chain: Chain, facts: Sequence[str]) -> None:
         self._chain = chain
-        self._path = None if folder is None else folder / f"{_digest(chain, facts)[:40]}{PLANS}"
+        self._path = None if folder is None else folder / f"{_digest(chain, facts)[:40]}{PLANS_SUFFIX}"
 
     def plans(self) -> list[Found]:
         """Returns the plans; none where there is no readable file."""
@@ -62,10 +62,10 @@ class Remembered:
             return []
         try:
             raw = json.loads(read_whole(self._path))
-            found = [Found(**{**each, "solution": tuple(map(_item, each["solution"]))}) for each in raw]
+            found = list(map(_found, raw))
         except (OSError, ArgumentError):
             return []
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             logger.warning("%s does not have plans that were made before; it is not read: %s", self._path, error)
             return []
         return [each for each in found if covers(self._chain, each.solution)]
@@ -87,6 +87,12 @@ def _raw(solution: Solution) -> Iterator[list[Any]]:
     for item in solution:
         what = [item.candidate, item.left] if isinstance(item, Keep) else [list(_raw(item.again))]
         yield [item.start, item.stop, *what]
+
+
+def _found(raw: Mapping[str, Any]) -> Found:
+    budget, compiled, effort, by_hand = (raw[name] for name in ("budget", "compiled", "effort", "by_hand"))
+    solution = tuple(map(_item, raw["solution"]))
+    return Found(int(budget), int(compiled), float(effort), solution, bool(by_hand))
 
 
 def _item(raw: Any) -> Keep | Drop:

@@ -339,8 +339,8 @@ def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
             b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work and b.link <= way.link for b in best
         ):
             best.append(way)
-    while len(best) > MOST_LOOP_CANDIDATES:
-        del best[_least_missed(best)]
+    while len(best) > MOST_LOOP_CANDIDATES:  # every second of those in the middle
+        best = [best[0], *best[1:-1:2], best[-1]]
     return best
 
 
@@ -353,16 +353,3 @@ def _is_nearly(known: LoopCandidate, way: LoopCandidate) -> bool:
     more = INNER if isinstance(way.schedule, InnerRegions) and way.schedule.schedule is None else 1 + CLOSE
     is_as_lean = known.bytes + known.work <= more * (way.bytes + way.work)
     return is_as_lean and known.time.effort <= more * way.time.effort
-
-
-def _least_missed(ways: Sequence[LoopCandidate]) -> int:
-    """Returns the place of the way between the first and the last one, the fastest and the slowest, that another one
-    replaces at the least loss: seconds to the next slower one, times bytes to the next faster one, kept or needed.
-    """
-
-    def loss(place: int) -> float:
-        before, way, after = ways[place - 1 : place + 2]
-        spared = max(before.bytes - way.bytes, before.bytes + before.work - way.bytes - way.work)
-        return (after.time.effort - way.time.effort) * max(spared, 0)
-
-    return min(range(1, len(ways) - 1), key=loss)

@@ -266,7 +266,7 @@ class Search:
         Each also says what estimates are worth.
         """
         tried = 0
-        least = len(solutions) if self.quick else 1  # tried at least, if there are so many
+        least = len(solutions) if self.quick else 1  # tried however many plans are compiled
         times = {solution: cost(self.chain, solution).time for solution in solutions}
         while tried < least or self.compiles < self.most:
             chosen = hand_written.next_by_hand(self.predictions, times, best)

@@ -11,11 +11,14 @@ import pytest
 import jaxckpt
 from jaxckpt import Plan
 from jaxckpt.core.graph import trace
+from jaxckpt.core.outline import iterations_around
+from jaxckpt.core.regions import Loop
 from jaxckpt.core.units import format_bytes
 from jaxckpt.planner.chain import Keep
 from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.problems import problem_of
 from jaxckpt.planner.scans import InnerRegions
+from jaxckpt.schedules import checkpointed
 from tests.helpers import assert_trees_close
 
 OUTER, INNER, WIDTH, ROWS = 4, 3, 32, 2048
@@ -166,7 +169,18 @@ def test_what_an_iteration_keeps_that_runs_again_is_told_once():
     inside = [region for region in plan.regions if region.body]
     assert len(inside) > 1 and any(not loop.body for loop in plan.loops)
     kept = [region for region in inside if region.actions]
+    assert kept
     values = trace(pairs(), PAIR_WS, PAIRS).values
     for region in kept:
         size = format_bytes(sum(values[index].bytes for index in region.actions))
         assert f"({size} of an iteration that runs again)" in str(plan)
+
+
+def test_iterations_around_a_body_are_those_of_planned_loops_that_run_again():
+    graph = trace(pairs(), PAIR_WS, PAIRS)
+    (scan,) = (place for place, op in enumerate(graph.ops) if op.primitive == "scan")
+    inside = ((graph.ops[scan].index, 0),)
+    again, left = (Loop(scan, checkpointed(6, (), {}, remat=remat)) for remat in (True, False))
+    assert iterations_around(inside, [again], graph) == 6
+    assert iterations_around(inside, [left], graph) == iterations_around(inside, [], graph) == 1
+    assert iterations_around((), [again], graph) == 1

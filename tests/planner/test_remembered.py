@@ -93,7 +93,7 @@ def test_nothing_is_written_where_there_is_no_cache(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "cut", "stages"])
+@pytest.mark.parametrize("content", ["", "[1]", "cut", "stages", "words", "endless"])
 def test_a_file_that_does_not_read_is_none(tmp_path, content):
     first = plan(tmp_path, "50%")
     (path,) = files(tmp_path)
@@ -102,6 +102,8 @@ def test_a_file_that_does_not_read_is_none(tmp_path, content):
         content = kept[:-9]
     elif content == "stages":
         content = json.dumps([{**json.loads(kept)[0], "solution": [[0, 1, 999, False]]}])
+    elif content in ("words", "endless"):
+        content = json.dumps([{**json.loads(kept)[0], "compiled": "few" if content == "words" else float("inf")}])
     path.write_text(content)
     assert plan(tmp_path, "50%") == first
     assert json.loads(path.read_text()) == json.loads(kept)

@@ -119,13 +119,7 @@ class Table:
 
     def solution(self, limit: int) -> Solution | None:
         """Returns the cheapest solution within the limit, or None."""
-        return self._rebuild(0, self.chain.length, limit) if limit >= self.least else None
-
-    def solution_of(self, start: int, stop: int, limit: int) -> Solution:
-        """Returns the cheapest solution of the stages start..stop, its inputs kept, within a limit that is no less than
-        the least of `table[start, stop]`.
-        """
-        return self._rebuild(start, stop, limit)
+        return self.solution_of(0, self.chain.length, limit) if limit >= self.least else None
 
     def frontier(self) -> list[tuple[int, float]]:
         """Returns (bytes, seconds) of every step: the cheapest time at each limit."""
@@ -205,7 +199,10 @@ class Table:
     def _later(self, j: int, stop: int) -> Staircase:
         return self.table[j, stop] if j < stop else DONE
 
-    def _rebuild(self, start: int, stop: int, limit: int) -> Solution:
+    def solution_of(self, start: int, stop: int, limit: int) -> Solution:
+        """Returns the cheapest solution of the stages start..stop, their inputs kept, within a limit in bytes, which is
+        no less than the least of `table[start, stop]`.
+        """
         items: list[Keep | Drop] = []
         while start < stop:
             item, limit = self._first(start, stop, limit)
@@ -240,7 +237,7 @@ class Table:
                 if time < best:
                     best, drop, left = float(time), (j, inside), rest
         if drop is not None:
-            item = Drop(start, drop[0], self._rebuild(start, *drop))
+            item = Drop(start, drop[0], self.solution_of(start, *drop))
         assert item is not None, "the table says that this limit is enough"
         return item, left
 
