@@ -123,8 +123,8 @@ ONCE = _lines("""
     flax/test_nnx_steps.py::test_a_loss_within_a_train_step_is_planned_with_what_it_closes_over
     flax/test_nnx_steps.py::test_a_step_with_an_optimizer_is_planned_and_trains_alike
     flax/test_nnx_steps.py::test_what_only_measures_changes_no_state
-    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
-    memory/test_assign.py::test_checkpoints_are_in_the_program_that_is_compiled_there
+    memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
+    memory/test_assign_tpu.py::test_checkpoints_are_in_the_program_that_is_compiled_there
     planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-a call]
     planner/test_inside.py::test_an_action_of_ones_own_keeps_values_of_a_mapped_function
     planner/test_inside.py::test_an_infeasible_budget_names_operations_of_the_body
@@ -172,11 +172,11 @@ LONG = _lines("""
     flax/test_nnx_steps.py::test_state_changes_once_a_step[autocheckpoint]
     flax/test_nnx_steps.py::test_the_compiled_peak_is_within_the_budget[nnx]
     flax/test_resnet50.py::test_running_statistics_after_ten_steps_are_equal_with_and_without
-    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_sharded]
-    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[donated]
-    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[offloaded]
-    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches]
-    memory/test_assign.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches_in_a_loop]
+    memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_sharded]
+    memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[donated]
+    memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[offloaded]
+    memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches]
+    memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches_in_a_loop]
     memory/test_assign_cuda.py::test_all_figures_of_a_gpu_are_those_of_the_whole_compilation[wide]
     planner/test_adaptive.py::test_where_nothing_tighter_is_feasible_the_first_error_says_what_was_tried
     planner/test_as_people_do.py::test_a_plan_at_the_peak_of_a_checkpoint_around_each_block[branches]

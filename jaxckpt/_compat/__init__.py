@@ -14,11 +14,13 @@ imported. So if JAX lacks a part, there is one error, which names it. Checks tha
 from jaxckpt._compat import needs  # the probe must be first
 from jaxckpt._compat.compiler import (
     CPU_WIDENS_BFLOAT16_LOOPS,
+    UNKNOWN_CALL,
     CompileError,
     CompileRequest,
     checkpoint_options,
     compile_request,
     dump_options,
+    is_out_of_memory,
     is_stopped,
     lowered_devices,
     memory_stats,

@@ -18,7 +18,8 @@ from jax._src import compilation_cache as cache
 from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
-from jax._src.lib.mlir import ir
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from jaxckpt._compat.needs import VERSION, unsupported
 from jaxckpt._errors import UnsupportedJaxError
@@ -74,9 +75,21 @@ def stopping_options(file: pathlib.Path) -> dict[str, str]:
     return {"xla_gpu_kernel_cache_file": str(file)}
 
 
-def is_stopped(error: Exception, file: pathlib.Path) -> bool:
-    """Returns whether the compiler failed at the file that `stopping_options` wrote."""
-    return str(file) in str(error)
+UNKNOWN_CALL = "jaxckpt_stops_here"
+"""The name of a custom call that no compiler knows, at the end of a program whose compiler is to stop: XLA for the CPU
+and for TPUs looks for a call's implementation when it generates code, once it has assigned buffers. The call has no
+operands and no result.
+"""
+
+
+def is_stopped(error: Exception, at: str) -> bool:
+    """Returns whether the compiler failed at the file that `stopping_options` wrote, or at the call `UNKNOWN_CALL`."""
+    return at in str(error)
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Returns whether a compiler's error says that a program does not fit on the device."""
+    return text.startswith("RESOURCE_EXHAUSTED")
 
 
 @dataclass(frozen=True)
@@ -220,14 +233,33 @@ class CompileRequest:
         module, options = (folder / "module").read_bytes(), (folder / "options").read_bytes()
         return CompileRequest(rest["name"], module, options, tuple(rest["devices"]))
 
-    def compile(self, devices: Sequence[Any]) -> None:
-        """Compiles it for those of the compile-only `devices` that have its ids."""
+    def compile(self, devices: Sequence[Any], *, stops: bool = False) -> None:
+        """Compiles it for those of the `devices` that have its ids.
+
+        Args:
+          devices: of one client.
+          stops: whether the program gets the call `UNKNOWN_CALL`, at which the compiler fails.
+
+        Raises:
+          CompileError: the compiler's.
+        """
         known = {device.id: device for device in devices}
         chosen = xla_client.DeviceList(tuple(known[identity] for identity in self.devices))
         options = xla_client.CompileOptions.ParseFromString(self.options)
         with mlir.make_ir_context():
             module = ir.Module.parse(self.module)
+            if stops:
+                _add_unknown_call(module)
             compiler.backend_compile_and_load(devices[0].client, module, chosen, options, ())
+
+
+def _add_unknown_call(module: ir.Module) -> None:
+    main = next(each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value == "main")
+    *_, last = main.regions[0].blocks[0].operations
+    with ir.Location.unknown(), ir.InsertionPoint(last):
+        stablehlo.CustomCallOp(
+            [], [], call_target_name=ir.StringAttr.get(UNKNOWN_CALL), has_side_effect=ir.BoolAttr.get(True)
+        )
 
 
 CompileError = jax.errors.JaxRuntimeError
@@ -273,7 +305,7 @@ def compile_request(lowered: Any, options: dict[str, Any]) -> CompileRequest | N
         compiler.backend_compile_and_load, _making.now = note, True
         try:
             lowered.compile(compiler_options=options)
-            why = "stop the compiler of a TPU once it has assigned buffers"
+            why = "stop the compiler once it has assigned buffers"
             found = "compiles without calling it"
             _bypassed.append(unsupported("jax._src.compiler.backend_compile_and_load", why, found))
             raise _bypassed[0]

@@ -202,17 +202,22 @@ NEEDS: tuple[Need, ...] = (
     Need("jax._src.compilation_cache.is_cache_used", "compile in earnest whatever JAX has cached", positional=1),
     Need(
         "jax._src.compiler.backend_compile_and_load",
-        "stop the compiler of a TPU once it has assigned buffers",
+        "stop the compiler once it has assigned buffers",
         positional=("backend", "module", "executable_devices", "options", "host_callbacks"),
     ),
-    Need("jax._src.interpreters.mlir.make_ir_context", "compile in another process", positional=0),
-    Need("jax._src.lib.xla_client.DeviceList", "compile in another process"),
+    Need("jax._src.interpreters.mlir.make_ir_context", "stop the compiler once it has assigned buffers", positional=0),
+    Need("jax._src.lib.xla_client.DeviceList", "stop the compiler once it has assigned buffers"),
     Need(
         "jax._src.lib.xla_client.CompileOptions",
-        "compile in another process",
+        "stop the compiler once it has assigned buffers",
         has=("ParseFromString", "SerializeAsString"),
     ),
-    Need("jax._src.lib.mlir.ir.Module", "compile in another process", has=("parse",)),
+    Need("jax.extend.mlir.ir.Module", "stop the compiler once it has assigned buffers", has=("parse",)),
+    Need("jax.extend.mlir.ir.StringAttr", "stop the compiler once it has assigned buffers", has=("get",)),
+    Need("jax.extend.mlir.ir.BoolAttr", "stop the compiler once it has assigned buffers", has=("get",)),
+    Need("jax.extend.mlir.ir.Location", "stop the compiler once it has assigned buffers", has=("unknown",)),
+    Need("jax.extend.mlir.ir.InsertionPoint", "stop the compiler once it has assigned buffers"),
+    Need("jax.extend.mlir.dialects.stablehlo.CustomCallOp", "stop the compiler once it has assigned buffers"),
 )  # fmt: skip
 
 

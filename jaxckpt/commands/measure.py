@@ -27,9 +27,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
         parser,
         "--no-code",
         action="store_true",
-        help="for a GPU or TPU that is not in this machine: stop the compiler once it has assigned buffers (for a GPU, a "
-        "half to a fifth of the time; for a large model on a TPU, seconds instead of minutes); reports all figures but "
-        "the size of a TPU's program and the compiler's FLOPs",
+        help="stop the compiler once it has assigned buffers (for a CPU or GPU, a half to a tenth of the time; for a "
+        "large model on a TPU, seconds instead of minutes); reports all figures but the size of a TPU's program and the "
+        "compiler's FLOPs",
     )
     base.file_options(
         parser, "live bytes over the schedule and the largest buffers", "figures, timeline, largest buffers"

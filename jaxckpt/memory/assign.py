@@ -2,12 +2,16 @@
 
 XLA schedules a program, assigns its buffers, and then generates code, which is not needed if the program does not run.
 For a large program on a TPU that takes minutes, and all but a few seconds are for code; for a GPU it is half to four
-fifths of the time. If the compiler has a folder for its dump, it writes the buffer assignment there before it generates
-code. It has no option to stop then. There are two ways:
+fifths of the time, for the CPU four fifths. If the compiler has a folder for its dump, it writes the buffer assignment
+there before it generates code. It has no option to stop then. There are three ways (`Stop` of
+`jaxckpt.memory.platforms.base` names them):
 
+- The compilers for the CPU and for TPUs look for a custom call's implementation when they generate code. The program
+  gets a call that has none, at its end, and the compiler fails. The call has no operands and no result, and what reads
+  the dump leaves it out.
 - The compiler for GPUs reads a file between the two, if it is given one. It gets one that it cannot read, and fails.
-- The compiler for TPUs runs in a separate process, on the same program and with the same options that JAX would give it
-  in this process, and is killed when the dump is there.
+- The compiler of a program for several TPUs runs in a separate process, on the same program and with the same options
+  that JAX would give it in this process, and is killed when the dump is there.
 
     python -m jaxckpt.memory.assign FOLDER TARGET
 
@@ -26,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +40,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import UnsupportedJaxError
 from jaxckpt.memory.dump import ENDING, largest_dump
 from jaxckpt.memory.platforms import PLATFORMS
+from jaxckpt.memory.platforms.base import Stop
 from jaxckpt.memory.targets import Target, target_of
 
 logger = logging.getLogger("jaxckpt")
@@ -68,74 +73,98 @@ class RefusedError(Exception):
     """The compiler's error, with JAX's text."""
 
 
-def stops(target: Target) -> bool:
-    """Returns whether the compiler for a target can be stopped: that of a GPU or a TPU that is not in this machine."""
-    return PLATFORMS[target.platform].stops(target.local)
-
-
 def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned | None:
     """Returns the buffer assignment of a program; its code is not generated.
 
     Args:
       lowered: the program as `jax.stages.Lowered`.
       options: XLA's options for this program.
-      target: a target for which `stops` is true.
+      target: the target that it is lowered for.
 
     Returns:
-      None if the program must be compiled to the end: the compiler does not stop (see the log) or it refuses the
-      program. If it has to be killed, also if the program is small, or calls back into this process.
+      None if the program must be compiled to the end: its platform's compiler cannot be stopped, or does not stop (see
+      the log), or the program calls back into this process. If the compiler has to be killed, also if the program is
+      small.
 
     Raises:
-      RefusedError: the compiler, which had to be killed, refuses the program.
+      RefusedError: the compiler refuses the program.
     """
+    way = PLATFORMS[target.platform].stop(target.local, len(_compat.lowered_devices(lowered)))
+    if way is None or target.platform in _going_on:
+        return None
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as name:
         folder = pathlib.Path(name)
         (folder / "dump").mkdir()
-        options = {**options, **_compat.dump_options(str(folder / "dump"))}
-        stopping = PLATFORMS[target.platform].stopping_options(folder / "stop")
-        if stopping is None:
-            return _killed(folder, lowered, options, target)
-        return _failed(folder, lowered, options, stopping, target)
+        return _WAYS[way](folder, lowered, {**options, **_compat.dump_options(str(folder / "dump"))}, target)
 
 
 _going_on: set[str] = set()
 """The platforms whose compilers did not fail where they should."""
 
 
-def _failed(
-    folder: pathlib.Path, lowered: Any, options: dict[str, Any], stopping: dict[str, str], target: Target
-) -> Assigned | None:
-    """Returns the assignment of a compiler that the options `stopping` make fail."""
-    if target.platform in _going_on:
+def _at_a_call(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
+    """Returns the assignment of a compiler that fails at a call that it does not know."""
+    request = _request(lowered, options, target)
+    if request is None:
         return None
-    start = time.perf_counter()
-    try:
+    return _failed(folder, lambda: request.compile(target.devices, stops=True), _compat.UNKNOWN_CALL, {}, target)
+
+
+def _at_a_file(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
+    """Returns the assignment of a compiler that fails at a file that it cannot read."""
+    stopping = PLATFORMS[target.platform].stopping_options(folder / "stop")
+
+    def compile_() -> None:
         with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
             lowered.compile(compiler_options={**options, **stopping})
+
+    return _failed(folder, compile_, str(folder / "stop"), stopping, target)
+
+
+def _failed(
+    folder: pathlib.Path, compile_: Callable[[], None], at: str, stopping: Mapping[str, str], target: Target
+) -> Assigned | None:
+    """Returns the assignment of a compiler that is made to fail.
+
+    Args:
+      folder: has the folder of the dump.
+      compile_: runs the compiler.
+      at: what the compiler's error has if it failed where it should.
+      stopping: the options that make it fail.
+      target: what it compiles for.
+    """
+    start = time.perf_counter()
+    try:
+        compile_()
         said = "it failed at nothing"
     except _compat.CompileError as error:
         seconds = time.perf_counter() - start
         found = largest_dump(folder / "dump")
-        if _compat.is_stopped(error, folder / "stop"):
+        if _compat.is_stopped(error, at):
             return None if found is None else Assigned(found, seconds)
         refused = _compat.refused_option(error)
         unknown = refused is not None and refused.unknown and refused.name in stopping
-        if not unknown and found is None:
-            return None  # compiled to the end, it fails with JAX's error
+        if not unknown and (found is None or _compat.is_out_of_memory(str(error))):
+            raise RefusedError(str(error)) from error
         said = str(error)
     _going_on.add(target.platform)
     logger.warning("XLA for %s runs to the end, which takes longer: %s", target.platform, said)
     return None
 
 
-def _killed(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
-    """Returns the assignment of a compiler that runs in another process, and is killed."""
+def _request(lowered: Any, options: dict[str, Any], target: Target) -> _compat.CompileRequest | None:
+    """Returns what the compiler is given; None if the program calls back into this process, or if JAX does not say."""
     try:
         with jax.default_device(target.devices[0]):
-            request = _compat.compile_request(lowered, options)
+            return _compat.compile_request(lowered, options)
     except UnsupportedJaxError as error:
         logger.warning("the compiler runs to the end, which takes longer: %s", error)
         return None
+
+
+def _killed(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
+    """Returns the assignment of a compiler that runs in another process, and is killed."""
+    request = _request(lowered, options, target)
     if request is None or len(request.module) < SMALL:
         return None
     request.write(folder)
@@ -153,6 +182,9 @@ def _killed(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target:
         logger.warning("the compiler ended in another process: %s", (folder / "log").read_text(errors="replace"))
         return None
     return Assigned(pathlib.Path(found[0]).read_bytes(), seconds)
+
+
+_WAYS = {Stop.CALL: _at_a_call, Stop.FILE: _at_a_file, Stop.KILL: _killed}
 
 
 def _run(folder: pathlib.Path, target: Target, name: str) -> bool:

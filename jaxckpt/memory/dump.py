@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jaxckpt._errors import UnreadableDumpError
@@ -92,9 +92,14 @@ def read_dump(dumped: bytes, platform: str) -> Assignment:
 def _read(proto: Message, platform: str) -> Assignment:
     program = _Program(proto.message(_Hlo.module))
     assignment = proto.message(_Hlo.assignment)
-    values = {value.number(_Value.id): value for value in assignment.messages(_Assignment.values)}
-    _check(program, assignment, values)
-    traces = assignment.messages(_Assignment.traces)
+    all_values = {value.number(_Value.id): value for value in assignment.messages(_Assignment.values)}
+    values = {identity: v for identity, v in all_values.items() if program.instruction(v) not in program.hlo.left_out}
+    left_out = all_values.keys() - values.keys()
+    _check(program, assignment, values, left_out)
+    traces = [
+        [event for event in trace.messages(_Trace.events) if event.number(_Trace.value) not in left_out]
+        for trace in assignment.messages(_Assignment.traces)
+    ]
     places = _replay(traces, program, values)
 
     standing: list[Buffer] = []
@@ -102,8 +107,9 @@ def _read(proto: Message, platform: str) -> Assignment:
     spaces: dict[int, list[Lifetime]] = {_MAIN: []}
     host = argument = output = alias = temp = 0
     for allocation in assignment.messages(_Assignment.allocations):
-        size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
-        members = [values[m.number(_Allocation.member_value)] for m in allocation.messages(_Allocation.members)]
+        colour = allocation.number(_Allocation.colour)
+        size, found = _members(allocation, left_out)
+        members = [values[m.number(_Allocation.member_value)] for m in found]
         if allocation.number(_Allocation.thread_local) or not members:  # scalars inside a kernel
             continue
         kind = _kind(allocation)
@@ -155,7 +161,18 @@ def _lives(program: _Program, places: list[_Place], values: Mapping[int, Message
     return lives
 
 
-def _most(trace: Message, values: Mapping[int, Message]) -> int:
+def _members(allocation: Message, left_out: Set[int]) -> tuple[int, list[Message]]:
+    """Returns the size of an allocation and its members, as they are without the values that are left out. These have
+    no bytes, but XLA may begin one of them at the next multiple of its alignment, behind everything else.
+    """
+    size, members = allocation.number(_Allocation.size), allocation.messages(_Allocation.members)
+    found = [member for member in members if member.number(_Allocation.member_value) not in left_out]
+    if len(found) < len(members):
+        size = max((m.number(_Allocation.member_offset) + m.number(_Allocation.member_size) for m in found), default=0)
+    return size, found
+
+
+def _most(trace: Sequence[Message], values: Mapping[int, Message]) -> int:
     """Returns the most bytes that are live at once by a trace of the heap simulator, as XLA counts them: in the order
     of its events, in which one branch comes after another. What is on the host counts nothing.
     """
@@ -163,7 +180,7 @@ def _most(trace: Message, values: Mapping[int, Message]) -> int:
     users: dict[int, int] = {}
     held: dict[int, int] = {}
     live = most = 0
-    for event in trace.messages(_Trace.events):
+    for event in trace:
         kind, value = event.number(_Trace.kind), event.number(_Trace.value)
         owner = shares.get(value, value)
         if kind == _Trace.free:
@@ -183,7 +200,7 @@ def _most(trace: Message, values: Mapping[int, Message]) -> int:
     return most
 
 
-def _check(program: _Program, assignment: Message, values: Mapping[int, Message]) -> None:
+def _check(program: _Program, assignment: Message, values: Mapping[int, Message], left_out: Set[int]) -> None:
     """Raises ValueError if a buffer assignment contradicts itself or its program, so that it cannot have been read
     correctly.
     """
@@ -196,7 +213,7 @@ def _check(program: _Program, assignment: Message, values: Mapping[int, Message]
         _agree(allocation.number(_Allocation.index) == number, "allocations are not in order")
         size, colour = allocation.number(_Allocation.size), allocation.number(_Allocation.colour)
         given = False
-        members = allocation.messages(_Allocation.members)
+        _, members = _members(allocation, left_out)
         _agree(bool(members) or not size, "an allocation holds nothing")
         for member in members:
             identity = member.number(_Allocation.member_value)
@@ -241,7 +258,7 @@ class _Place:
     intervals: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _replay(traces: list[Message], program: _Program, values: Mapping[int, Message]) -> dict[int, _Place]:
+def _replay(traces: Sequence[Sequence[Message]], program: _Program, values: Mapping[int, Message]) -> dict[int, _Place]:
     """Replays the heap simulator's events and returns the place of each value by the value's id.
 
     ALLOC and SHARE_WITH begin a value's life, and FREE ends it. The simulator goes through the schedule. At each
@@ -254,7 +271,7 @@ def _replay(traces: list[Message], program: _Program, values: Mapping[int, Messa
         position = 0
         begun: set[int] = set()
         freed: set[int] = set()
-        for event in trace.messages(_Trace.events):
+        for event in trace:
             kind, value = event.number(_Trace.kind), event.number(_Trace.value)
             name = event.text(_Trace.instruction)
             _agree(name == program.definer(values[value]), "an event is of another instruction than its value")
@@ -291,7 +308,7 @@ class _Program:
         self.hlo = hlo.CompiledProgram(module)
         # HloScheduleProto is a map from a computation's id to a message with the ids of its instructions.
         schedule = {
-            entry.number(1): entry.message(2).numbers(1)
+            entry.number(1): [each for each in entry.message(2).numbers(1) if each not in self.hlo.left_out]
             for entry in module.message(hlo.ModuleFields.schedule).messages(1)
         }
         self._instructions: dict[int, Message] = {}

@@ -35,7 +35,7 @@ class InstructionFields:
 
     name, opcode, shape, metadata, literal, tuple_index, channel, id = 1, 2, 3, 7, 8, 13, 26, 35
     operand_ids, called_ids, backend_config, groups, attributes, group_list, group_iota = 36, 38, 43, 49, 68, 87, 92
-    group_mesh = 93
+    group_mesh, call = 93, 28
 
 
 class MetadataFields:
@@ -93,6 +93,7 @@ class CompiledProgram:
       entry: id of the computation that runs.
       computations: id of a computation -> its instructions by their ids.
       roots: id of a computation -> id of the instruction that is its result.
+      left_out: the ids of what jaxckpt added to stop the compiler: see `jaxckpt.memory.assign`.
     """
 
     def __init__(self, module: Message) -> None:
@@ -106,6 +107,13 @@ class CompiledProgram:
                 instruction.number(InstructionFields.id): instruction
                 for instruction in computation.messages(ComputationFields.instructions)
             }
+        self.left_out = {
+            identity
+            for identity, instruction in self.computations[self.entry].items()
+            if instruction.text(InstructionFields.call) == _compat.UNKNOWN_CALL
+        }
+        for identity in self.left_out:
+            del self.computations[self.entry][identity]
         index = module.message(ModuleFields.frames)
         self._files = index.texts(_Frames.files)
         self._locations = index.messages(_Frames.locations)

@@ -246,11 +246,12 @@ def measure(
       target: what to compile for: see `Target`; None for the local backend.
       compiler_options: XLA's options for this program. The default is `compiler_options(target)`, which checkpointing
         needs on that target; `{}` means no options, as for `jax.jit`.
-      generate_code: whether the compiler runs to the end. With False, the compiler for a GPU or a TPU that is not in
-        this machine is stopped once it has assigned buffers. All figures of memory are the same. For a GPU this takes
-        a half to a fifth of the time. For a TPU it takes seconds instead of minutes, in a separate process;
-        `code_bytes` and `flops` are then None. The compiler runs to the end for the devices of this machine; for small
-        programs on a TPU, and for those whose peak is over 80% of the TPU's memory, because their code may not fit.
+      generate_code: whether the compiler runs to the end. With False, it is stopped once it has assigned buffers. All
+        figures of memory are the same; `flops` is then None. For a GPU this takes a half to a fifth of the time, for
+        the CPU a third to a tenth. For a TPU it takes seconds instead of minutes, for several TPUs in a separate
+        process; `code_bytes` is then None, too. The compiler runs to the end for a GPU that is in this machine; for a
+        program that calls back into this process; for several devices of the CPU; and on TPUs for programs whose peak
+        is over 80% of the TPU's memory, because their code may not fit, and for small programs of several TPUs.
       cache: the folder in which the compiler's results are stored: a program that is in it is not compiled again. None
         for that of the environment variable `JAXCKPT_CACHE_DIR` ("off" for none), by default the platform's folder for
         caches; False or "off" for none.
@@ -315,7 +316,7 @@ def measure_traced(
     if folder is not None:
         entry = results.entry(folder, lowered, resolved.name, devices_of(lift.leaves(fun, args), resolved), options)
         known = results.load(entry, _FIGURES)
-        if known is not None and not (generate_code and known.figures["code_bytes"] is None):
+        if known is not None and not (generate_code and known.figures["stopped"]):
             return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform, needed=False))
     report, content = (None, None) if generate_code else _assign(lowered, options, resolved)
     if report is None:
@@ -499,7 +500,7 @@ def _option_error(error: Exception, options: Mapping[str, Any]) -> ArgumentError
 
 def _refusal(text: str, target: Target) -> DoesNotFitError | None:
     """Returns the error for a compiler's error about memory; None if it is about something else."""
-    if not text.startswith("RESOURCE_EXHAUSTED"):
+    if not _compat.is_out_of_memory(text):
         return None
     needed = PLATFORMS[target.platform].needed_bytes(text)
     return DoesNotFitError(target.name, needed, target.memory_bytes, text.splitlines()[0])
@@ -509,8 +510,6 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     """Returns the report of a program whose compiler was stopped, and XLA's dump; (None, None) if it must be compiled
     to the end.
     """
-    if not assign.stops(target):
-        return None, None
     platform = PLATFORMS[target.platform]
     try:
         assigned = assign.assign(lowered, platform.own_options(target.local) | options, target)

@@ -12,3 +12,18 @@ def compiles(monkeypatch):
     compile_ = module.compiled_for
     monkeypatch.setattr(module, "compiled_for", lambda *args: (count.append(args), compile_(*args))[1])
     return count
+
+
+@pytest.fixture
+def compiler_runs(monkeypatch, compiles):
+    """The runs of compilers in this process, to the end or until they were stopped."""
+    assign = module._assign
+
+    def stopped(*args):
+        report, dump = assign(*args)
+        if report is not None:
+            compiles.append(args)
+        return report, dump
+
+    monkeypatch.setattr(module, "_assign", stopped)
+    return compiles

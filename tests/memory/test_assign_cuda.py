@@ -16,9 +16,10 @@ import jaxckpt
 from jaxckpt import _compat
 from jaxckpt.memory import assign
 from jaxckpt.memory.platforms import cuda
+from jaxckpt.memory.platforms.base import Stop
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target
-from tests.memory.test_assign import (
+from tests.memory.test_assign_tpu import (
     X,
     chain,
     donated,
@@ -72,7 +73,7 @@ def _over_gpus():
 def without_code(monkeypatch):
     """The figures of programs as `measure` gives them without code; asserts that XLA was stopped, and made no code."""
     made = []
-    assign_ = assign._failed
+    assign_ = assign._at_a_file
 
     def failed(folder, *given):
         found = assign_(folder, *given)
@@ -86,7 +87,7 @@ def without_code(monkeypatch):
         assert made == ["stopped"]
         return report
 
-    monkeypatch.setattr(assign, "_failed", failed)
+    monkeypatch.setitem(assign._WAYS, Stop.FILE, failed)
     return measured
 
 

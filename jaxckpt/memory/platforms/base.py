@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import enum
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -32,6 +33,20 @@ class Place:
     name: str
     chip: str
     count: int
+
+
+class Stop(enum.Enum):
+    """How a compiler is stopped between the assignment of buffers and the generation of code.
+
+    Attributes:
+      CALL: it fails at a call that it does not know.
+      FILE: it fails at a file that it cannot read.
+      KILL: it runs in another process, which is killed.
+    """
+
+    CALL = "call"
+    FILE = "file"
+    KILL = "kill"
 
 
 @dataclass(frozen=True)
@@ -153,20 +168,24 @@ class Platform(abc.ABC):
         """Returns whether its devices can use host memory."""
         return True
 
-    def stops(self, local: bool) -> bool:
-        """Returns whether stopping its compiler once it has assigned buffers is possible and useful: see
-        `jaxckpt.memory.assign`.
-        """
-        return False
+    def stop(self, local: bool, devices: int) -> Stop | None:
+        """Returns how its compiler is stopped once it has assigned buffers: see `jaxckpt.memory.assign`. None if it
+        cannot be stopped.
 
-    def stopping_options(self, file: pathlib.Path) -> dict[str, str] | None:
-        """Returns the compiler options with which its compiler fails once it has assigned buffers; None if there are
-        none, so that it runs in a process that is killed.
+        Args:
+          local: whether the devices are in this machine.
+          devices: for how many a program is compiled.
+        """
+        return None
+
+    def stopping_options(self, file: pathlib.Path) -> dict[str, str]:
+        """Returns the compiler options with which its compiler fails once it has assigned buffers, if it is stopped by
+        `Stop.FILE`.
 
         Args:
           file: a name for a file of these options. The compiler's error has that name.
         """
-        return None
+        raise NotImplementedError
 
     def machine(self) -> Any:
         """Returns the properties of this machine that a compiled program depends on, as plain values. They are in the

@@ -9,7 +9,7 @@ from jaxckpt import _compat
 from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory import chips
 from jaxckpt.memory.chips import Chip
-from jaxckpt.memory.platforms.base import Devices, Figures, Place, Platform
+from jaxckpt.memory.platforms.base import Devices, Figures, Place, Platform, Stop
 
 
 class Cpu(Platform):
@@ -43,6 +43,10 @@ class Cpu(Platform):
     def options(self) -> dict[str, str]:
         """Returns the options that prevent XLA from merging the recomputation with the forward pass."""
         return _compat.checkpoint_options("cpu")
+
+    def stop(self, local: bool, devices: int) -> Stop | None:
+        """Returns CALL for a program of one device, None for others: see `Tpu.stop`."""
+        return Stop.CALL if devices == 1 else None
 
     def machine(self) -> Any:
         """Returns the number of cores, because XLA splits work by it."""

@@ -13,7 +13,7 @@ from jaxckpt import _compat
 from jaxckpt.core.constants import OVERSTATED_BY_CUDA
 from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory.chips import CHIPS, Chip
-from jaxckpt.memory.platforms.base import Figures, Place, Platform
+from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
 from jaxckpt.memory.platforms.installed import installed
 
 _NAME = re.compile(r"(\w+?)(?:x(\d+))?")
@@ -60,11 +60,11 @@ class Cuda(Platform):
         """Returns whether the GPU is in this machine: JAX's compile-only GPUs have no memory kinds."""
         return local
 
-    def stops(self, local: bool) -> bool:
-        """Returns whether the GPU is not in this machine. On one that is here, a program may run."""
-        return not local
+    def stop(self, local: bool, devices: int) -> Stop | None:
+        """Returns FILE if the GPU is not in this machine. On one that is here, a program may run."""
+        return None if local else Stop.FILE
 
-    def stopping_options(self, file: pathlib.Path) -> dict[str, str] | None:
+    def stopping_options(self, file: pathlib.Path) -> dict[str, str]:
         """Returns the option that makes XLA read a file between the assignment of buffers and the first kernel."""
         return _compat.stopping_options(file)
 

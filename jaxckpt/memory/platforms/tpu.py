@@ -14,7 +14,7 @@ from jaxckpt._errors import TargetError, UnknownTargetError
 from jaxckpt._quiet import tpu_visible
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.chips import CHIPS
-from jaxckpt.memory.platforms.base import Figures, Place, Platform
+from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
 from jaxckpt.memory.platforms.installed import installed
 
 _NAME = re.compile(r"(\w+)(?::(\d+(?:x\d+){1,2}))?")
@@ -68,9 +68,14 @@ class Tpu(Platform):
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise kind(f"libtpu makes no slice 'tpu:{place.name}': {reason}") from error
 
-    def stops(self, local: bool) -> bool:
-        """Returns whether this machine has no TPU: only one process can use a TPU."""
-        return not local and not tpu_visible()
+    def stop(self, local: bool, devices: int) -> Stop | None:
+        """Returns CALL for a program of one device. XLA must know how a call is sharded, and there is no sharding for
+        one without operands and results. So the compiler for several devices is killed, if this machine has no TPU:
+        only one process can use a TPU.
+        """
+        if devices == 1:
+            return Stop.CALL
+        return None if local or tpu_visible() else Stop.KILL
 
     def needed_bytes(self, text: str) -> int | None:
         """Returns the figure in "256.00G exceeds available HBM (15.75G)" or "Used 256.00G of 15.75G"."""

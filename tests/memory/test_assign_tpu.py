@@ -161,11 +161,11 @@ def test_a_program_that_does_not_fit_is_refused_as_by_the_whole_compilation(no_s
 # -------------------------------------------------------------------------------------------------- when it is stopped
 
 
-def test_a_large_program_is_stopped_and_a_small_one_is_not(compiles):
-    fun, xs = wide()
-    assert measure(fun, xs, target=TPU, generate_code=False).code_bytes is None
+def test_for_several_tpus_a_large_program_is_stopped_and_a_small_one_is_not(compiles):
+    (fun, xs), (_, x) = wide(), _sharded()
+    assert measure(fun, [x] * len(xs), target=TPU, generate_code=False).code_bytes is None
     assert not compiles
-    assert measure(*on_chip(), target=TPU, generate_code=False).code_bytes > 0
+    assert measure(lambda x: jnp.sin(x) @ x, x, target=TPU, generate_code=False).code_bytes > 0
     assert len(compiles) == 1
 
 
@@ -178,14 +178,11 @@ def test_a_program_that_nearly_fills_the_tpu_goes_to_the_end_because_of_its_code
         assert (report.code_bytes is not None) == bool(compiles) == whole
 
 
-def test_the_compiler_of_this_machine_goes_to_the_end(compiles):
-    assert measure(jnp.sin, X, target="cpu", generate_code=False).code_bytes == 0
-    assert len(compiles) == 1
-
-
-def test_a_tpu_that_is_here_belongs_to_one_process(monkeypatch, no_size_is_small, compiles):
+def test_tpus_that_are_here_belong_to_one_process(monkeypatch, no_size_is_small, compiles):
     monkeypatch.setattr(tpu, "tpu_visible", lambda: True)
-    assert measure(*on_chip(), target=TPU, generate_code=False).code_bytes > 0
+    assert measure(*on_chip(), target=TPU, generate_code=False).code_bytes is None, "stopped in this process"
+    assert not compiles
+    assert measure(*_sharded(), target=TPU, generate_code=False).code_bytes > 0
     assert len(compiles) == 1
 
 
@@ -207,7 +204,7 @@ def test_where_no_process_can_be_had_the_program_is_compiled_in_this_one_and_the
 ):
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.WARNING, "jaxckpt"):
-        report = measure(*on_chip(), target=TPU, generate_code=False)
+        report = measure(*_sharded(), target=TPU, generate_code=False)
     assert report.code_bytes > 0
     assert len(compiles) == 1
     assert "process" in caplog.text
@@ -220,7 +217,7 @@ def test_it_leaves_no_process_and_no_folder(no_size_is_small, tmp_path, monkeypa
         subprocess, "Popen", lambda *args, **named: (started.append(popen(*args, **named)), started[-1])[1]
     )
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    measure(*chain(), target=TPU, generate_code=False)
+    measure(*_sharded(), target=TPU, generate_code=False)
     assert [process.returncode is not None for process in started] == [True]
     assert not os.listdir(tmp_path)
 
@@ -237,12 +234,13 @@ def test_it_is_gone_when_the_wait_is_interrupted(no_size_is_small, monkeypatch):
 
     monkeypatch.setattr(assign.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        measure(*chain(), target=TPU, generate_code=False)
+        measure(*_sharded(), target=TPU, generate_code=False)
     assert [process.returncode is not None for process in started] == [True]
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path):
-    lowered = module.lowered_for(module.traced_for(jax.grad(loss), (X,), Target(TPU)), Target(TPU))
+    fun, x = _sharded()
+    lowered = module.lowered_for(module.traced_for(fun, (x,), Target(TPU)), Target(TPU))
     with jax.default_device(Target(TPU).devices[0]):
         _compat.compile_request(lowered, {}).write(tmp_path)
     command = [sys.executable, "-m", "jaxckpt.memory.assign", str(tmp_path), TPU]
