@@ -95,7 +95,8 @@ def test_deferred_and_typing_imports_count(tmp_path):
         list(graphlib.TopologicalSorter(found).static_order())
 
 
-def test_the_package_imports_neither_what_draws_nor_extras():
-    code = "import sys, jaxckpt; print([m for m in ('rich', 'matplotlib', 'flax', 'optax') if m in sys.modules])"
+def test_the_package_imports_neither_what_draws_nor_what_solves_nor_extras():
+    names = "rich", "matplotlib", "scipy", "flax", "optax"
+    code = f"import sys, jaxckpt; print([m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -90,7 +90,7 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
       RefusedError: the compiler refuses the program.
     """
     way = PLATFORMS[target.platform].stop(target.local, len(_compat.lowered_devices(lowered)))
-    if way is None or target.platform in _going_on:
+    if way is None or (target.platform, way) in _going_on:
         return None
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as name:
         folder = pathlib.Path(name)
@@ -98,8 +98,8 @@ def assign(lowered: Any, options: Mapping[str, Any], target: Target) -> Assigned
         return _WAYS[way](folder, lowered, {**options, **_compat.dump_options(str(folder / "dump"))}, target)
 
 
-_going_on: set[str] = set()
-"""The platforms whose compilers did not fail where they should."""
+_going_on: set[tuple[str, Stop]] = set()
+"""The platforms whose compilers did not fail where they should, and at what."""
 
 
 def _at_a_call(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
@@ -107,35 +107,37 @@ def _at_a_call(folder: pathlib.Path, lowered: Any, options: dict[str, Any], targ
     request = _request(lowered, options, target)
     if request is None:
         return None
-    return _failed(folder, lambda: request.compile(target.devices, stops=True), _compat.UNKNOWN_CALL, {}, target)
+    run = lambda: request.compile(target.devices, stops=True)
+    return _failed(folder, run, Stop.CALL, _compat.UNKNOWN_CALL, {}, target)
 
 
 def _at_a_file(folder: pathlib.Path, lowered: Any, options: dict[str, Any], target: Target) -> Assigned | None:
     """Returns the assignment of a compiler that fails at a file that it cannot read."""
     stopping = PLATFORMS[target.platform].stopping_options(folder / "stop")
 
-    def compile_() -> None:
+    def run() -> None:
         with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
             lowered.compile(compiler_options={**options, **stopping})
 
-    return _failed(folder, compile_, str(folder / "stop"), stopping, target)
+    return _failed(folder, run, Stop.FILE, str(folder / "stop"), stopping, target)
 
 
 def _failed(
-    folder: pathlib.Path, compile_: Callable[[], None], at: str, stopping: Mapping[str, str], target: Target
+    folder: pathlib.Path, run: Callable[[], None], way: Stop, at: str, stopping: Mapping[str, str], target: Target
 ) -> Assigned | None:
     """Returns the assignment of a compiler that is made to fail.
 
     Args:
       folder: has the folder of the dump.
-      compile_: runs the compiler.
+      run: runs the compiler.
+      way: CALL or FILE.
       at: what the compiler's error has if it failed where it should.
       stopping: the options that make it fail.
       target: what it compiles for.
     """
     start = time.perf_counter()
     try:
-        compile_()
+        run()
         said = "it failed at nothing"
     except _compat.CompileError as error:
         seconds = time.perf_counter() - start
@@ -147,7 +149,7 @@ def _failed(
         if not unknown and (found is None or _compat.is_out_of_memory(str(error))):
             raise RefusedError(str(error)) from error
         said = str(error)
-    _going_on.add(target.platform)
+    _going_on.add((target.platform, way))
     logger.warning("XLA for %s runs to the end, which takes longer: %s", target.platform, said)
     return None
 
