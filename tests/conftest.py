@@ -87,6 +87,7 @@ ONCE = _lines("""
     planner/solvers
     planner/test_adaptive.py
     planner/test_as_people_do.py
+    planner/test_barriers.py
     planner/test_candidates.py
     planner/test_corrections.py
     planner/test_equinox.py
@@ -119,18 +120,29 @@ ONCE = _lines("""
     transforms/test_tile_whole.py
     transforms/test_two_levels.py
     actions/test_actions.py::test_one_more_action_makes_no_plan_dearer
+    actions/test_actions.py::test_the_planner_takes_it_where_it_pays
     actions/test_offload.py::test_the_tpu_holds_none_of_it[unrolled]
     flax/test_nnx_steps.py::test_a_loss_within_a_train_step_is_planned_with_what_it_closes_over
     flax/test_nnx_steps.py::test_a_step_with_an_optimizer_is_planned_and_trains_alike
+    flax/test_nnx_steps.py::test_state_changes_once_a_step[plan]
     flax/test_nnx_steps.py::test_what_only_measures_changes_no_state
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
     memory/test_assign_tpu.py::test_checkpoints_are_in_the_program_that_is_compiled_there
+    memory/test_estimate.py::test_compiled_chains_have_what_it_says
+    memory/test_platforms.py::test_a_row_is_compiled_for
+    memory/test_report.py::test_the_memory_of_a_process_that_runs_the_step_falls
+    planner/test_auto.py::test_a_fresh_process_reads_the_plan_and_compiles_to_the_same_peak
+    planner/test_collectives.py::test_gathered_weights_are_kept_where_that_is_cheaper_and_gathered_again_where_memory_is_short
+    planner/test_host.py::test_a_host_budget_bounds_what_is_moved
+    planner/test_host.py::test_moved_values_leave_the_device_and_spare_recomputation
     planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-a call]
     planner/test_inside.py::test_an_action_of_ones_own_keeps_values_of_a_mapped_function
     planner/test_inside.py::test_an_infeasible_budget_names_operations_of_the_body
     planner/test_inside.py::test_where_no_plan_of_the_body_fits_the_function_is_planned_from_outside
+    transforms/test_scan.py::test_a_long_lstm_on_an_h100_takes_a_small_part_of_lax_scans_temporaries
     transforms/test_scan.py::test_values_and_gradients_are_those_of_lax_scan
     transforms/test_scan_sharded.py::test_each_device_keeps_its_share_of_the_carries[schedule2]
+    transforms/test_tile.py::test_in_a_function_that_is_planned
     transforms/test_tile.py::test_the_compiled_peak_falls
     transforms/test_tile.py::test_the_compiled_peak_falls[rows-tpu:v5e:2x2]
     transforms/test_tile_sharded.py::test_each_device_computes_its_part_of_every_tile[rows-tpu:v5e:2x2]
