@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxckpt.memory import assign
 from jaxckpt.memory import report as module
 
 
@@ -27,3 +28,24 @@ def compiler_runs(monkeypatch, compiles):
 
     monkeypatch.setattr(module, "_assign", stopped)
     return compiles
+
+
+@pytest.fixture
+def stops(monkeypatch):
+    """Returns a function. For a way of stopping a compiler, it returns a list that gets two things of each later run:
+    whether the compiler was stopped, and the endings of the files in its dump.
+    """
+
+    def of(way):
+        runs = []
+        run = assign._WAYS[way]
+
+        def noted(folder, *given):
+            found = run(folder, *given)
+            runs.append((found is not None, {path.suffix for path in (folder / "dump").iterdir()}))
+            return found
+
+        monkeypatch.setitem(assign._WAYS, way, noted)
+        return runs
+
+    return of

@@ -62,27 +62,14 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture
-def dumped(monkeypatch):
-    """The files that the stopped compiler wrote, and what came of it."""
-    made = []
-    at_a_call = assign._at_a_call
-
-    def noted(folder, *given):
-        found = at_a_call(folder, *given)
-        made.append([path.name for path in (folder / "dump").iterdir()])
-        return found
-
-    monkeypatch.setitem(assign._WAYS, Stop.CALL, noted)
-    return made
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_all_figures_of_memory_are_those_of_the_whole_compilation(name, compiles, dumped):
+def test_all_figures_of_memory_are_those_of_the_whole_compilation(name, compiles, stops):
+    runs = stops(Stop.CALL)
     fun, *args = PROGRAMS[name]()
     stopped = measure(fun, *args, target="cpu", generate_code=False)
     assert stopped.stopped and not compiles, "compiled to the end"
-    assert len(dumped) == 1 and not [file for file in dumped[0] if file.endswith((".o", ".ll"))], "made code"
+    ((is_stopped, endings),) = runs
+    assert is_stopped and ".pb" in endings and not endings & {".o", ".ll"}, "made code"
     whole = measure(fun, *args, target="cpu")
     assert len(compiles) == 1
     alike = {"compile_seconds": 0.0, "stopped": False, "flops": None}

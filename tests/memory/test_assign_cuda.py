@@ -70,24 +70,17 @@ def _over_gpus():
 
 
 @pytest.fixture
-def without_code(monkeypatch):
+def without_code(stops):
     """The figures of programs as `measure` gives them without code; asserts that XLA was stopped, and made no code."""
-    made = []
-    assign_ = assign._at_a_file
-
-    def failed(folder, *given):
-        found = assign_(folder, *given)
-        made.append("stopped" if found else "went on")
-        made.extend(path.name for path in (folder / "dump").iterdir() if path.suffix in {".ptx", ".ll"})
-        return found
+    runs = stops(Stop.FILE)
 
     def measured(fun, *args, target):
-        made.clear()
+        runs.clear()
         report = measure(fun, *args, target=target, generate_code=False)
-        assert made == ["stopped"]
+        ((is_stopped, endings),) = runs
+        assert is_stopped and ".pb" in endings and not endings & {".ptx", ".ll"}
         return report
 
-    monkeypatch.setitem(assign._WAYS, Stop.FILE, failed)
     return measured
 
 
