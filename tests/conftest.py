@@ -124,7 +124,6 @@ ONCE = _lines("""
     actions/test_offload.py::test_the_tpu_holds_none_of_it[unrolled]
     flax/test_nnx_steps.py::test_a_loss_within_a_train_step_is_planned_with_what_it_closes_over
     flax/test_nnx_steps.py::test_a_step_with_an_optimizer_is_planned_and_trains_alike
-    flax/test_nnx_steps.py::test_state_changes_once_a_step[plan]
     flax/test_nnx_steps.py::test_what_only_measures_changes_no_state
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
     memory/test_assign_tpu.py::test_checkpoints_are_in_the_program_that_is_compiled_there
@@ -132,7 +131,6 @@ ONCE = _lines("""
     memory/test_platforms.py::test_a_row_is_compiled_for
     memory/test_report.py::test_the_memory_of_a_process_that_runs_the_step_falls
     planner/test_auto.py::test_a_fresh_process_reads_the_plan_and_compiles_to_the_same_peak
-    planner/test_collectives.py::test_gathered_weights_are_kept_where_that_is_cheaper_and_gathered_again_where_memory_is_short
     planner/test_host.py::test_a_host_budget_bounds_what_is_moved
     planner/test_host.py::test_moved_values_leave_the_device_and_spare_recomputation
     planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-a call]
@@ -145,7 +143,15 @@ ONCE = _lines("""
     transforms/test_tile.py::test_in_a_function_that_is_planned
     transforms/test_tile.py::test_the_compiled_peak_falls
     transforms/test_tile.py::test_the_compiled_peak_falls[rows-tpu:v5e:2x2]
-    transforms/test_tile_sharded.py::test_each_device_computes_its_part_of_every_tile[rows-tpu:v5e:2x2]
+    core/test_liveness.py::test_on_models_it_is_within_a_fifth
+    core/test_pooling.py
+    flax/test_nnx_steps.py::test_state_changes_once_a_step
+    memory/test_report.py::test_checkpointing_in_segments_lowers_the_peak_and_one_checkpoint_around_everything_does_not
+    memory/test_targets.py::test_the_native_libraries_stay_silent
+    planner/test_collectives.py
+    planner/test_inside.py::test_blocks_that_gather_their_weights_from_eight_devices_are_planned
+    transforms/test_scan_guide.py
+    transforms/test_tile_sharded.py
 """)
 """Folders, files and single tests that are marked `once`: what they ask differs between no two versions of JAX or
 Python, or is asked by other tests in a smaller form.
@@ -263,6 +269,9 @@ LONG = _lines("""
     transforms/test_tile_random.py::test_functions_that_may_couple_are_equal_or_refused[300]
     transforms/test_tile_random.py::test_functions_that_the_axis_goes_through[300]
     transforms/test_tile_sharded.py::test_each_device_computes_its_part_of_every_tile[a loss-tpu:v5e:2x2]
+    planner/test_corrections.py::test_the_moments_of_a_solution_peak_where_it_does[unet]
+    planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[unrolled]
+    planner/test_tiles.py::test_the_peak_falls_and_the_time_grows_with_less_budget
 """)
 """Tests that take minutes, and ask of a larger program, or of one more, what others ask: they are marked `long`."""
 

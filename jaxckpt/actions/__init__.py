@@ -7,6 +7,7 @@ from jaxckpt.actions.base import Action as Action
 from jaxckpt.actions.base import Array as Array
 from jaxckpt.actions.base import Cost as Cost
 from jaxckpt.actions.base import action_from as action_from
+from jaxckpt.actions.base import asked_of as asked_of
 
 # isort: split
 # The imports are in the order in which messages list the actions.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import numbers
 import operator
 import re
 from abc import ABCMeta
@@ -57,6 +58,12 @@ class Cost:
     memory_bytes: float = 0.0
     host_bytes: float = 0.0
     link_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            given = getattr(self, name)
+            if not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:  # NaN is neither
+                raise ArgumentError(name, "a finite number of at least 0, as part of a Cost", given)
 
     def __add__(self, other: Cost) -> Cost:
         names = self.__dataclass_fields__
@@ -109,6 +116,8 @@ class _Kinds(ABCMeta):
     def __init__(cls, name: str, bases: tuple[type, ...], fields: dict[str, Any]) -> None:
         super().__init__(name, bases, fields)
         kind = fields.get("kind", "")
+        if not isinstance(kind, str):
+            raise ArgumentError("kind", "a str in the class of an action: its name in plan files", kind)
         if kind:
             enter(KINDS, kind, cls)
 
@@ -160,12 +169,16 @@ class Action(metaclass=_Kinds):
         return self if self.admits(value) else None
 
     def device_bytes(self, value: Array) -> int:
-        """Returns the bytes that are kept of a value in device memory, for one execution."""
-        return 0 if self.on_host or not self.keeps else value.bytes
+        """Returns the bytes that are kept of a value in device memory, for one execution: by default, what `kept` has,
+        unless the action keeps it on the host.
+        """
+        return 0 if self.on_host or not self.keeps else sum(array.bytes for array in self.kept(value))
 
     def host_bytes(self, value: Array) -> int:
-        """Returns the bytes that are kept of a value in host memory, for one execution."""
-        return value.bytes if self.on_host and self.keeps else 0
+        """Returns the bytes that are kept of a value in host memory, for one execution: by default, what `kept` has if
+        the action keeps it there.
+        """
+        return sum(array.bytes for array in self.kept(value)) if self.on_host and self.keeps else 0
 
     def stored_bytes(self, value: Array) -> int:
         """Returns the bytes that are kept of a value in both memories, for one execution."""
@@ -481,3 +494,20 @@ def action_from(value: Any, argument: str = "action") -> Action:
     except TypeError as error:
         hint = f"Write {found.example}." if found.example and not parameters else f"{error}."
         raise ArgumentError(argument, f"{found.kind} with the parameters that it has", value, hint) from error
+
+
+def asked_of(action: Action, value: Array) -> tuple[Cost, int, int]:
+    """Returns what an action says of a value: its cost, and the bytes on the device and on the host.
+
+    Raises:
+      ArgumentError: it says no Cost, or bytes that are no whole number of at least 0.
+    """
+    name = type(action).__name__
+    cost, device, host = action.cost(value), action.device_bytes(value), action.host_bytes(value)
+    if not isinstance(cost, Cost):
+        raise ArgumentError("actions", f"actions whose `cost` returns a Cost; {name}'s did not", cost)
+    for method, said in ("device_bytes", device), ("host_bytes", host):
+        if not isinstance(said, numbers.Integral) or said < 0:
+            rule = f"actions whose `{method}` returns a whole number of at least 0; {name}'s did not"
+            raise ArgumentError("actions", rule, said)
+    return cost, int(device), int(host)

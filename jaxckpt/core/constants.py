@@ -433,3 +433,9 @@ CACHE_BYTES = 2**30
 """Bytes of the folder of compilers' results.
 
 Judged by steps of GPT-2 and of the U-Net: 0.1 to 1 MiB each, so a thousand plans and more."""
+
+# -------------------------------------------------------------------------------------------------------------- targets
+
+MOST_DEVICES = 2**16
+"""Devices of a target, at most: JAX makes an object of each, and a hundred million take more than three minutes. Judged
+by the largest TPU slices, of 9,216 chips."""

@@ -54,7 +54,8 @@ def tile_line(tile: TiledStretch, value: Value | None = None) -> str:
 
 def _inside(address: Address) -> str:
     """Returns where a body lies, in words, without its graph."""
-    return f" inside of operation {', '.join(str(index) for index, _ in address)}" if address else ""
+    bodies = [f"{index}{f' (body {number})' if number else ''}" for index, number in address]
+    return f" inside of operation {', '.join(bodies)}" if address else ""
 
 
 def place_text(address: Address, graph: Graph) -> str:

@@ -187,7 +187,15 @@ def ran(schedule: LoopSchedule, scan: ScanRun) -> tuple[Values, Values]:
     if not isinstance(found, tuple) or len(found) != 2:
         rule = f"one whose `run` returns (carry, ys); {type(schedule).__name__}'s did not"
         raise ArgumentError("schedule", rule, found)
+    if [_kind(x) for x in found[0]] != (carry := [_kind(x) for x in scan.init]):
+        rule = f"one whose `run` returns the carry as [{', '.join(carry)}]; {type(schedule).__name__}'s did not"
+        raise ArgumentError("schedule", rule, ", ".join(map(_kind, found[0])) or "nothing")
     return found
+
+
+def _kind(x: Any) -> str:
+    """Returns the type of an array as text; of what is none, its own."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else type(x).__name__
 
 
 def schedule_from(raw: Any) -> LoopSchedule:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt.actions import SAVE, Action, given
+from jaxckpt.actions import SAVE, Action, asked_of, given
 from jaxckpt.core import surgery
 from jaxckpt.core.constants import LINK_PRICES
 from jaxckpt.core.emit import Named
@@ -420,11 +420,11 @@ def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time
     """
     found = []
     for action in dict.fromkeys(given(action, value) for action in actions):
-        cost = action.cost(value)
+        cost, device, host = asked_of(action, value)
         seconds = link_seconds(cost, target)
         link, waits = seconds * hidden, seconds * (1 - hidden)
         time = storing(cost, target) + write + Time(waits, waits)
-        found.append(_Store(action, action.device_bytes(value), action.host_bytes(value), time, link, waits))
+        found.append(_Store(action, device, host, time, link, waits))
     return found
 
 

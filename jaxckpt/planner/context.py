@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.constants import QUICK
@@ -26,6 +27,8 @@ class Context:
       actions: the ways to keep a value.
       programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
         and those.
+      stretches: the candidates of stretches that are known, of this function or of the same one with tiles: see
+        `jaxckpt.planner.model`. It is shared by contexts that differ in `in_loop` and `quick` alone.
       in_loop: whether the stretches are of a loop's body.
       quick: whether the program is small, and on one device: see `is_quick`.
       once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
@@ -39,6 +42,7 @@ class Context:
     once: bool = True
     quick: bool = False
     in_loop: bool = False
+    stretches: dict[tuple[str, bool, bool], Any] = field(default_factory=dict, compare=False)
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(
         default_factory=dict, compare=False
     )

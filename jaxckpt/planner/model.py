@@ -584,6 +584,9 @@ class _Builder:
                 self.scans[loop] = loop_candidates_of(self.graph, op, self.active, self.context, planned)
             return self.scans[loop]
         key = self._key(start, stop)
+        known = key, self.context.in_loop, self.context.quick
+        if key not in self.analyses and known in self.context.stretches:
+            self.analyses[key] = self.context.stretches[known]
         if key not in self.analyses:
             look = functools.partial(
                 candidates_of, start=start, stop=stop, outputs=part.outputs, active=self.active, context=self.context
@@ -594,6 +597,8 @@ class _Builder:
             ):
                 found = _with_lean(found, look(self.named_lean, carried=part.outputs))
             self.analyses[key] = found, {index: number for number, index in numbers.items()}
+            if not self.context.timed:
+                self.context.stretches[known] = self.analyses[key]
         return self.analyses[key][0]
 
     def _key(self, start: int, stop: int) -> str:

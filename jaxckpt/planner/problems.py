@@ -156,6 +156,7 @@ def problem_of(
     progress: Progress | None = None,
     cycles: Cycles | None = None,
     collectives: bool = True,
+    of: Subject | None = None,
     **settings: Any,
 ) -> Problem:
     """Returns the problem of a function: what plans for all budgets share.
@@ -164,12 +165,13 @@ def problem_of(
       fun, *args, progress: as of `plan`.
       cycles: what the compiler has said already, where `costs` is "compiler".
       collectives: whether those that the compiler puts in take time.
+      of: as of `Subject`.
       **settings: as of `PlanSettings`.
     """
     if progress is not None and not callable(progress):
         raise ArgumentError("progress", "a function of (done, total, what), or None", progress)
     wanted = PlanSettings(**settings)
-    subject = Subject(fun, args, wanted, progress, cycles)
+    subject = Subject(fun, args, wanted, progress, cycles, of)
     bodies = subject.bodies()
 
     def problem(inside: Inside, keeping: tuple[Action, ...] = wanted.keeping) -> Problem:
@@ -203,7 +205,8 @@ def problem_of(
 
         def with_tiles(tiles: tuple[TiledStretch, ...]) -> Problem:
             function = lift.transformed(lambda plain: tiled(source(plain), tiles), fun)
-            return problem_of(function, *args, progress=progress, cycles=subject.asked.cycles, **of_tiled).whole()
+            known = subject.asked.cycles
+            return problem_of(function, *args, progress=progress, cycles=known, of=subject, **of_tiled).whole()
 
         found.tiled = Tiled(found, with_tiles)
     return found

@@ -95,7 +95,7 @@ def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBud
     hint = f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
     return InfeasibleBudgetError(
         f"budget must be more than the arguments alone, {format_bytes(needed)} ({needed} bytes); got "
-        f"{format_bytes(budget)}. {hint}"
+        f"{format_bytes(budget)} ({budget} bytes). {hint}"
         "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
         least_bytes=needed,
         budget_bytes=budget,

@@ -58,6 +58,7 @@ class Subject:
       settings: what plans are asked for.
       progress: told before each piece of work that takes time.
       cycles: what the compiler has said already, where `settings.costs` is "compiler".
+      of: the same function without tiles, if it was analysed: equal stretches are not analysed again.
 
     Attributes:
       asked: what plans are asked for, with the target and the compiler's cycles looked up.
@@ -75,10 +76,12 @@ class Subject:
         settings: PlanSettings,
         progress: Progress | None,
         cycles: Cycles | None,
+        of: Subject | None = None,
     ) -> None:
         if not callable(fun):
             raise ArgumentError("fun", "a function", fun)
         self.settings, self.progress = settings, progress
+        self.stretches: dict[tuple[Action, ...], dict[Any, Any]] = {} if of is None else of.stretches
         target = target_of(settings.target)
         host_bytes = settings.check_target(target)
         step, seen = _observed(fun, args, settings)
@@ -162,6 +165,7 @@ class Subject:
             keeping,
             self.settings.reverse_only and not self.seen.again,
             is_quick(self.graph) and not is_sharded(self.asked.args),
+            stretches=self.stretches.setdefault(keeping, {}) if shards == WHOLE and sent == NOTHING else {},
         )
         found = inside.run(lambda: build(inside, context, self.progress))
         return shards.applied(self.graph), replace(

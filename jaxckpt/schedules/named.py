@@ -127,4 +127,6 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
         raise ArgumentError("length", "an int of at least 0", length)
     found = schedule_of(length, schedule)
     cost = found.cost(length, row=row) if isinstance(found, Slots) else found.cost(length)
+    if not isinstance(cost, LoopCost):
+        raise ArgumentError("schedule", f"one whose `cost` returns a LoopCost; {type(found).__name__}'s did not", cost)
     return Description(**vars(cost), length=length, schedule=repr(schedule))

@@ -145,12 +145,14 @@ class Nested(LoopSchedule):
         how = "".join(f", in segments of {size}" for size in self.lengths)
         inmost = self._plain
         actions = inmost.actions if inmost.remat else None
+        how += " that run again" if how and actions is None else ""
         return (Iterations(self.length, how, actions, self.inner is None),)
 
     def __str__(self) -> str:
         segments = "".join(f" in {size}s" for size in self.lengths)
         if not self._plain.remat:
-            return f"{counted(self.length, 'iteration')}{segments} left to JAX"
+            how = ", which run again" if segments else " left to JAX"
+            return f"{counted(self.length, 'iteration')}{segments}{how}"
         actions = self._plain.actions
         kept = f", each keeps {counted(len(actions), 'value')}" if actions else ""
         return f"{counted(self.length, 'iteration')}{segments}{kept}"

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +24,7 @@ from jaxckpt import (
     compress,
     tag,
 )
-from jaxckpt.actions import KINDS, action_from, given
+from jaxckpt.actions import KINDS, Cost, action_from, given
 from jaxckpt.core.plan import Loop
 from jaxckpt.schedules import checkpointed
 from tests.actions.half import HALF, Half, half_is_known
@@ -278,6 +279,51 @@ def test_an_action_that_gives_back_something_else_is_refused():
             jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"hidden": Wrong()})))(W, X)
     finally:
         del KINDS["wrong"]
+
+
+def test_what_is_kept_of_a_value_is_counted_unless_an_action_says_otherwise(monkeypatch):
+    monkeypatch.setattr("jaxckpt.actions.base.KINDS", dict(KINDS))
+
+    class Narrow(Action):
+        kind = "narrow16"
+        changes = True
+
+        def encode(self, x):
+            return x.astype(jnp.float16)
+
+        def decode(self, stored, like):
+            return stored.astype(like.dtype)
+
+    value = jaxckpt.trace(jnp.tanh, X).values[-1]
+    assert Narrow().device_bytes(value) == value.bytes // 2 and Narrow().host_bytes(value) == 0
+    assert (Narrow() | OFFLOAD).host_bytes(value) == value.bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("cost", None, "actions whose `cost` returns a Cost; Wrong's did not; got None"),
+        ("device_bytes", "5", "`device_bytes` returns a whole number of at least 0; Wrong's did not; got '5'"),
+        ("host_bytes", -5, "`host_bytes` returns a whole number of at least 0; Wrong's did not; got -5"),
+        ("device_bytes", float("nan"), "`device_bytes` returns a whole number of at least 0"),
+    ],
+)
+def test_what_an_action_says_is_checked(method, returned, message, monkeypatch):
+    monkeypatch.setattr("jaxckpt.actions.base.KINDS", dict(KINDS))
+    wrong = type("Wrong", (Action,), {"kind": "wrong", method: lambda self, value: returned})
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        jaxckpt.plan(loss, W, X, budget="60%", target="cpu", actions=(RECOMPUTE, SAVE, wrong()), verify=False)
+
+
+@pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf"), "3", None])
+def test_a_cost_is_a_finite_number(amount):
+    with pytest.raises(ArgumentError, match="memory_bytes must be a finite number of at least 0"):
+        Cost(memory_bytes=amount)
+
+
+def test_the_kind_of_an_action_is_a_str():
+    with pytest.raises(ArgumentError, match="kind must be a str in the class of an action"):
+        type("Wrong", (Action,), {"kind": 5})
 
 
 @pytest.mark.parametrize("kept", [None, "text", ("text", 1.0)])

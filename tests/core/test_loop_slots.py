@@ -286,9 +286,29 @@ class Forgets(LoopSchedule):
         return LoopCost(length, length, 1, 2 * length)
 
 
+@dataclass(frozen=True)
+class Other(LoopSchedule):
+    """Returns a carry of another shape, and says no cost."""
+
+    kind: ClassVar[str] = "other carry"
+
+    def run(self, scan):
+        _, ys = scan.loop(scan.iteration({}))
+        return [x[..., None] for x in scan.init], ys
+
+    def cost(self, length):
+        return None
+
+
+def test_a_schedule_of_ones_own_that_says_no_cost_is_told_so():
+    with pytest.raises(ArgumentError, match="one whose `cost` returns a LoopCost; Other's did not; got None"):
+        describe(12, Other())
+
+
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
+        (Other(), r"`run` returns the carry as \[float.*\]; Other's did not; got '?float"),
         (Itself(), r"`resolved` returns another schedule, an instance; Itself's did not; got Itself\(\)"),
         (Named(), "`resolved` returns another schedule, an instance; Named's did not; got 'sqrt'"),
         (Forgets(), r"`run` returns \(carry, ys\); Forgets's did not; got None"),

@@ -166,7 +166,7 @@ def test_a_line_on_a_region_says_what_is_kept_and_by_which_action():
     both = Region(0, 4, {2: SAVE, 3: OFFLOAD})
     assert region_line(both) == "ops 0..4: keeps 2 values (offload 1 value, save 1 value)"
     left = Region(0, 4, checkpoint=False, body=((3, 0), (1, 1)))
-    assert region_line(left) == "ops 0..4 inside of operation 3, 1: left to JAX"
+    assert region_line(left) == "ops 0..4 inside of operation 3, 1 (body 1): left to JAX"
 
 
 def test_regions_must_be_in_order_and_inside():

@@ -1,6 +1,7 @@
 """A chip is a row, a platform is a file: both are added here, and nothing else has to know of them."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -42,8 +43,6 @@ def small_gpu(monkeypatch):
     row = CHIPS["h100"]
     gpu = dict(row.gpu) | {"name": "A smaller GPU", "cores": 66}
     monkeypatch.setitem(CHIPS, "h50", dataclasses.replace(row, kind="smaller", memory_bytes=2**35, gpu=gpu))
-    yield
-    targets._devices.cache_clear()
 
 
 def test_a_row_is_a_target(small_gpu):
@@ -52,6 +51,19 @@ def test_a_row_is_a_target(small_gpu):
     assert "cuda:h50" in targets.known() and "cuda:h50" in str(jaxckpt.targets())
     with pytest.raises(UnknownTargetError):
         Target("tpu:h50")
+
+
+@pytest.mark.parametrize(("name", "like"), [("h100-40", "h100"), ("v5e-half", "v5e")])
+def test_a_rows_name_may_have_a_hyphen(name, like, monkeypatch):
+    monkeypatch.setitem(CHIPS, name, dataclasses.replace(CHIPS[like], kind="another", memory_bytes=2**35))
+    target = Target(f"{CHIPS[like].platform}:{name}")
+    assert target.memory_bytes == 2**35 and name in str(jaxckpt.targets())
+
+
+@pytest.mark.parametrize("name", ["cuda:h100x99999999", "tpu:v5e:9999x9999"])
+def test_a_target_of_more_devices_than_there_can_be_is_refused_at_once(name):
+    with pytest.raises(UnknownTargetError, match="there is no target"):
+        Target(name)
 
 
 def test_a_row_is_planned_for_without_its_compiler(monkeypatch):
@@ -136,8 +148,8 @@ def toy(monkeypatch):
     add(platform)
     rates = dict.fromkeys(("float32", "bfloat16"), 1e12)
     monkeypatch.setitem(CHIPS, "one", Chip("toy", "toy", 2**30, rates, 1e11, 1e10, 1e10))
-    yield platform
-    targets._devices.cache_clear()
+    monkeypatch.setattr(targets, "_devices", functools.cache(targets._devices.__wrapped__))
+    return platform
 
 
 def test_a_platform_is_known_by_its_name(toy):

@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import os
 import re
@@ -182,9 +183,8 @@ def nothing_installed(monkeypatch):
         importlib.util, "find_spec", lambda name, *rest: None if name.split(".")[0] in hidden else real(name, *rest)
     )
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    module._devices.cache_clear()
-    yield
-    module._devices.cache_clear()
+    # Meshes that other tests made have the devices that are remembered: these are there again afterwards.
+    monkeypatch.setattr(module, "_devices", functools.cache(module._devices.__wrapped__))
 
 
 @pytest.mark.parametrize(("name", "extra"), [("cuda:h100", "aot-cuda"), ("tpu:v5e:2x2", "aot-tpu")])

@@ -16,7 +16,7 @@ from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import _digest
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.tiling.stretches import tiled
-from jaxckpt.planner import refusal
+from jaxckpt.planner import model, refusal
 from jaxckpt.planner.problems import problem_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("shared_answers")]
@@ -80,6 +80,17 @@ def test_a_budget_below_every_plan_without_tiles_has_one_with_tiles(problem, lea
     assert report.peak_bytes == half.measured_bytes
     assert half.unplanned_bytes == problem.unplanned.peak_bytes
     same(language, half.apply(language), real())
+
+
+def test_stretches_beside_the_tiles_are_not_analysed_again(problem, half, monkeypatch):
+    analysed = []
+    look = model.candidates_of
+    monkeypatch.setattr(model, "candidates_of", lambda *args, **kw: analysed.append(args) or look(*args, **kw))
+    tiles = (dataclasses.replace(half.tiles[0], tiles=2),)
+    made, again = problem.tiled._make(tiles), len(analysed)
+    alone = problem_of(tiled(language, tiles), *arguments(), target="cuda:h100")
+    assert len(analysed) - again == alone.model.distinct > 2 * again
+    assert made.model.chain == alone.model.chain
 
 
 def test_a_frontier_has_plans_with_tiles_too(half, least):

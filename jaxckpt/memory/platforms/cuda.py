@@ -10,13 +10,13 @@ import shutil
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core.constants import OVERSTATED_BY_CUDA
+from jaxckpt.core.constants import MOST_DEVICES, OVERSTATED_BY_CUDA
 from jaxckpt.core.liveness import Fusing
 from jaxckpt.memory.chips import CHIPS, Chip
 from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
 from jaxckpt.memory.platforms.installed import installed
 
-_NAME = re.compile(r"(\w+?)(?:x(\d+))?")
+_NAME = re.compile(r"([\w-]+?)(?:x(\d+))?")
 
 
 class Cuda(Platform):
@@ -35,7 +35,7 @@ class Cuda(Platform):
     def parse(self, text: str) -> Place | None:
         """Returns the GPUs of one host: "h100", "h100x8"."""
         found = _NAME.fullmatch(text)
-        if found is None or not (count := int(found[2] or 1)):
+        if found is None or not 0 < (count := int(found[2] or 1)) <= MOST_DEVICES:
             return None
         return Place(found[1] + (f"x{count}" if count > 1 else ""), found[1], count)
 

@@ -12,12 +12,13 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import TargetError, UnknownTargetError
 from jaxckpt._quiet import tpu_visible
+from jaxckpt.core.constants import MOST_DEVICES
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.chips import CHIPS
 from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
 from jaxckpt.memory.platforms.installed import installed
 
-_NAME = re.compile(r"(\w+)(?::(\d+(?:x\d+){1,2}))?")
+_NAME = re.compile(r"([\w-]+)(?::(\d+(?:x\d+){1,2}))?")
 _NO_ROOM = re.compile(r"([\d.]+)([KMGT]?)\)? (?:exceeds available HBM \(|of )([\d.]+)([KMGT]?)")
 
 
@@ -44,7 +45,9 @@ class Tpu(Platform):
         if not dimensions:  # a chip of another platform
             return None
         count = math.prod(map(int, dimensions.split("x")))
-        return Place(f"{found[1]}:{dimensions}", found[1], count) if count else None  # libtpu divides by it
+        return (
+            Place(f"{found[1]}:{dimensions}", found[1], count) if 0 < count <= MOST_DEVICES else None
+        )  # libtpu divides by it
 
     def smallest(self, chip: str) -> str:
         """Returns the slice that is one host."""
