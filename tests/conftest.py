@@ -11,7 +11,7 @@ import gc
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -169,16 +169,9 @@ LONG = _lines("""
     benchmarks/test_floor.py::test_a_row_is_filled_in_and_resumes
     benchmarks/test_frontier.py::test_a_plan_runs_in_a_process_of_its_own_and_takes_what_it_was_compiled_to_take
     benchmarks/test_gpt2.py::test_compare_says_what_bare_jax_compiles_to_in_the_known_order_and_size
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[gpt-dots_no_batch]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[gpt_scan-dots]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[gpt_scan-dots_no_batch]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[moe-dots]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[moe-dots_no_batch]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[resnet-dots]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[resnet-dots_no_batch]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[unet-dots]
-    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart[unet-dots_no_batch]
+    benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart
     benchmarks/test_parity.py::test_presets_differ_from_one_another
+    benchmarks/test_pod.py::test_values_and_gradients_are_those_of_one_device
     benchmarks/test_pod.py::test_a_training_step_on_many_chips_is_planned_within_its_budget
     benchmarks/test_pod.py::test_tokens_without_room_are_dropped
     benchmarks/test_speed.py::test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient
@@ -278,6 +271,9 @@ LONG = _lines("""
 FIRST = ["test_templates.py", "transforms/test_tile_random.py"]
 """Files of tests that take minutes each: they run first, so that no worker is left with one at the end."""
 
+EACH = ["compat", "transforms/test_tile_operations.py::test_an_operation_in_tiles_is_what_it_is_without_them"]
+"""Folders and tests whose parameters are parts of JAX: none of these is marked `once` because it is not the first."""
+
 _CHECKED: dict[str, str | None] = {}
 
 
@@ -328,17 +324,39 @@ def _check_lists(config: pytest.Config, names: set[str]) -> None:
         assert (HERE / file).exists() and is_there, f"A list in tests/conftest.py names {each}; there is none."
 
 
+def _later(names: Mapping[pytest.Item, str]) -> set[pytest.Item]:
+    """Returns, of tests with parameters, all but the first for each target that is in neither of the lists `ONCE` and
+    `LONG`.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    found = set()
+    for item, name in names.items():
+        test, _, parameters = name.partition("[")
+        if not parameters or _is_in(name, [*ONCE, *LONG, *EACH]):
+            continue
+        kind = test, *(item.get_closest_marker(each) is not None for each in ("cuda", "tpu", "gpu"))
+        if kind in seen:
+            found.add(item)
+        seen.add(kind)
+    return found
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts each test into its tier: `compile`, `target`, or neither, the quick one. Marks `once` and `long`."""
+    """Puts each test into its tier: `compile`, `target`, or neither, the quick one. Marks `once` and `long`.
+
+    Of a test that compiles and has parameters, all but the first for each target are marked `once`: a new version of
+    JAX breaks a test with all of them, or with few.
+    """
     names = {item: _name(item.path, item.name) for item in items}
     _check_lists(config, set(names.values()))
     items.sort(key=lambda item: not _is_in(names[item], FIRST))
+    later = _later(names)
     for item, name in names.items():
         if any(item.get_closest_marker(each) for each in ("cuda", "tpu", "gpu")):
             item.add_marker("target")
         if not _is_in(name, TRACING):
             item.add_marker("compile")
-        if _is_in(name, ONCE):
+        if _is_in(name, ONCE) or (item.get_closest_marker("compile") and item in later):
             item.add_marker("once")
         if _is_in(name, LONG):
             item.add_marker("long")

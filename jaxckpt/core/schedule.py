@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
+
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
 from jaxckpt.actions.base import enter
@@ -187,15 +189,22 @@ def ran(schedule: LoopSchedule, scan: ScanRun) -> tuple[Values, Values]:
     if not isinstance(found, tuple) or len(found) != 2:
         rule = f"one whose `run` returns (carry, ys); {type(schedule).__name__}'s did not"
         raise ArgumentError("schedule", rule, found)
-    if [_kind(x) for x in found[0]] != (carry := [_kind(x) for x in scan.init]):
-        rule = f"one whose `run` returns the carry as [{', '.join(carry)}]; {type(schedule).__name__}'s did not"
-        raise ArgumentError("schedule", rule, ", ".join(map(_kind, found[0])) or "nothing")
+    ys = [jax.ShapeDtypeStruct((scan.body.length, *row.shape), row.dtype) for row in scan.body.y_avals]
+    for what, given, wanted in ("carry", found[0], scan.body.carry_avals), ("ys", found[1], ys):
+        rule, came = (", ".join(map(_kind, each)) or "nothing" for each in (wanted, given))
+        if rule != came:
+            rule = f"one whose `run` returns {rule} as {what}; {type(schedule).__name__}'s did not"
+            raise ArgumentError("schedule", rule, came)
     return found
 
 
 def _kind(x: Any) -> str:
-    """Returns the type of an array as text; of what is none, its own."""
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else type(x).__name__
+    """Returns the type of an array, or of a number, as text; of what is neither, its class."""
+    try:
+        aval = x if hasattr(x, "dtype") and hasattr(x, "shape") else jax.typeof(x)
+    except TypeError:
+        return type(x).__name__
+    return f"{aval.dtype}{list(aval.shape)}"
 
 
 def schedule_from(raw: Any) -> LoopSchedule:
