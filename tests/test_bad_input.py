@@ -121,6 +121,8 @@ def test_an_error_in_the_maker_of_a_step_is_its_own():
         (lambda: jaxckpt.scan(3, 0.0, X), r"f must be a function \(carry, x\) -> \(carry, y\); got 3"),
         (lambda: jaxckpt.scan(row, 0.0, X, unroll="a"), "unroll must be a bool, or a whole number .* got 'a'"),
         (lambda: jaxckpt.scan(row, 0.0, X, unroll=-1), "unroll must be a bool, or a whole number .* got -1"),
+        (lambda: jaxckpt.scan(row, 0.0, None, length=-1), "length must be an int of at least 0, or None; got -1"),
+        (lambda: jaxckpt.scan(row, 0.0, None, length=2.5), "length must be an int of at least 0, or None; got 2.5"),
         (lambda: jaxckpt.scan(row, 0.0, (X, 2.0)), "xs must be a pytree of arrays with one row an iteration.* got 2.0"),
         (lambda: jaxckpt.scan(row, 0.0, jnp.ones(())), "xs must be a pytree of arrays with one row an iteration"),
         (

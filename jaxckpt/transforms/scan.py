@@ -100,6 +100,8 @@ def scan(
         raise ArgumentError("f", "a function (carry, x) -> (carry, y)", f)
     if not hasattr(unroll, "__index__") or unroll < 0:
         raise ArgumentError("unroll", "a bool, or a whole number of at least 0", unroll)
+    if length is not None and (not hasattr(length, "__index__") or length < 0):
+        raise ArgumentError("length", "an int of at least 0, or None", length)
     if rowless := [x for x in jax.tree.leaves(xs) if not getattr(x, "shape", ())]:
         raise ArgumentError("xs", "a pytree of arrays with one row an iteration, or None", rowless[0])
     if budget is not None and schedule != "sqrt":
