@@ -79,6 +79,7 @@ ONCE = _lines("""
     benchmarks
     core/test_bare.py
     core/test_constants.py
+    core/test_pooling.py
     flax/test_resnet50.py
     memory/test_assign_cuda.py
     memory/test_cache.py
@@ -89,6 +90,7 @@ ONCE = _lines("""
     planner/test_as_people_do.py
     planner/test_barriers.py
     planner/test_candidates.py
+    planner/test_collectives.py
     planner/test_corrections.py
     planner/test_equinox.py
     planner/test_floor.py
@@ -114,44 +116,41 @@ ONCE = _lines("""
     test_templates.py
     test_training.py
     transforms/test_scan_budget.py
+    transforms/test_scan_guide.py
     transforms/test_scan_random.py
     transforms/test_scan_tangents.py
     transforms/test_tile_random.py
+    transforms/test_tile_sharded.py
     transforms/test_tile_whole.py
     transforms/test_two_levels.py
     actions/test_actions.py::test_one_more_action_makes_no_plan_dearer
     actions/test_actions.py::test_the_planner_takes_it_where_it_pays
     actions/test_offload.py::test_the_tpu_holds_none_of_it[unrolled]
+    core/test_liveness.py::test_on_models_it_is_within_a_fifth
     flax/test_nnx_steps.py::test_a_loss_within_a_train_step_is_planned_with_what_it_closes_over
     flax/test_nnx_steps.py::test_a_step_with_an_optimizer_is_planned_and_trains_alike
+    flax/test_nnx_steps.py::test_state_changes_once_a_step
     flax/test_nnx_steps.py::test_what_only_measures_changes_no_state
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
     memory/test_assign_tpu.py::test_checkpoints_are_in_the_program_that_is_compiled_there
     memory/test_estimate.py::test_compiled_chains_have_what_it_says
     memory/test_platforms.py::test_a_row_is_compiled_for
+    memory/test_report.py::test_checkpointing_in_segments_lowers_the_peak_and_one_checkpoint_around_everything_does_not
     memory/test_report.py::test_the_memory_of_a_process_that_runs_the_step_falls
+    memory/test_targets.py::test_the_native_libraries_stay_silent
     planner/test_auto.py::test_a_fresh_process_reads_the_plan_and_compiles_to_the_same_peak
     planner/test_host.py::test_a_host_budget_bounds_what_is_moved
     planner/test_host.py::test_moved_values_leave_the_device_and_spare_recomputation
     planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-a call]
     planner/test_inside.py::test_an_action_of_ones_own_keeps_values_of_a_mapped_function
     planner/test_inside.py::test_an_infeasible_budget_names_operations_of_the_body
+    planner/test_inside.py::test_blocks_that_gather_their_weights_from_eight_devices_are_planned
     planner/test_inside.py::test_where_no_plan_of_the_body_fits_the_function_is_planned_from_outside
     transforms/test_scan.py::test_a_long_lstm_on_an_h100_takes_a_small_part_of_lax_scans_temporaries
     transforms/test_scan.py::test_values_and_gradients_are_those_of_lax_scan
     transforms/test_scan_sharded.py::test_each_device_keeps_its_share_of_the_carries[schedule2]
     transforms/test_tile.py::test_in_a_function_that_is_planned
     transforms/test_tile.py::test_the_compiled_peak_falls
-    transforms/test_tile.py::test_the_compiled_peak_falls[rows-tpu:v5e:2x2]
-    core/test_liveness.py::test_on_models_it_is_within_a_fifth
-    core/test_pooling.py
-    flax/test_nnx_steps.py::test_state_changes_once_a_step
-    memory/test_report.py::test_checkpointing_in_segments_lowers_the_peak_and_one_checkpoint_around_everything_does_not
-    memory/test_targets.py::test_the_native_libraries_stay_silent
-    planner/test_collectives.py
-    planner/test_inside.py::test_blocks_that_gather_their_weights_from_eight_devices_are_planned
-    transforms/test_scan_guide.py
-    transforms/test_tile_sharded.py
 """)
 """Folders, files and single tests that are marked `once`: what they ask differs between no two versions of JAX or
 Python, or is asked by other tests in a smaller form.
@@ -171,9 +170,9 @@ LONG = _lines("""
     benchmarks/test_gpt2.py::test_compare_says_what_bare_jax_compiles_to_in_the_known_order_and_size
     benchmarks/test_parity.py::test_a_preset_has_the_peak_and_the_matmuls_of_its_counterpart
     benchmarks/test_parity.py::test_presets_differ_from_one_another
-    benchmarks/test_pod.py::test_values_and_gradients_are_those_of_one_device
     benchmarks/test_pod.py::test_a_training_step_on_many_chips_is_planned_within_its_budget
     benchmarks/test_pod.py::test_tokens_without_room_are_dropped
+    benchmarks/test_pod.py::test_values_and_gradients_are_those_of_one_device
     benchmarks/test_speed.py::test_a_policy_adds_at_most_a_quarter_to_the_lowering_of_a_gradient
     core/test_bare.py::test_a_model_of_nnx_with_checkpoints_is_planned_without_them
     core/test_bare.py::test_a_plan_may_open_what_its_user_checkpointed[unrolled]
@@ -183,12 +182,12 @@ LONG = _lines("""
     flax/test_nnx_steps.py::test_state_changes_once_a_step[autocheckpoint]
     flax/test_nnx_steps.py::test_the_compiled_peak_is_within_the_budget[nnx]
     flax/test_resnet50.py::test_running_statistics_after_ten_steps_are_equal_with_and_without
+    memory/test_assign_cuda.py::test_all_figures_of_a_gpu_are_those_of_the_whole_compilation[wide]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_sharded]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[donated]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[offloaded]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches_in_a_loop]
-    memory/test_assign_cuda.py::test_all_figures_of_a_gpu_are_those_of_the_whole_compilation[wide]
     planner/test_adaptive.py::test_where_nothing_tighter_is_feasible_the_first_error_says_what_was_tried
     planner/test_as_people_do.py::test_a_plan_at_the_peak_of_a_checkpoint_around_each_block[branches]
     planner/test_auto.py::test_constants_of_the_function_are_computed_and_not_held
@@ -196,6 +195,7 @@ LONG = _lines("""
     planner/test_corrections.py::test_a_step_that_has_the_loss_in_a_loop_of_its_own_is_planned_all_the_same
     planner/test_corrections.py::test_each_run_of_each_region_is_found_in_the_trace[unet]
     planner/test_corrections.py::test_regions_are_in_scopes_only_where_that_is_asked_for[unet]
+    planner/test_corrections.py::test_the_moments_of_a_solution_peak_where_it_does[unet]
     planner/test_corrections.py::test_users_see_no_scopes_and_a_plan_is_not_compiled_twice
     planner/test_corrections.py::test_what_a_solution_teaches_holds_for_the_next[unet]
     planner/test_corrections.py::test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each[gpt]
@@ -221,6 +221,7 @@ LONG = _lines("""
     planner/test_floor.py::test_more_memory_never_costs_more[branches]
     planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[a loop]
     planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[branches]
+    planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[unrolled]
     planner/test_host.py::test_a_plan_with_moved_values_trains_as_the_function_does
     planner/test_host.py::test_a_tpu_moves_to_the_host_beside_other_work
     planner/test_inside.py::test_a_mapped_function_that_is_not_most_is_planned_where_nothing_else_fits
@@ -248,6 +249,7 @@ LONG = _lines("""
     planner/test_tiles.py::test_all_that_has_the_axis_is_tiled_with_the_value_that_it_is_followed_from
     planner/test_tiles.py::test_arguments_that_are_no_arrays_checkpoints_and_autocheckpoint
     planner/test_tiles.py::test_functions_with_loops_rules_and_norms_of_each_example[_scanned-shapes1]
+    planner/test_tiles.py::test_the_peak_falls_and_the_time_grows_with_less_budget
     planner/test_tiles.py::test_what_is_sharded_is_tiled_within_the_shards[tpu:v5e:2x2]
     test_examples.py::test_a_plan_changes_the_memory_and_not_the_losses[resnet_digits]
     test_examples.py::test_a_plan_changes_the_memory_and_not_the_losses[unet_scenes]
@@ -262,9 +264,6 @@ LONG = _lines("""
     transforms/test_tile_random.py::test_functions_that_may_couple_are_equal_or_refused[300]
     transforms/test_tile_random.py::test_functions_that_the_axis_goes_through[300]
     transforms/test_tile_sharded.py::test_each_device_computes_its_part_of_every_tile[a loss-tpu:v5e:2x2]
-    planner/test_corrections.py::test_the_moments_of_a_solution_peak_where_it_does[unet]
-    planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[unrolled]
-    planner/test_tiles.py::test_the_peak_falls_and_the_time_grows_with_less_budget
 """)
 """Tests that take minutes, and ask of a larger program, or of one more, what others ask: they are marked `long`."""
 

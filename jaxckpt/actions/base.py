@@ -52,6 +52,9 @@ class Cost:
       memory_bytes: bytes that are read and written in device memory.
       host_bytes: bytes over the link to the host, in both directions.
       link_bytes: bytes over the links to other devices.
+
+    Raises:
+      ArgumentError: one of them is no finite number of at least 0.
     """
 
     flops: float = 0.0

@@ -157,6 +157,7 @@ class Subject:
           sent: what operations wait for other devices.
         """
         inside = replace(inside, graph=shards.applied(inside.graph))
+        alike = shards == WHOLE and sent == NOTHING and not inside.mapped  # equal stretches take the same time
         context = Context(
             self.asked.target,
             replace(shards, sent=sent),
@@ -165,7 +166,7 @@ class Subject:
             keeping,
             self.settings.reverse_only and not self.seen.again,
             is_quick(self.graph) and not is_sharded(self.asked.args),
-            stretches=self.stretches.setdefault(keeping, {}) if shards == WHOLE and sent == NOTHING else {},
+            stretches=self.stretches.setdefault(keeping, {}) if alike else {},
         )
         found = inside.run(lambda: build(inside, context, self.progress))
         return shards.applied(self.graph), replace(

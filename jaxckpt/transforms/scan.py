@@ -110,9 +110,7 @@ def scan(
     limit = None if budget is None else parse_bytes(budget, "budget")
     known = schedule_of(0, schedule)
     if action.changes and (budget is not None or not known.recodes_carries):
-        rule = (
-            "SAVE, OFFLOAD or another that keeps the carry as it is, with Slots, a schedule of your own, and a budget"
-        )
+        rule = "SAVE, OFFLOAD or another that keeps the carry as it is, with Slots, your own schedule, and a budget"
         hint = "Use a schedule of segments, such as 'sqrt', or set `recodes_carries = True` in your own."
         raise ArgumentError("carry", rule, action, hint)
     taken = take_apart(f, init, xs, length, reverse, unroll)

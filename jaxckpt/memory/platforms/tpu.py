@@ -45,9 +45,9 @@ class Tpu(Platform):
         if not dimensions:  # a chip of another platform
             return None
         count = math.prod(map(int, dimensions.split("x")))
-        return (
-            Place(f"{found[1]}:{dimensions}", found[1], count) if 0 < count <= MOST_DEVICES else None
-        )  # libtpu divides by it
+        if not 0 < count <= MOST_DEVICES:  # libtpu divides by it
+            return None
+        return Place(f"{found[1]}:{dimensions}", found[1], count)
 
     def smallest(self, chip: str) -> str:
         """Returns the slice that is one host."""
