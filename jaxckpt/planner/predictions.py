@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from jaxckpt.core.constants import HIT, MARGIN, MISSED, NESTED, OUTLYING
+from jaxckpt.core.constants import HIT, MARGIN, MISSED, NESTED, OUTLYING, UNEQUAL
 from jaxckpt.planner.chain import Drop, Solution, cost, items
 from jaxckpt.planner.measured import Measured, Try
 from jaxckpt.planner.preferences import leanest, on_device, single
@@ -50,10 +50,25 @@ class Predictions:
     @functools.cached_property
     def standing(self) -> int:
         """Bytes that the chain does not count, by the leanest solution that is traced."""
-        least = self.problem.host(self._solver).least()
+        least = self.least
         if least is None or not self.is_traced(least):
             least = single(self.chain, on_device(leanest))
         return standing_bytes(self.problem, least)
+
+    @functools.cached_property
+    def least(self) -> Solution | None:
+        """The leanest solution that the solver knows of, by the chain. Of a large program it is the cheapest of those
+        that the chain hardly tells from it, if a trace says no more of it, and unless the solver's own plan is asked
+        for.
+        """
+        host = self.problem.host(self._solver)
+        least = host.least()
+        if least is None or self.quick or self.problem.divided or not self.problem.shares(self._solver):
+            return least
+        near = host.solve(int((1 + UNEQUAL) * cost(self.chain, least).peak))
+        if near in (None, least) or not all(map(self.is_traced, (near, least))):
+            return least
+        return near if self.problem.estimate(near) <= (1 + UNEQUAL) * self.problem.estimate(least) else least
 
     def compiled(self) -> list[Try]:
         """Returns the solver's plans that were compiled, for whatever budgets, by their modelled bytes."""

@@ -89,7 +89,7 @@ class Search:
         if (found := self._as_it_is() if self.verify else self._predicted_as_it_is()) is not None:
             return found
         purity.refuse_effects(self.problem.asked.fun, self.problem.graph)
-        least = self.host.least()
+        least = self.predictions.least
         if not self.verify:
             solution = self.host.solve(self.budget - self.predictions.standing) or least
             if solution is None:
@@ -310,11 +310,7 @@ class Search:
         compiled = [tried.compiled for tried in self.tries]
         estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
-            over = max(1 + CLOSE, self.predictions.overstated(by_hand=False) or 1.0)
-            if written:
-                most = self.predictions.overstated(by_hand=True)
-                over = max(over, hand_written.most_overstated(problem) if most is None else most)
-            far = bool(compiled) and estimates[solution, written] > over * min(compiled)
+            far = bool(compiled) and self._is_far(solution, written, min(compiled))
             if far and not (self.quick and written) and solution not in leaner:
                 continue
             made = self._try(solution, by_hand=written)
@@ -322,6 +318,17 @@ class Search:
             if made.fits(self.budget):
                 return made
         return self._leaner(least) if self.shares and self.quick else None
+
+    def _is_far(self, solution: Solution, by_hand: bool, least: int) -> bool:
+        """Whether a solution is estimated to need more than the fewest bytes that were compiled. What estimates of
+        checkpoints by hand are off by is about the same for all of them, once one is compiled.
+        """
+        likely, over = self.problem.estimate(solution, by_hand), self.predictions.overstated(by_hand=False) or 1.0
+        if by_hand and self.predictions.overstated(by_hand=True) is None:
+            over = max(over, hand_written.most_overstated(self.problem))
+        elif by_hand:
+            likely, over = self.predictions.predicted_by_hand(solution), 1.0
+        return likely > max(1 + CLOSE, over) * least
 
     def _leaner(self, least: Solution | None) -> Try | None:
         """Asks for plans within less than the leanest one needs, as the caller may after an error that names it, until
