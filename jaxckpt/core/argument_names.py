@@ -1,4 +1,6 @@
-"""The names of a call's arguments and of their leaves, in messages and reports: "args[0]['w']", "batch['x']"."""
+"""The numbers of a call's arguments, and the names of these and of their leaves, in messages and reports:
+"args[0]['w']", "batch['x']".
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+
+from jaxckpt._errors import ArgumentError
+from jaxckpt.core.units import as_int
 
 
 def positional(place: int, parameters: Sequence[str] = ()) -> str:
@@ -42,3 +47,19 @@ def named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple
     [("args[0]['w']", 1.0), ('args[1]', 2.0), ('mask', 3.0)]
     """
     return [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))]
+
+
+def argument_numbers(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns `static_argnums` as ints.
+
+    Raises:
+      ArgumentError: it is something other than an int or a sequence of ints.
+
+    >>> argument_numbers(1), argument_numbers([0, 2])
+    ((1,), (0, 2))
+    """
+    listed: Any = numbers if isinstance(numbers, Sequence) else (numbers,)
+    found = tuple(n for n in map(as_int, listed) if n is not None)
+    if len(found) < len(listed):
+        raise ArgumentError("static_argnums", "an int or a sequence of ints", numbers)
+    return found

@@ -1,8 +1,11 @@
-"""Bytes as people write them: "12GiB" to an int, an int to "12.0 GiB"."""
+"""Whole numbers and bytes as people write them: "12GiB" to an int, an int to "12.0 GiB", `numpy.int64(3)` to 3."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import numpy as np
 
 from jaxckpt._errors import ArgumentError
 
@@ -12,6 +15,15 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def as_int(value: Any) -> int | None:
+    """Returns an int, of Python or NumPy, as one of Python; None for anything else, a bool too.
+
+    >>> as_int(np.int64(3)), as_int(True), as_int(3.0)
+    (3, None, None)
+    """
+    return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
 
 
 def parse_bytes(text: str | int, argument: str = "bytes") -> int:
@@ -29,8 +41,8 @@ def parse_bytes(text: str | int, argument: str = "bytes") -> int:
     >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(7)
     (1536, 2000000000, 7)
     """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
+    if (count := as_int(text)) is not None and count >= 0:
+        return count
     if isinstance(text, str) and (found := _NUMBER.fullmatch(text)) and found[2].lower() in _UNITS:
         return round(float(found[1]) * _UNITS[found[2].lower()])
     raise ArgumentError(argument, "a number of bytes, such as 1048576, '512MiB' or '2.5GB'", text)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.argument_names import positional
+from jaxckpt.core.argument_names import argument_numbers, positional
 from jaxckpt.core.leaves import Whole
 from jaxckpt.core.lift import Lifted, title
 from jaxckpt.transforms.checkpoint import checkpoint
@@ -46,10 +46,7 @@ def options(policy: Any, prevent_cse: bool, static_argnums: int | Sequence[int])
     Raises:
       ArgumentError: the policy is invalid, or `static_argnums` has something other than ints.
     """
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-    if not isinstance(numbers, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-        raise ArgumentError("static_argnums", "an int or a sequence of ints", static_argnums)
-    made = Options(policy, prevent_cse, tuple(numbers))
+    made = Options(policy, prevent_cse, argument_numbers(static_argnums))
     made.engine(lambda: None)  # raises for an unknown policy here, and not at the first call
     return made
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.leaves import defines_call
+from jaxckpt.core.units import as_int
 from jaxckpt.flax.linen_layers import stack_class as _linen_class
 from jaxckpt.flax.nnx_layers import stack_class as _nnx_class
 from jaxckpt.flax.stack import Stack
@@ -75,13 +76,14 @@ def scan_layers(
             Block, tuple(kinds)
         )
         raise ArgumentError("Block", "a subclass of nn.Module or nnx.Module with a __call__", Block, hint)
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    layers = as_int(length)
+    if layers is None or layers < 1:
         raise ArgumentError("length", "an int of at least 1, the number of layers", length)
-    schedule_of(length, schedule)
+    schedule_of(layers, schedule)
     policy_of(policy)
     if names is not None and make is _nnx_class:
         raise ArgumentError("names", "omitted for a block of nnx, whose streams have no names", names)
     names = names or f"{Block.__name__}_{{}}"
     if len(pattern_parts(names, "names")) > 1:
         raise ArgumentError("names", "a name, not a path: the unrolled layers are where the stack is", names)
-    return make(Block, Stack(length, tuple(schedule) if isinstance(schedule, list) else schedule, policy, names))
+    return make(Block, Stack(layers, tuple(schedule) if isinstance(schedule, list) else schedule, policy, names))

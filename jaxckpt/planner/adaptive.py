@@ -20,7 +20,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, StateLostError, check_flags
 from jaxckpt.core import lift
 from jaxckpt.core.constants import TIGHTER
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.units import as_int, format_bytes
 from jaxckpt.planner.shortage import is_out_of_memory, missing_bytes
 from jaxckpt.planner.watch import Replanned, Watch, watching
 
@@ -79,14 +79,15 @@ def adaptive(step: Any = None, /, *, tries: int = 4, wait: bool = True) -> Any:
     >>> step(jnp.ones((4, 4)), jnp.ones((8, 4))).shape
     (4, 4)
     """
-    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+    most = as_int(tries)
+    if most is None or most < 1:
         raise ArgumentError("tries", "an int of at least 1", tries)
     check_flags(wait=wait)
     if step is None:
         return functools.partial(adaptive, tries=tries, wait=wait)
     if not callable(step):
         raise ArgumentError("step", "a function, the training step", step)
-    run = _Adaptive(step, tries, wait)
+    run = _Adaptive(step, most, wait)
 
     @functools.wraps(step, updated=())
     def adapted(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ import jax
 
 from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
+from jaxckpt.core.argument_names import argument_numbers
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.shown import Progress, check_progress
 from jaxckpt.memory.targets import Target
@@ -140,9 +141,6 @@ def autocheckpoint(
     solver_for(solver)
     check_flags(verify=verify)
     check_progress(progress)
-    numbers = static_argnums if isinstance(static_argnums, (tuple, list)) else [static_argnums]
-    if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-        raise ArgumentError("static_argnums", "a number of an argument, or a sequence of them", static_argnums)
     planning = PlanSettings(
         target,
         step,
@@ -154,7 +152,7 @@ def autocheckpoint(
         tile=tile,
         cache=cache,
     )
-    settings = AutoSettings(budget, planning, verify, solver, static_argnums, progress)
+    settings = AutoSettings(budget, planning, verify, solver, argument_numbers(static_argnums), progress)
     check_budget(budget)
     if fun is None:
         return functools.partial(_wrapper, settings=settings, path=path)

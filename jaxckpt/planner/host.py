@@ -59,18 +59,10 @@ def parse_host_budget(host_budget: int | str | None) -> int | None:
     """
     if host_budget is None:
         return None
-    if isinstance(host_budget, bool) or not isinstance(host_budget, (int, str)):
-        raise ArgumentError("host_budget", RULE, host_budget)
-    if isinstance(host_budget, str):
-        try:
-            count = parse_bytes(host_budget)
-        except ArgumentError:
-            raise ArgumentError("host_budget", RULE, host_budget) from None
-    else:
-        count = host_budget
-    if count < 0:
-        raise ArgumentError("host_budget", RULE, host_budget)
-    return count
+    try:
+        return parse_bytes(host_budget)
+    except ArgumentError:
+        raise ArgumentError("host_budget", RULE, host_budget) from None
 
 
 @dataclass(frozen=True)

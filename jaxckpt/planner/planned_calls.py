@@ -132,7 +132,7 @@ class PlannedCalls:
         return self.ahead[key][0] if key in self.ahead else key
 
     def _parse(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, numbers: bool = True) -> Call:
-        return calls.parse(args, kwargs, self.signature, self.settings.static_places, self.fun, numbers=numbers)
+        return calls.parse(args, kwargs, self.signature, self.settings.static_argnums, self.fun, numbers=numbers)
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, _Planned]:
         """Takes a call apart and returns what is planned for it: with numbers as arrays, or as they are if the function

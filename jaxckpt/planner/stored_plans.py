@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,8 @@ class AutoSettings:
     planning: PlanSettings
     verify: bool = True
     solver: str | Solver = "chain"
-    static_argnums: int | Sequence[int] = ()
+    static_argnums: tuple[int, ...] = ()
     progress: Progress | bool | None = None
-
-    @property
-    def static_places(self) -> tuple[int, ...]:
-        """The places of static arguments."""
-        numbers = self.static_argnums
-        return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
 class PlanFile:

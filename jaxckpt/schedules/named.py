@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from jaxckpt._errors import ArgumentError, nearest
 from jaxckpt.core.schedule import LoopCost, LoopSchedule
-from jaxckpt.core.units import counted
+from jaxckpt.core.units import as_int, counted
 from jaxckpt.schedules.segments import log_lengths, nested, plain, segmented, sqrt_size
-from jaxckpt.schedules.slots import Slots, is_int
+from jaxckpt.schedules.slots import Slots
 
 NAMES = ("none", "every", "sqrt", "log")
 _RULE = "one of 'none', 'every', 'sqrt', 'log', an int, a tuple of ints, Slots(n) or another LoopSchedule"
@@ -44,22 +44,24 @@ def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> 
         if schedule == "sqrt":
             return segmented(length, sqrt_size(length))
         return nested(length, log_lengths(length)) if schedule == "log" else plain(length, remat=schedule == "every")
-    if is_int(schedule):
-        if schedule < 1:  # type: ignore[operator]
+    if (size := as_int(schedule)) is not None:
+        if size < 1:
             raise ArgumentError(argument, "at least 1 where it is an int, the iterations in a segment", schedule)
-        return segmented(length, schedule)  # type: ignore[arg-type]
-    if not isinstance(schedule, (tuple, list)) or not schedule or not all(is_int(n) for n in schedule):
+        return segmented(length, size)
+    given = schedule if isinstance(schedule, (tuple, list)) else ()
+    lengths = tuple(n for n in map(as_int, given) if n is not None)
+    if not lengths or len(lengths) < len(given):
         raise ArgumentError(argument, _RULE, schedule)
-    if any(n < 1 for n in schedule):
-        raise ArgumentError(argument, "of ints of at least 1 where it is a tuple of nested lengths", tuple(schedule))
-    if math.prod(schedule) < length:
+    if any(n < 1 for n in lengths):
+        raise ArgumentError(argument, "of ints of at least 1 where it is a tuple of nested lengths", lengths)
+    if math.prod(lengths) < length:
         raise ArgumentError(
             argument,
             f"of nested lengths whose product is at least the length, {length}",
-            tuple(schedule),
-            f"Their product is {math.prod(schedule)}.",
+            lengths,
+            f"Their product is {math.prod(lengths)}.",
         )
-    return nested(length, tuple(schedule))
+    return nested(length, lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +125,11 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     Slots(32, host=1024) over 10007 iterations: keeps 2 carries, at most 2 at once and the residuals of 6 iterations;
     runs 23860 iterations, 1.38 again for each; besides, at most 1024 at once on the host, in 2048 transfers.
     """
-    if not is_int(length) or length < 0:
+    iterations = as_int(length)
+    if iterations is None or iterations < 0:
         raise ArgumentError("length", "an int of at least 0", length)
-    found = schedule_of(length, schedule)
-    cost = found.cost(length, row=row) if isinstance(found, Slots) else found.cost(length)
+    found = schedule_of(iterations, schedule)
+    cost = found.cost(iterations, row=row) if isinstance(found, Slots) else found.cost(iterations)
     if not isinstance(cost, LoopCost):
         raise ArgumentError("schedule", f"one whose `cost` returns a LoopCost; {type(found).__name__}'s did not", cost)
-    return Description(**vars(cost), length=length, schedule=repr(schedule))
+    return Description(**vars(cost), length=iterations, schedule=repr(schedule))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action
@@ -14,6 +14,7 @@ from jaxckpt.core.constants import TRANSFER
 from jaxckpt.core.regions import checked_actions, set_fields
 from jaxckpt.core.scans import ScanRun, Values
 from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
+from jaxckpt.core.units import as_int
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.schedules.optimum import Binomial
@@ -59,16 +60,18 @@ class Slots(LoopSchedule):
     __hash__ = LoopSchedule.__hash__
 
     def __post_init__(self) -> None:
-        if not is_int(self.count) or self.count < 1:
+        count, host, run_length = map(as_int, (self.count, self.host, self.run_length))
+        if count is None or count < 1:
             raise ArgumentError("count", "an int of at least 1, the number of carries to keep", self.count)
-        if not is_int(self.host) or self.host < 0:
+        if host is None or host < 0:
             raise ArgumentError("host", "an int of at least 0, the number of carries to keep in host memory", self.host)
         number = isinstance(self.transfer, (int, float)) and not isinstance(self.transfer, bool)
         if not number or not 0 <= self.transfer < float("inf"):
             rule = "a finite number of at least 0, what moving a carry one way costs in iterations"
             raise ArgumentError("transfer", rule, self.transfer)
-        if self.run_length is not None and (not is_int(self.run_length) or self.run_length < 1):
+        if self.run_length is not None and (run_length is None or run_length < 1):
             raise ArgumentError("run_length", "an int of at least 1, the iterations in a run, or None", self.run_length)
+        set_fields(self, count=count, host=host, run_length=run_length)
         if self.actions is None:
             return
         set_fields(self, actions=checked_actions(self.actions))
@@ -146,8 +149,3 @@ class SlotsWithin(LoopSchedule):
         """Runs the iterations."""
         scan, kept = scan.keeping(None)
         return scan_with_slots(scan, SlotBudget(scan.body, self.limit, kept), kept=kept)
-
-
-def is_int(value: Any) -> bool:
-    """Whether a value is an int, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,6 +10,7 @@ import jax
 
 from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, refuse_call
 from jaxckpt.core.lift import result_of
+from jaxckpt.core.units import as_int
 from jaxckpt.transforms.checkpoint import checkpoint
 
 LayerFunction = Callable[[Any], Any]
@@ -94,8 +95,8 @@ def segment_length(segment_size: int | str, count: int) -> int:
     """
     if segment_size == "sqrt":
         return max(1, round(math.sqrt(count)))
-    if isinstance(segment_size, int) and not isinstance(segment_size, bool) and segment_size >= 1:
-        return segment_size
+    if (size := as_int(segment_size)) is not None and size >= 1:
+        return size
     raise ArgumentError("segment_size", 'an int of at least 1, or "sqrt"', segment_size)
 
 

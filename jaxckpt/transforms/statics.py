@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt.core.argument_names import argument_numbers
 from jaxckpt.core.typed import hashable, typed
 
 
@@ -70,9 +71,7 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
       ArgumentError: `numbers` has something other than ints, or `names` something other than names of the function's
         arguments.
     """
-    listed = (numbers,) if isinstance(numbers, int) and not isinstance(numbers, bool) else numbers
-    if not isinstance(listed, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in listed):
-        raise ArgumentError("static_argnums", "an int or a sequence of ints", numbers)
+    listed = argument_numbers(numbers)
     called = frozenset([names] if isinstance(names, str) else names if isinstance(names, Iterable) else [None])
     if not all(isinstance(name, str) for name in called):
         raise ArgumentError("static_argnames", "a string or a sequence of strings", names)
@@ -89,7 +88,7 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
     positions = tuple(
         i for i, p in enumerate(parameters) if p.name in called and p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
     )
-    return Static(fun, tuple(listed), called, positions)
+    return Static(fun, listed, called, positions)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Bytes as text, both ways."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from jaxckpt.core.units import format_bytes, parse_bytes
         ("3 B", 3),
         ("1TiB", 2**40),
         (0, 0),
+        (np.int64(2**40), 2**40),
     ],
 )
 def test_parse(text, count):
@@ -26,7 +28,8 @@ def test_parse(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["12 GB or so", "", "GiB", "-1", "-5MiB", "1.5.2MB", "12XB", -1, 2.5, None, True, "nan"]
+    "text",
+    ["12 GB or so", "", "GiB", "-1", "-5MiB", "1.5.2MB", "12XB", -1, 2.5, None, True, "nan", np.True_, np.float32(2)],
 )
 def test_what_does_not_parse_is_named(text):
     with pytest.raises(ArgumentError, match=r"budget must be a number of bytes, such as .*; got ") as caught:

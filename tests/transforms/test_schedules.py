@@ -338,3 +338,16 @@ def test_describe_ends_at_once_for_lengths_that_no_machine_runs(length: int, sch
     described = describe(length, schedule)  # type: ignore[arg-type]
     assert described.runs >= length
     assert time.process_time() - start < 1
+
+
+def test_ints_of_numpy_are_ints():
+    assert schedule_of(10, np.int32(3)) == schedule_of(10, 3)
+    assert schedule_of(10, [np.int64(2), 5]) == schedule_of(10, (2, 5))
+    made = Slots(np.int64(3), host=np.int32(2), run_length=np.uint8(4))
+    assert made == Slots(3, host=2, run_length=4) and repr(made) == repr(Slots(3, host=2, run_length=4))
+    assert str(describe(np.int64(100), made)) == str(describe(100, Slots(3, host=2, run_length=4)))
+    for wrong in (np.True_, np.float64(3), np.array([3])):
+        with pytest.raises(ArgumentError, match="schedule must be"):
+            schedule_of(10, wrong)
+        with pytest.raises(ArgumentError, match="count must be"):
+            Slots(wrong)
