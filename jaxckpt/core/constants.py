@@ -55,6 +55,11 @@ UNLIKE = 24
 places: one of them may be the end of what a person takes for a block. Judged by three unlike blocks in a row, whose
 least plan needed 15% more than checkpoints around the blocks."""
 
+ROUGH = 200
+"""There, bytes that cross count in so many parts of the most that cross anywhere. Judged by a dropout between two
+layers, whose end has eight bytes of a random key more crossing it than its beginning.
+"""
+
 LOOPS = 25
 """Maximum number of scans that are planned for as loops: those that hold most bytes. What lies between them is a stage
 too. A limit of planning time, judged by benchmarks/planning_scale.py."""
@@ -225,6 +230,13 @@ the forward pass. Judged by ResNet-50 and the U-Net, whose compiled peaks do not
 FLOORS = 3
 """Where no plan fits, this many checkpoints as people place them are compiled beside the plan that needs least by the
 model. No measurement is on record."""
+
+FEW_STAGES = 8
+"""A program of `QUICK` without repeated blocks, of at most so many stages, has no plan only after a checkpoint around
+each run of stages was compiled, all else left to JAX. Judged by random programs of three to five unlike blocks, on a
+CPU and an H100: in one of five, checkpoints around each block needed less than the leanest plan, and a single
+checkpoint around some stages less than both. What compilers fuse there no estimate knows.
+"""
 
 ABOVE = (1.02, 1.05)
 """Where no plan fits, the cheapest plans that need this many times as much as the leanest one by the model are compiled

@@ -28,9 +28,10 @@ class Context:
       programs: the candidates of branches and short loops that are known: (a body's id, its active values) -> the body
         and those.
       stretches: the candidates of stretches that are known, of this function or of the same one with tiles: see
-        `jaxckpt.planner.model`. It is shared by contexts that differ in `in_loop` and `quick` alone.
+        `jaxckpt.planner.model`. It is shared by contexts that differ in `in_loop`, `quick` and `finer` alone.
       in_loop: whether the stretches are of a loop's body.
       quick: whether the program is small, and on one device: see `is_quick`.
+      finer: whether the program is cut finer than is needed for most budgets: see `stages.cuts`.
       once: whether the program is differentiated once alone, so that schedules will do which have no second derivative.
     """
 
@@ -41,6 +42,7 @@ class Context:
     actions: tuple[Action, ...] = (SAVE,)
     once: bool = True
     quick: bool = False
+    finer: bool = False
     in_loop: bool = False
     stretches: dict[tuple[str, bool, bool], Any] = field(default_factory=dict, compare=False)
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(

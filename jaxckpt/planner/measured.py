@@ -328,7 +328,7 @@ class Measured:
             self.target.name,
             self.model.fingerprint,
             repr((plain.peak_bytes, plain.flops, f"{plain.time.seconds:.6e}")),  # of the whole step
-            repr((self.asked.host_budget, self.asked.costs, self.asked.respect_checkpoints)),
+            repr((self.asked.host_budget, self.asked.costs, self.asked.respect_checkpoints, self.model.places)),
             repr((type(solver).__qualname__, solver.name, dict(solver.parameters()))),
         ]
         return Remembered(folder_of(self.asked.cache), self.model.chain, facts)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxckpt.actions import Action
 from jaxckpt.core import pooling
-from jaxckpt.core.constants import FINER, MOST_STAGES, OPERATIONS, SLIGHT, WIDEST
+from jaxckpt.core.constants import FEW_STAGES, FINER, MOST_STAGES, OPERATIONS, SLIGHT, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
@@ -67,7 +67,7 @@ class Model:
       address: of the body that is planned, whose view `graph` is: see `jaxckpt.planner.inside`.
       outside_bytes: of what the function computes around that body, on one device.
       mapped: whether that body is what one device of several runs.
-      quick: whether the program is small, and on one device: see `jaxckpt.planner.context.is_quick`.
+      quick, finer: see `jaxckpt.planner.context.Context`.
       active: the values that a derivative goes through.
       block_ends: the stages at which the blocks of the function begin, and the last ends; see `stages.repeats`.
       presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
@@ -91,6 +91,7 @@ class Model:
     outside_bytes: int = 0
     mapped: bool = False
     quick: bool = False
+    finer: bool = False
     active: frozenset[int] = frozenset()
     pools_apart: bool = False
 
@@ -117,8 +118,33 @@ class Model:
                 yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
         if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
             kept = {item.start: item for item in bodies}
-            left = [replace(self._kept(s, s + 1, fastest), left=True) for s in range(self.chain.length)]
-            yield tuple(kept.get(item.start, item) for item in left)
+            yield tuple(kept.get(item.start, item) for item in self._left(0, self.chain.length))
+
+    def with_one_more(self, solution: Solution = ()) -> Iterator[Solution]:
+        """Yields what people do where blocks are no repetitions of one another, in a program of few stages: a
+        checkpoint that keeps nothing around some stages in a row, and all others left to JAX. With one of these,
+        yields it with one more checkpoint.
+        """
+        if self.block_ends or self.chain.length > FEW_STAGES:
+            return
+        items = solution or tuple(self._left(0, self.chain.length))
+        free = [isinstance(item, Keep) and item.left for item in items]
+        for first, last in itertools.combinations_with_replacement(range(len(items)), 2):
+            if all(free[first : last + 1]):
+                around = self._bare(items[first].start, items[last].stop)
+                yield (*items[:first], around, *items[last + 1 :])
+
+    def _left(self, start: int, stop: int) -> Iterator[Keep]:
+        """Yields stages that are left to JAX."""
+        return (replace(self._kept(stage, stage + 1, fastest), left=True) for stage in range(start, stop))
+
+    def _bare(self, start: int, stop: int) -> Keep | Drop:
+        """Returns stages with a checkpoint around all of them that keeps nothing, and nothing in it."""
+        if self.chain.segment(start, stop).candidates and self.loops.isdisjoint(
+            range(self.places[start], self.places[stop])
+        ):
+            return self._kept(start, stop, barest)
+        return Drop(start, stop, tuple(self._left(start, stop)))
 
     def _nested(self, start: int, stop: int) -> Keep | Drop:
         """Returns blocks with a checkpoint around all of them, and one around each: nothing is kept."""
@@ -179,8 +205,8 @@ class Model:
         return replace(made, regions=tuple(map(_untied, made.regions)))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        if not isinstance(item, Keep) or item.start in self.block_ends[:-1]:
-            return not (isinstance(item, Keep) and item.left)
+        if not isinstance(item, Keep) or item.start in self.block_ends[:-1] or item.left:
+            return True
         return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
 
     def _is_block(self, item: Keep | Drop) -> bool:
@@ -246,6 +272,8 @@ class Model:
             if not isinstance(item, Keep):
                 regions.append(Region(start, stop, {}, self._regions(item.again, loops, inner), tied=True))
                 continue
+            if item.left:
+                continue
             how = self.chain.candidate(item).how
             if isinstance(how, LeanLoops):
                 loops += [loop for place in range(start, stop) for loop in self.lean.get(place, ())]
@@ -296,7 +324,8 @@ def _planned(
     if not heavy and not stages.loops(body) and len(stages.repeats(body)) < 3:
         return None
     inner = replace(
-        build(whole(body, differentiated), replace(context, timed=False, in_loop=True), looped=True), address=address
+        build(whole(body, differentiated), replace(context, timed=False, in_loop=True, finer=False), looped=True),
+        address=address,
     )
     host = Host(inner.chain, Optimal(), inner.step_seconds)
     solutions: list[Solution] = []
@@ -387,6 +416,7 @@ class _Builder:
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
+            finer=self.context.finer,
             active=frozenset(self.active),
             pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
@@ -402,7 +432,7 @@ class _Builder:
             for start, stop in itertools.pairwise(blocks):
                 if self.loops.isdisjoint(range(start, stop)):
                     self._found(start, stop)
-        cuts = stages.cuts(self.graph, blocks, unlike=not blocks)
+        cuts = stages.cuts(self.graph, blocks, unlike=not blocks, finer=self.context.finer)
         return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
 
     def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:

@@ -18,6 +18,7 @@ from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import garbage, lift
 from jaxckpt.core.bare import bare
+from jaxckpt.core.constants import FEW_STAGES
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import TiledStretch
@@ -188,7 +189,13 @@ def problem_of(
         counted.known_unplanned = first.known_unplanned
         return counted
 
+    def finer() -> Problem:
+        model = subject.model(bodies.first, wanted.keeping, subject.shards(bodies.first), finer=True)
+        return Problem(subject.asked, *model)
+
     found, other = problem(bodies.first), bodies.other
+    if found.model.quick and not found.model.block_ends:
+        found.finer = functools.cache(finer)
     found.other = None if other is None else functools.cache(lambda: problem(other))
     found.saving = None if wanted.keeping == (SAVE,) else functools.cache(lambda: problem(bodies.first, (SAVE,)))
     if wanted.tile and bodies.first.mapped:
@@ -218,6 +225,8 @@ class Problem(Tileable):
     Attributes:
       other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
+      finer: makes the problem of a small program without repeated blocks in finer stages, for budgets that no plan
+        fits. None of other programs.
       saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
         predict. None where there are no others.
       tiled: plans with tiles, where they are wanted.
@@ -226,6 +235,7 @@ class Problem(Tileable):
     def __init__(self, asked: Asked, graph: Graph, model: Model) -> None:
         super().__init__(asked, graph, model)
         self.other: Callable[[], Problem] | None = None
+        self.finer: Callable[[], Problem] | None = None
         self.saving: Callable[[], Problem] | None = None
         self.tiled: Tiled | None = None
         self._made: list[Problem] = []
@@ -275,6 +285,10 @@ class Problem(Tileable):
             look(self._shared(self.other()))
         if self.saving is not None and not any(effort == 0.0 for effort, _ in found):
             look(self._shared(self.saving()))
+        if self.finer is not None and within.verify and within.thorough and not found:
+            finer = self._shared(self.finer())
+            if finer.model.places != self.model.places or finer.model.chain.length <= FEW_STAGES:
+                look(finer)
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)
         times = [plan.overhead for _, plan in found]

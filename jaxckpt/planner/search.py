@@ -317,7 +317,30 @@ class Search:
             compiled.append(made.compiled)
             if made.fits(self.budget):
                 return made
-        return self._leaner(least) if self.shares and self.quick else None
+        if not (self.shares and self.quick):
+            return None
+        single = self._by_single_checkpoints() if self.problem.model.finer else None
+        return single or self._leaner(least)
+
+    def _by_single_checkpoints(self) -> Try | None:
+        """Compiles a checkpoint as people write it around each run of stages, all else left to JAX, and adds another
+        to the leanest, as long as that needs less. Returns one that fits, or None.
+        """
+        problem, best = self.problem, None
+        while True:
+            distinct: dict[tuple[int, float], Solution] = {}
+            for solution in problem.model.with_one_more(best.solution if best is not None else ()):
+                traced = problem.traced(solution, by_hand=True)
+                distinct.setdefault((traced.peak_bytes, traced.time.effort), solution)
+            made = []
+            for key in sorted(distinct):
+                made.append(self._try(distinct[key], by_hand=True))
+                if made[-1].fits(self.budget):
+                    return made[-1]
+            leaner = min(made, key=lambda each: each.compiled, default=None)
+            if leaner is None or (best is not None and leaner.compiled >= best.compiled):
+                return None
+            best = leaner
 
     def _is_far(self, solution: Solution, by_hand: bool, least: int) -> bool:
         """Whether a solution is estimated to need more than the fewest bytes that were compiled. What estimates of

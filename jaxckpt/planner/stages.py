@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt.core import surgery
-from jaxckpt.core.constants import CHEAP, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED, UNLIKE
+from jaxckpt.core.constants import CHEAP, FEW_STAGES, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED, ROUGH, UNLIKE
 from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
 from jaxckpt.planner.held import is_flat, spread
@@ -93,18 +93,61 @@ def crossing(graph: Graph) -> list[int]:
     return live
 
 
-def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False) -> list[int]:
+def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, finer: bool = False) -> list[int]:
     """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them.
 
-    If the blocks are `unlike`, nothing says where one ends, so there are cuts at either end of where least crosses.
+    If the blocks are `unlike`, nothing says where one ends, so there are cuts at either end of where least crosses; and
+    if it is to be `finer`, where it may end besides, as long as there are few stages.
     """
     live = crossing(graph)
     narrow = _narrow(live, gaps(graph, live, blocks))
     if unlike and len(narrow) <= UNLIKE:
         narrow += _narrow(live, gaps(graph, live, last=True))
+    if unlike and finer and len({*narrow, *(more := _finer(graph, live, narrow))}) < FEW_STAGES:
+        narrow += more
     ends = [end for place in loops(graph) for end in (place, place + 1)]
     places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
     return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
+
+
+def _finer(graph: Graph, live: Sequence[int], narrow: Sequence[int]) -> list[int]:
+    """Returns where blocks may end besides; `live` as of `crossing`."""
+    most = max(1, *live)
+    rough = [round(size * ROUGH / most) for size in live]  # a random key beside what is large does not count
+    more = [*_narrow(rough, gaps(graph, rough, last=True)), *_after_last(graph, rough)]
+    return more if len({*narrow, *more}) > 1 else [*more, *_valleys(rough)]
+
+
+def _after_last(graph: Graph, live: Sequence[int]) -> list[int]:
+    """Returns the first place after the last dear operation where no more crosses than in front of it: the end of its
+    block, if cheap ones follow in which as much crosses again. None where there is no such place; `live` as of
+    `crossing`.
+    """
+    dear = [-1, *(place for place, op in enumerate(graph.ops) if is_dear(op))]
+    if len(dear) < 2:
+        return []
+    before = min((size for size in live[dear[-2] + 1 : dear[-1] + 1] if size), default=0)
+    found = next((place for place in range(dear[-1] + 1, len(graph.ops)) if live[place] <= before), None)
+    return [found] if found is not None and 0 < live[found] <= max(live[found + 1 :], default=0) else []
+
+
+def _valleys(live: Sequence[int]) -> list[int]:
+    """Returns the first place of each valley of what crosses, at most two thirds as high as what is on either side of
+    it, and the first place so low after the last of these sides. A program of cheap operations alone is cut there.
+    `live` as of `crossing`.
+    """
+    bottoms, low, risen = [0], 0, False
+    for place in range(1, len(live)):
+        if live[place] < live[place - 1]:
+            low = place
+        elif live[place] > live[place - 1]:
+            bottoms += [low] if low and risen else []
+            low, risen = 0, True
+    sides = [max(live[a:b]) for a, b in itertools.pairwise([*bottoms, len(live)])]
+    found = [place for place, *both in zip(bottoms[1:], sides, sides[1:]) if 3 * live[place] <= 2 * min(both)]
+    last = live.index(sides[-1], bottoms[-1])
+    end = (place for place in range(last + 1, len(live)) if 0 < 3 * live[place] <= 2 * sides[-1])
+    return [*found, *itertools.islice(end, 1)]
 
 
 def _narrow(live: Sequence[int], between: Sequence[int]) -> list[int]:

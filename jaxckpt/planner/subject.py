@@ -146,7 +146,7 @@ class Subject:
         return read(inside.graph, leaves, jax.tree.leaves((self.seen.args, self.seen.kwargs)), asked.target)
 
     def model(
-        self, inside: Inside, keeping: tuple[Action, ...], shards: Shards, sent: Sent = NOTHING
+        self, inside: Inside, keeping: tuple[Action, ...], shards: Shards, sent: Sent = NOTHING, finer: bool = False
     ) -> tuple[Graph, Model]:
         """Returns the function, with the bytes that one device holds, and the model of a body of it.
 
@@ -155,6 +155,7 @@ class Subject:
           keeping: the actions that may keep a value.
           shards: of the body: see `shards`.
           sent: what operations wait for other devices.
+          finer: as of `Context`.
         """
         inside = replace(inside, graph=shards.applied(inside.graph))
         alike = shards == WHOLE and sent == NOTHING and not inside.mapped  # equal stretches take the same time
@@ -166,6 +167,7 @@ class Subject:
             keeping,
             self.settings.reverse_only and not self.seen.again,
             is_quick(self.graph) and not is_sharded(self.asked.args),
+            finer,
             stretches=self.stretches.setdefault(keeping, {}) if alike else {},
         )
         found = inside.run(lambda: build(inside, context, self.progress))
