@@ -84,6 +84,7 @@ ONCE = _lines("""
     memory/test_assign_cuda.py
     memory/test_cache.py
     memory/test_compare.py
+    memory/test_estimate.py
     pages
     planner/solvers
     planner/test_adaptive.py
@@ -96,6 +97,7 @@ ONCE = _lines("""
     planner/test_floor.py
     planner/test_frontier.py
     planner/test_guide.py
+    planner/test_host.py
     planner/test_least_tiles.py
     planner/test_meshes.py
     planner/test_nested.py
@@ -130,17 +132,16 @@ ONCE = _lines("""
     flax/test_nnx_steps.py::test_a_loss_within_a_train_step_is_planned_with_what_it_closes_over
     flax/test_nnx_steps.py::test_a_step_with_an_optimizer_is_planned_and_trains_alike
     flax/test_nnx_steps.py::test_state_changes_once_a_step
+    flax/test_nnx_steps.py::test_the_compiled_peak_is_within_the_budget[default]
+    flax/test_nnx_steps.py::test_the_leaves_of_a_model_are_each_counted_once
     flax/test_nnx_steps.py::test_what_only_measures_changes_no_state
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[_in_host_memory]
     memory/test_assign_tpu.py::test_checkpoints_are_in_the_program_that_is_compiled_there
-    memory/test_estimate.py::test_compiled_chains_have_what_it_says
     memory/test_platforms.py::test_a_row_is_compiled_for
     memory/test_report.py::test_checkpointing_in_segments_lowers_the_peak_and_one_checkpoint_around_everything_does_not
     memory/test_report.py::test_the_memory_of_a_process_that_runs_the_step_falls
     memory/test_targets.py::test_the_native_libraries_stay_silent
     planner/test_auto.py::test_a_fresh_process_reads_the_plan_and_compiles_to_the_same_peak
-    planner/test_host.py::test_a_host_budget_bounds_what_is_moved
-    planner/test_host.py::test_moved_values_leave_the_device_and_spare_recomputation
     planner/test_inside.py::test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block[unrolled-a call]
     planner/test_inside.py::test_an_action_of_ones_own_keeps_values_of_a_mapped_function
     planner/test_inside.py::test_an_infeasible_budget_names_operations_of_the_body
@@ -188,11 +189,26 @@ LONG = _lines("""
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[offloaded]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches]
     memory/test_assign_tpu.py::test_all_figures_of_memory_are_those_of_the_whole_compilation[switches_in_a_loop]
+    memory/test_assign_tpu.py::test_where_no_process_can_be_had_the_program_is_compiled_in_this_one_and_the_log_says_so[/bin/false]
+    memory/test_estimate.py::test_compiled_chains_have_what_it_says[cuda:h100-2]
+    planner/solvers/test_bound.py::test_a_plan_of_many_stages_by_it_fits_and_recomputes
+    planner/test_adaptive.py::test_an_error_that_the_runtime_raises_later_is_waited_for[True]
+    planner/test_adaptive.py::test_nnx_modules_hold_what_they_held_when_the_step_runs_again[True]
     planner/test_adaptive.py::test_where_nothing_tighter_is_feasible_the_first_error_says_what_was_tried
     planner/test_as_people_do.py::test_a_plan_at_the_peak_of_a_checkpoint_around_each_block[branches]
+    planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[a rule, another-cpu]
+    planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[a rule-cuda:h100]
+    planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[dropout-cuda:h100]
+    planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[no matmul-cuda:h100]
+    planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[one-cpu]
+    planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[one-cuda:h100]
     planner/test_auto.py::test_constants_of_the_function_are_computed_and_not_held
+    planner/test_barriers.py::test_a_tag_far_from_what_makes_or_reads_its_value_changes_no_plan[tagged_after-tanh_layers]
+    planner/test_barriers.py::test_the_chain_knows_what_barriers_make_the_compiler_write[first]
+    planner/test_collectives.py::test_sums_that_the_compiler_puts_in_are_of_all_devices_of_their_axes[False-tpu:v5e:2x4]
     planner/test_corrections.py::test_a_loss_in_tiles_needs_most_before_its_backward_pass_and_the_chain_learns_it
     planner/test_corrections.py::test_a_step_that_has_the_loss_in_a_loop_of_its_own_is_planned_all_the_same
+    planner/test_corrections.py::test_corrected_by_a_solution_the_chain_says_of_it_what_the_trace_says[unet]
     planner/test_corrections.py::test_each_run_of_each_region_is_found_in_the_trace[unet]
     planner/test_corrections.py::test_regions_are_in_scopes_only_where_that_is_asked_for[unet]
     planner/test_corrections.py::test_the_moments_of_a_solution_peak_where_it_does[unet]
@@ -200,14 +216,19 @@ LONG = _lines("""
     planner/test_corrections.py::test_what_a_solution_teaches_holds_for_the_next[unet]
     planner/test_corrections.py::test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each[gpt]
     planner/test_corrections.py::test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each[unet]
+    planner/test_corrections.py::test_what_one_solution_teaches_holds_for_the_others[unet-middle]
     planner/test_corrections.py::test_what_one_solution_teaches_holds_for_the_others[unet-richest]
     planner/test_cycles.py::test_a_frontiers_ways_are_all_in_the_compilers_seconds
     planner/test_cycles.py::test_a_plan_by_the_compilers_seconds_fits_and_tells_them[False]
     planner/test_cycles.py::test_stretches_add_up_to_the_whole_step_where_the_roofline_does_not
+    planner/test_equinox.py::test_autocheckpoint_plans_for_equinoxs_own_gradient[eager-with_aux-True]
+    planner/test_equinox.py::test_autocheckpoint_plans_for_equinoxs_own_gradient[jit-filter_value_and_grad-False]
     planner/test_equinox.py::test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan[False-True]
+    planner/test_equinox.py::test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan[True-False]
     planner/test_equinox.py::test_numbers_that_branches_ask_for_are_no_arguments_of_the_plan[True-True]
     planner/test_floor.py::test_a_long_run_of_cheap_operations_is_cut[400-30%]
     planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[a loop-each]
+    planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[a loop-every two]
     planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[branches-each]
     planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[branches-every two]
     planner/test_floor.py::test_a_plan_fits_where_a_person_gets_at_no_more_work[residual-every two]
@@ -216,9 +237,13 @@ LONG = _lines("""
     planner/test_floor.py::test_a_plan_fits_where_a_preset_gets_at_no_more_work[branches-everything-cuda:h100]
     planner/test_floor.py::test_a_plan_fits_where_a_preset_gets_at_no_more_work[residual-dots-cpu]
     planner/test_floor.py::test_a_plan_fits_where_a_preset_gets_at_no_more_work[residual-hybrid-cpu]
+    planner/test_floor.py::test_a_plan_fits_where_a_preset_gets_at_no_more_work[residual-nothing-cuda:h100]
     planner/test_floor.py::test_in_a_small_program_what_the_chain_misjudges_is_tried[2]
     planner/test_floor.py::test_in_a_small_program_what_the_chain_misjudges_is_tried[4]
     planner/test_floor.py::test_more_memory_never_costs_more[branches]
+    planner/test_floor.py::test_more_memory_never_costs_more[unrolled]
+    planner/test_floor.py::test_what_a_preset_keeps_of_each_block_is_one_of_the_ways_that_plans_are_held_against[dots_no_batch]
+    planner/test_floor.py::test_what_a_preset_keeps_of_each_block_is_one_of_the_ways_that_plans_are_held_against[hybrid]
     planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[a loop]
     planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[branches]
     planner/test_floor.py::test_what_is_said_to_be_the_least_fits_and_no_plan_is_below_it[unrolled]
@@ -236,12 +261,16 @@ LONG = _lines("""
     planner/test_meshes.py::test_plans_keep_the_layout_that_is_part_of_an_arguments_type[auto]
     planner/test_meshes.py::test_plans_keep_the_layout_that_is_part_of_an_arguments_type[set_mesh]
     planner/test_scale.py::test_a_long_stretch_without_matmuls_is_cut_into_equal_stages_of_few_operations
+    planner/test_search.py::test_a_plan_that_the_compiler_refuses_is_not_returned[None]
     planner/test_search.py::test_complex_values_are_planned_for
     planner/test_search.py::test_on_an_h100_that_is_not_here_a_plan_beats_a_checkpoint_around_each_block
     planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[gpt dropout]
+    planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[lstm]
     planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[moe]
     planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[resnet]
     planner/test_search.py::test_planned_gradients_equal_the_unplanned_ones[unet]
+    planner/test_search.py::test_the_compiled_peak_is_within_the_budget_and_recomputation_buys_it[50]
+    planner/test_search.py::test_the_compiled_peak_is_within_the_budget_and_recomputation_buys_it[90]
     planner/test_search.py::test_the_stage_that_needs_most_is_cut_again_where_no_neck_is
     planner/test_shards.py::test_a_sharded_scan_is_planned_per_device
     planner/test_tiles.py::test_a_frontier_has_plans_with_tiles_too
@@ -257,6 +286,11 @@ LONG = _lines("""
     test_templates.py::test_a_template_trains_within_its_budget_with_the_same_losses[equinox]
     test_templates.py::test_a_template_trains_within_its_budget_with_the_same_losses[nnx]
     transforms/test_scan.py::test_every_schedule_keeps_what_it_should_and_no_more[v5e]
+    transforms/test_scan_budget.py::test_a_budget_holds_on_the_cpu_which_computes_16_bit_floats_in_float32[elementwise-b-bfloat16]
+    transforms/test_scan_budget.py::test_a_budget_holds_on_the_cpu_which_computes_16_bit_floats_in_float32[mlp-w-float16]
+    transforms/test_scan_budget.py::test_a_budget_holds_on_the_cpu_which_computes_16_bit_floats_in_float32[normed-w-float16]
+    transforms/test_scan_budget.py::test_a_budget_holds_on_the_cpu_which_computes_16_bit_floats_in_float32[rnn-w-bfloat16]
+    transforms/test_scan_budget.py::test_a_budget_holds_on_the_cpu_which_computes_16_bit_floats_in_float32[with_rows-w-float16]
     transforms/test_scan_gathers.py::test_a_constant_that_a_step_uses_a_thousand_times
     transforms/test_scan_guide.py::test_the_example_trains_alike_in_less_resident_memory
     transforms/test_scan_sharded.py::test_gradients_and_layouts_over_four_devices_are_those_of_lax_scan[explicit]

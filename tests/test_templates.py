@@ -23,6 +23,7 @@ def clean_imports():
             del sys.modules[name]
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_template_trains_within_its_budget_with_the_same_losses(
     framework, tmp_path, capsys, monkeypatch, clean_imports

@@ -93,11 +93,19 @@ def test_nothing_is_written_where_there_is_no_cache(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan, and the folder with its file."""
+    folder = tmp_path_factory.mktemp("planned")
+    return plan(folder, "50%"), folder
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "cut", "stages", "words", "endless"])
-def test_a_file_that_does_not_read_is_none(tmp_path, content):
-    first = plan(tmp_path, "50%")
-    (path,) = files(tmp_path)
-    kept = path.read_text()
+def test_a_file_that_does_not_read_is_none(planned, tmp_path, content):
+    first, folder = planned
+    (made,) = files(folder)
+    path, kept = tmp_path / made.relative_to(folder), made.read_text()
+    path.parent.mkdir(parents=True, exist_ok=True)
     if content == "cut":
         content = kept[:-9]
     elif content == "stages":
