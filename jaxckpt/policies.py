@@ -23,7 +23,7 @@ from jaxckpt._errors import ArgumentError, UnmatchedTagError, did_you_mean
 from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from, given
 from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.plan import Plan, Region
-from jaxckpt.core.units import format_bytes, parse_bytes
+from jaxckpt.core.units import as_number, format_bytes, parse_bytes
 
 # ------------------------------------------------------------------------------------------------------------ selectors
 
@@ -174,10 +174,10 @@ def intensity_above(flops_per_byte: float) -> Selector:
     Raises:
       ArgumentError: it is negative, not a number, or a bool.
     """
-    number = isinstance(flops_per_byte, (int, float)) and not isinstance(flops_per_byte, bool)
-    if not number or not flops_per_byte >= 0:
+    threshold = as_number(flops_per_byte)
+    if threshold is None or not threshold >= 0:
         raise ArgumentError("flops_per_byte", "a number of at least 0", flops_per_byte)
-    return Selector("intensity_above", (flops_per_byte,))
+    return Selector("intensity_above", (threshold,))
 
 
 def where(predicate: Callable[[Value], bool]) -> Selector:

@@ -200,7 +200,11 @@ class Action(metaclass=_Kinds):
         return Cost()
 
     def encode(self, x: Any) -> Any:
-        """Returns what is kept of an array, as a pytree of arrays: itself, unless the action `changes` it."""
+        """Returns what is kept of an array, as a pytree of arrays: itself, unless the action `changes` it.
+
+        A gradient that is differentiated again goes through it. Where it returns integers of floats, that raises
+        `ForwardModeError`; the derivative of `jnp.round`, which is 0, would be wrong without a word.
+        """
         if self.changes:
             raise NotImplementedError(f"{type(self).__name__} changes what it keeps, so it needs encode and decode")
         return x

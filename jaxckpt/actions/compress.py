@@ -88,8 +88,9 @@ class Compress(Action):
         if not isinstance(self.form, str) or self.form not in FORMS:
             known = [*FORMS, "narrow"]
             raise ArgumentError("form", f"one of {', '.join(known)}", self.form, nearest(str(self.form), known))
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+        if isinstance(self.block, bool) or not isinstance(self.block, (int, np.integer)) or self.block < 1:
             raise ArgumentError("block", "an int of at least 1: numbers that share a scale", self.block)
+        object.__setattr__(self, "block", int(self.block))
         if self._form.most is None:  # plan files of before have a block for every form
             object.__setattr__(self, "block", BLOCK)
         if self.key is not None:
@@ -115,6 +116,8 @@ class Compress(Action):
 
     def device_bytes(self, value: Array) -> int:
         """Returns the bytes of the numbers and of their scales."""
+        if not value.shape:
+            return value.bytes  # is saved as it is
         *outer, last = value.shape
         scales = 0 if self._form.most is None else math.ceil(last / self.block) * _wide(value.dtype).itemsize
         whole = math.prod(outer) * (math.ceil(last * self._form.bits / 8) + scales)

@@ -58,7 +58,7 @@ def argument_numbers(numbers: int | Sequence[int]) -> tuple[int, ...]:
     >>> argument_numbers(1), argument_numbers([0, 2])
     ((1,), (0, 2))
     """
-    listed: Any = numbers if isinstance(numbers, Sequence) else (numbers,)
+    listed: Any = numbers if isinstance(numbers, Sequence) and not isinstance(numbers, bytes) else (numbers,)
     found = tuple(n for n in map(as_int, listed) if n is not None)
     if len(found) < len(listed):
         raise ArgumentError("static_argnums", "an int or a sequence of ints", numbers)

@@ -26,6 +26,17 @@ def as_int(value: Any) -> int | None:
     return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else None
 
 
+def as_number(value: Any) -> float | None:
+    """Returns a real number, of Python or NumPy, as one of Python; None for anything else, a bool too.
+
+    >>> as_number(np.float32(0.5)), as_number(np.int64(3)), as_number(True)
+    (0.5, 3, None)
+    """
+    if isinstance(value, (float, np.floating)):
+        return float(value)
+    return as_int(value)
+
+
 def parse_bytes(text: str | int, argument: str = "bytes") -> int:
     """Returns a number of bytes, from an int or a string such as "1536", "1.5 KiB" or "2GB".
 

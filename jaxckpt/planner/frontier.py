@@ -17,7 +17,7 @@ from jaxckpt.core import shown
 from jaxckpt.core.lift import refuse_traced, trace
 from jaxckpt.core.plan import SECONDS_BY, Plan, PlanReport
 from jaxckpt.core.shown import Progress, silent, tells
-from jaxckpt.core.units import added
+from jaxckpt.core.units import added, as_int
 from jaxckpt.memory.report import measure
 from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner import costs as rates
@@ -226,6 +226,7 @@ def frontier(
     """
     assert not isinstance(progress, bool), "tells"
     budgets = tuple(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else (budgets,)
+    budgets = tuple(each if (count := as_int(each)) is None else count for each in budgets)
     if not budgets or None in budgets:
         raise ArgumentError("budgets", "at least one budget, and each as for jaxckpt.plan", budgets)
     for budget in budgets:

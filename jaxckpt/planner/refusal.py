@@ -44,7 +44,8 @@ def no_plan(
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
     results = _result_bytes(measured)
-    below = budget <= measured.argument_bytes + (results or 0)
+    below = budget <= measured.argument_bytes + (results or 0)  # the step is traced only if that says nothing
+    below = below and budget <= measured.used_argument_bytes + (results or 0)
     if below:
         advice = f"{_standing(measured, results)} alone. No plan goes below that. {advice}"
     stretch, said = _widest(measured, least, results, standing=not below)
@@ -123,7 +124,7 @@ def _result_bytes(measured: Measured) -> int | None:
 
 def _standing(measured: Measured, results: int | None) -> str:
     """Returns the start of a sentence that says what every plan of a step needs."""
-    arguments = measured.argument_bytes
+    arguments = measured.used_argument_bytes
     if not results:
         return f"The step's arguments take {format_bytes(arguments)}"
     return (

@@ -4,6 +4,7 @@ again; on two levels of storage as `jaxckpt.schedules.two_levels` says.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +15,7 @@ from jaxckpt.core.constants import TRANSFER
 from jaxckpt.core.regions import checked_actions, set_fields
 from jaxckpt.core.scans import ScanRun, Values
 from jaxckpt.core.schedule import Iterations, LoopCost, LoopSchedule
-from jaxckpt.core.units import as_int
+from jaxckpt.core.units import as_int, as_number
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.engine import scan_with_slots
 from jaxckpt.schedules.optimum import Binomial
@@ -65,13 +66,13 @@ class Slots(LoopSchedule):
             raise ArgumentError("count", "an int of at least 1, the number of carries to keep", self.count)
         if host is None or host < 0:
             raise ArgumentError("host", "an int of at least 0, the number of carries to keep in host memory", self.host)
-        number = isinstance(self.transfer, (int, float)) and not isinstance(self.transfer, bool)
-        if not number or not 0 <= self.transfer < float("inf"):
+        transfer = as_number(self.transfer)
+        if transfer is None or not 0 <= transfer < float("inf"):
             rule = "a finite number of at least 0, what moving a carry one way costs in iterations"
             raise ArgumentError("transfer", rule, self.transfer)
         if self.run_length is not None and (run_length is None or run_length < 1):
             raise ArgumentError("run_length", "an int of at least 1, the iterations in a run, or None", self.run_length)
-        set_fields(self, count=count, host=host, run_length=run_length)
+        set_fields(self, count=count, host=host, run_length=run_length, transfer=transfer)
         if self.actions is None:
             return
         set_fields(self, actions=checked_actions(self.actions))
@@ -95,6 +96,7 @@ class Slots(LoopSchedule):
           row: bytes that a run keeps of each iteration, in carries. Infinite: runs of one iteration where it is left to
             the schedule.
         """
+        length = operator.index(length)
         if length == 0:
             return LoopCost(0, 0, 0, 0)
         if self.run_length is None:

@@ -268,6 +268,8 @@ def _name(value: Value) -> str:
 
 def _what(ops: Sequence[Op]) -> str:
     """Returns what a stretch is of, in the user's words: the scopes that it was traced in, or else the functions."""
+    if not ops:
+        return "nothing"
     if len(ops) == 1 and ops[0].bodies:
         return f"{ops[0].primitive} of {_what(ops[0].bodies[0].ops)}"
     scopes = list(dict.fromkeys(op.scope for op in ops if op.scope))

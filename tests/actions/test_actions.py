@@ -505,3 +505,44 @@ def test_a_checkpoint_around_one_that_keeps_otherwise(inside, outside):
     assert float(jnp.max(jnp.abs(gradient - exact))) < 0.01 * float(jnp.max(jnp.abs(exact)))
     each = {SAVE: WIDE, HALF: WIDE // 2, RECOMPUTE: 0}[outside]
     assert jaxckpt.residuals(outer, W, X).kept_bytes == 4 * each
+
+
+def test_no_second_derivative_passes_integers_that_are_kept_of_floats():
+    class Bytes(Action):
+        kind = "bytes"
+        changes = True
+
+        def admits(self, value):
+            return value.dtype == jnp.float32
+
+        def encode(self, x):
+            scale = jnp.max(jnp.abs(x)) / 127
+            return jnp.round(x / scale).astype(jnp.int8), scale
+
+        def decode(self, stored, like):
+            return stored[0].astype(like.dtype) * stored[1]
+
+    try:
+        wave = lambda x: jnp.sin(tag(3 * x, "h")).sum()
+        kept, x = jaxckpt.checkpoint(wave, policy=Policy({"h": Bytes()})), jnp.linspace(0.1, 1.0, 8)
+        expected = jax.grad(wave)(x)
+        assert 0 < jnp.max(jnp.abs(jax.grad(kept)(x) - expected)) < 0.1
+        twice = lambda x: jax.grad(lambda x: jax.grad(kept)(x).sum())(x)
+        for second in (jax.hessian(kept), twice, jax.jit(twice)):
+            with pytest.raises(jaxckpt.ForwardModeError, match="a second derivative was asked for"):
+                second(x)
+        half = jaxckpt.checkpoint(wave, policy=Policy({"h": HALF}))
+        assert jnp.allclose(jax.hessian(half)(x), jax.hessian(wave)(x), atol=0.1), "floats pass it"
+    finally:
+        KINDS.pop("bytes")
+
+
+def test_a_plan_may_name_what_is_saved_as_it_is():
+    fun = lambda x: jnp.sin(jnp.sin(x).sum())
+    x = jnp.ones((4, 8))
+    graph = jaxckpt.trace(fun, x)
+    for action in (compress("bfloat16"), compress("int8", block=32)):
+        plan = Plan((Region(0, len(graph.ops), {graph.ops[1].outputs[0]: action}),), graph.fingerprint)
+        assert "4 B" in str(plan.describe(graph))
+        assert jnp.allclose(jax.grad(plan.apply(fun))(x), jax.grad(fun)(x))
+    assert "nothing" in str(Plan((Region(2, 2, {}),), graph.fingerprint).describe(graph))

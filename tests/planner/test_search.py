@@ -658,6 +658,21 @@ def test_a_plan_that_the_compiler_refuses_is_not_returned(problem, monkeypatch, 
     assert error.value.least_bytes is None and "found to fit" not in str(error.value)
 
 
+def test_arguments_that_a_step_does_not_use_are_not_what_every_plan_needs():
+    def chain(w, x, unused):
+        for _ in range(4):
+            x = jnp.tanh(x @ w) + x
+        return jnp.mean(x**2)
+
+    args = jnp.ones((16, 16)), jnp.ones((256, 16)), jnp.ones((512, 64))
+    with pytest.raises(InfeasibleBudgetError) as error:
+        jaxckpt.plan(chain, *args, budget=40_000, target="cpu")
+    assert error.value.least_bytes < args[2].nbytes and "No plan goes below" not in str(error.value)
+    with pytest.raises(InfeasibleBudgetError, match="No plan goes below that") as error:
+        jaxckpt.plan(chain, *args, budget=args[0].nbytes + args[1].nbytes + 8, target="cpu")
+    assert "KiB) and results" not in str(error.value) or "128" not in str(error.value).partition("alone")[0]
+
+
 def test_a_step_that_fits_as_it_is_counts_among_what_fits():
     def tiny(w, x):
         return jnp.sum(jnp.sin(x @ w))

@@ -182,6 +182,7 @@ def test_static_arguments():
         ("x", "static_argnums must be an int or a sequence of ints; got 'x'"),
         ([0.5], "static_argnums must be an int or a sequence of ints; got [0.5]"),
         (True, "static_argnums must be an int or a sequence of ints; got True"),
+        (b"\x01", "static_argnums must be an int or a sequence of ints; got b"),
     ],
 )
 def test_static_argument_numbers_that_are_none(policy, numbers, message):

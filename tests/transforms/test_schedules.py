@@ -346,6 +346,8 @@ def test_ints_of_numpy_are_ints():
     made = Slots(np.int64(3), host=np.int32(2), run_length=np.uint8(4))
     assert made == Slots(3, host=2, run_length=4) and repr(made) == repr(Slots(3, host=2, run_length=4))
     assert str(describe(np.int64(100), made)) == str(describe(100, Slots(3, host=2, run_length=4)))
+    assert Slots(4, host=2, transfer=np.float32(0.5)) == Slots(4, host=2, transfer=0.5)
+    assert Slots(4).cost(np.int64(100)) == Slots(4).cost(100)
     for wrong in (np.True_, np.float64(3), np.array([3])):
         with pytest.raises(ArgumentError, match="schedule must be"):
             schedule_of(10, wrong)

@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._errors import ArgumentError
+from jaxckpt.core.units import as_number
 from jaxckpt.planner.chain import Chain, Drop, Keep, Solution, cost
 from jaxckpt.planner.preferences import leanest, single
 from jaxckpt.planner.solvers.base import Infeasible, Solver
@@ -99,9 +100,10 @@ class Milp(Solver):
     name = "milp"
 
     def __init__(self, seconds: float = SECONDS) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < NONE:
+        count = as_number(seconds)
+        if count is None or not 0 < count < NONE:
             raise ArgumentError("seconds", "a number of seconds above 0", seconds)
-        self.seconds = seconds
+        self.seconds = count
         self.proved: Bound | None = None
         self._nested = Optimal()
 
