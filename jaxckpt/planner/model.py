@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxckpt.actions import Action
 from jaxckpt.core import pooling
-from jaxckpt.core.constants import FEW_STAGES, FINER, MOST_STAGES, OPERATIONS, SLIGHT, WIDEST
+from jaxckpt.core.constants import FEW_STAGES, FINER, MOST_STAGES, OPERATIONS, SLIGHT, TINY, WIDEST
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.leaves import is_inexact
@@ -28,7 +28,7 @@ from jaxckpt.planner.barriers import Barriers
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, behind_barrier
+from jaxckpt.planner.costs import Time, behind_barrier, is_dear
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.preferences import barest, fastest, leanest, on_device, tightest
@@ -120,12 +120,17 @@ class Model:
             kept = {item.start: item for item in bodies}
             yield tuple(kept.get(item.start, item) for item in self._left(0, self.chain.length))
 
+    @property
+    def is_unlike(self) -> bool:
+        """Whether at most two blocks are repetitions of one another."""
+        return len(self.block_ends) <= 3
+
     def with_one_more(self, solution: Solution = ()) -> Iterator[Solution]:
         """Yields what people do where blocks are no repetitions of one another, in a program of few stages: a
         checkpoint that keeps nothing around some stages in a row, and all others left to JAX. With one of these,
         yields it with one more checkpoint.
         """
-        if self.block_ends or self.chain.length > FEW_STAGES:
+        if not self.is_unlike or self.chain.length > FEW_STAGES:
             return
         items = solution or tuple(self._left(0, self.chain.length))
         free = [isinstance(item, Keep) and item.left for item in items]
@@ -133,6 +138,16 @@ class Model:
             if all(free[first : last + 1]):
                 around = self._bare(items[first].start, items[last].stop)
                 yield (*items[:first], around, *items[last + 1 :])
+        for place, item in enumerate(items):
+            for number in self._in_branches(item.start) if free[place] else ():
+                yield (*items[:place], Keep(item.start, item.stop, number), *items[place + 1 :])
+
+    def _in_branches(self, stage: int) -> Iterator[int]:
+        """Yields the candidates of a stage that have regions in its branches."""
+        if self.places[stage] not in self.loops:
+            for number, candidate in enumerate(self.chain.segment(stage, stage + 1).candidates):
+                if isinstance(candidate.how, InnerRegions):
+                    yield number
 
     def _left(self, start: int, stop: int) -> Iterator[Keep]:
         """Yields stages that are left to JAX."""
@@ -401,6 +416,8 @@ class _Builder:
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
+        if self.context.finer:
+            segments = {each: self._in_branches(places, each, segment) for each, segment in segments.items()}
         forwards = tuple(single.forward.seconds for single in singles)
         return Model(
             graph,
@@ -421,6 +438,25 @@ class _Builder:
             pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
 
+    def _in_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
+        """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
+        dear, and all else left to JAX. What it needs is not known: it is said to take a little more time than the
+        candidate that keeps nothing, so that no solver takes it.
+        """
+        start, stop = stages
+        held = [op for op in self.graph.ops[places[start] : places[stop]] if op.primitive == "cond"]
+        regions = tuple(
+            Region(0, len(body.ops), {}, body=((op.index, number),))
+            for op in held
+            for number, body in enumerate(op.bodies)
+            if any(map(is_dear, body.ops))
+        )
+        if stop > start + 1 or not regions or not segment.candidates:
+            return segment
+        bare = min(segment.candidates, key=on_device(barest))
+        more = replace(bare, time=bare.time * (1 + TINY), how=InnerRegions(regions, ()))
+        return replace(segment, candidates=(*segment.candidates, more))
+
     def _cut_places(self, blocks: Sequence[int]) -> list[int]:
         """Returns where stages begin and end.
 
@@ -432,7 +468,8 @@ class _Builder:
             for start, stop in itertools.pairwise(blocks):
                 if self.loops.isdisjoint(range(start, stop)):
                     self._found(start, stop)
-        cuts = stages.cuts(self.graph, blocks, unlike=not blocks, finer=self.context.finer)
+        finer = self.context.finer
+        cuts = stages.cuts(self.graph, blocks, unlike=finer or not blocks, finer=finer)
         return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
 
     def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:

@@ -194,7 +194,7 @@ def problem_of(
         return Problem(subject.asked, *model)
 
     found, other = problem(bodies.first), bodies.other
-    if found.model.quick and not found.model.block_ends:
+    if found.model.quick and found.model.is_unlike:
         found.finer = functools.cache(finer)
     found.other = None if other is None else functools.cache(lambda: problem(other))
     found.saving = None if wanted.keeping == (SAVE,) else functools.cache(lambda: problem(bodies.first, (SAVE,)))
@@ -225,7 +225,7 @@ class Problem(Tileable):
     Attributes:
       other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
-      finer: makes the problem of a small program without repeated blocks in finer stages, for budgets that no plan
+      finer: makes the problem of a small program with at most two equal blocks in finer stages, for budgets that no plan
         fits. None of other programs.
       saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
         predict. None where there are no others.

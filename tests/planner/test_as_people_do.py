@@ -181,6 +181,30 @@ def test_unlike_layers_in_no_more_than_checkpoints_around_each_need(kind, target
         assert jaxckpt.count_flops(planned, *args) > jaxckpt.count_flops(jax.value_and_grad(loss), *args)
 
 
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_a_checkpoint_in_a_branch_is_found_and_lies_in_it(target):
+    block = lambda x, w: jnp.tanh(jnp.sin(jnp.cos(x @ w) * 2) @ w.T) + x
+
+    def loss(w, x, wrap=lambda fun: fun):
+        inside = wrap(block)
+        return jnp.sum(lax.cond(x[0, 0] < 5, lambda x: inside(x, w), jnp.sin, x))
+
+    args = jax.ShapeDtypeStruct((16, 64), jnp.float32), jax.ShapeDtypeStruct((128, 16), jnp.float32)
+    by_hand = lambda w, x: loss(w, x, jax.checkpoint)
+    measure = functools.partial(jaxckpt.measure, target=target, generate_code=False)
+    peak, most = (measure(jax.value_and_grad(fun), *args).peak_bytes for fun in (by_hand, loss))
+    assert peak < 0.9 * most
+    plan = jaxckpt.plan(loss, *args, budget=peak, target=target)
+    assert measure(jax.value_and_grad(plan.apply(loss)), *args).peak_bytes <= peak
+    (region,) = plan.regions
+    assert region.body and region.start == 0 and not region.actions
+    assert jaxckpt.Plan.from_json(plan.to_json()) == plan
+    real = [jax.random.normal(jax.random.key(number), each.shape) / 4 for number, each in enumerate(args)]
+    for x in (real[1], real[1] + 100):  # either branch
+        expected, found = jax.grad(loss)(real[0], x), jax.grad(plan.apply(loss))(real[0], x)
+        assert jnp.allclose(expected, found, rtol=1e-5, atol=1e-6)
+
+
 def test_what_goes_out_of_a_region_is_not_kept_for_it_where_that_holds_it_longer():
     """A checkpoint without a policy runs the rule again and keeps nothing; so does one of a plan."""
     loss, args = model(KINDS["rule"]), arguments(KINDS["rule"])
