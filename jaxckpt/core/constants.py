@@ -232,9 +232,9 @@ FLOORS = 3
 model. No measurement is on record."""
 
 FEW_STAGES = 8
-"""A program of `QUICK` with at most two equal blocks, of at most so many stages, has no plan only after a checkpoint around
-each run of stages was compiled, all else left to JAX. Judged by random programs of three to five unlike blocks, on a
-CPU and an H100: in one of five, checkpoints around each block needed less than the leanest plan, and a single
+"""A program of `QUICK` with at most two equal blocks, of at most so many stages, has no plan only after a checkpoint
+around each run of stages was compiled, all else left to JAX. Judged by random programs of three to five unlike blocks,
+on a CPU and an H100: in one of five, checkpoints around each block needed less than the leanest plan, and a single
 checkpoint around some stages less than both. What compilers fuse there no estimate knows.
 """
 

@@ -225,8 +225,8 @@ class Problem(Tileable):
     Attributes:
       other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
-      finer: makes the problem of a small program with at most two equal blocks in finer stages, for budgets that no plan
-        fits. None of other programs.
+      finer: makes the problem of a small program with at most two equal blocks in finer stages, for budgets that no
+        plan fits. None of other programs.
       saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
         predict. None where there are no others.
       tiled: plans with tiles, where they are wanted.
