@@ -34,7 +34,7 @@ def test_more_actions_cost_no_time(monkeypatch, overheads, efforts, expected):
     both: list[problems.Problem] = []
     for _ in plans:
         each = object.__new__(problems.Problem)
-        each.other, each.saving, each.known_unplanned, each._made = None, None, None, []
+        each.other, each.finer, each.saving, each.known_unplanned, each._made = None, None, None, None, []
         both.append(each)
     both[0].saving = lambda: both[1]
     assert both[0].best(within) is plans[expected]
