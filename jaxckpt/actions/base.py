@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
-from jaxckpt._errors import ArgumentError, nearest
+from jaxckpt._errors import ArgumentError, ForwardModeError, nearest
 
 
 class Array(Protocol):
@@ -89,6 +89,22 @@ def _bytes(array: Any) -> int:
 def device_share(value: Array) -> float:
     """Returns the share of a value that one device has: 1, unless the devices divide it among them."""
     return value.bytes / max(_bytes(value), 1)  # type: ignore[no-any-return]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def once(x: Any, action: Action) -> Any:
+    """Returns what an action rounds, or has rounded; it has no derivative: that of rounding, or of integers, is zero,
+    which would be wrong without a word.
+    """
+    return x
+
+
+@once.defjvp
+def _twice(action: Action, primals: Any, tangents: Any) -> Any:
+    raise ForwardModeError(
+        f"{action!r} keeps values for one derivative, and a second one was asked for: no derivative passes the rounding. "
+        'Where a gradient is differentiated again, keep these values by SAVE or compress("bfloat16").'
+    )
 
 
 KINDS: dict[str, type[Action]] = {}

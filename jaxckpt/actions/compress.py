@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, ForwardModeError, nearest
-from jaxckpt.actions.base import Action, Array, Cost, device_share
+from jaxckpt._errors import ArgumentError, nearest
+from jaxckpt.actions.base import Action, Array, Cost, device_share, once
 from jaxckpt.actions.narrow import Narrow
 
 
@@ -171,8 +171,8 @@ class Compress(Action):
         if self.form == "bits":
             return jnp.unpackbits(stored, axis=-1, count=last).astype(bool)
         if form.most is None:
-            return (stored if self.key is None else _once(stored, self)).astype(like.dtype)
-        numbers, scales = _once(stored, self)
+            return (stored if self.key is None else once(stored, self)).astype(like.dtype)
+        numbers, scales = once(stored, self)
         if form.uniform:
             whole = _unpacked(numbers, last) if form.bits == 4 else numbers
             numbers = jnp.where(whole < -form.most, jnp.nan, whole.astype(scales.dtype))
@@ -260,20 +260,6 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     if form == "narrow" or FORMS[form].most is None:
         _check_block(form, block)
     return made
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _once(stored: Any, action: Compress) -> Any:
-    """Returns what is stored; it has no derivative: that of rounding is zero, which would be wrong without a word."""
-    return stored
-
-
-@_once.defjvp
-def _twice(action: Compress, primals: Any, tangents: Any) -> Any:
-    raise ForwardModeError(
-        f"{action!r} keeps values for one derivative, and a second one was asked for: no derivative passes the rounding. "
-        'Where a gradient is differentiated again, keep these values by SAVE or compress("bfloat16").'
-    )
 
 
 def _check_block(form: str, block: Any) -> None:

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError, ForwardModeError, InWords
+from jaxckpt._errors import ArgumentError, EffectsError, InWords
 from jaxckpt.actions import Action, action_from
+from jaxckpt.actions.base import once
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.fetch import fetch, start_of_backward
 from jaxckpt.core.leaves import is_inexact
@@ -483,25 +484,11 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _once(x: Any, action: Action) -> Any:
-    """Returns a value of which integers are kept: these have no derivative, so there is no second one."""
-    return x
-
-
-@_once.defjvp
-def _twice(action: Action, primals: Any, tangents: Any) -> Any:
-    raise ForwardModeError(
-        f"{action!r} keeps integers of a value, and a second derivative was asked for, which does not pass them. Where a "
-        "gradient is differentiated again, keep the value by SAVE, or keep floats of it."
-    )
-
-
 def _encoded(action: Action, x: Any) -> Any:
     own = type(action).__module__.startswith("jaxckpt.")
     kept, where = (action.encode(x), "") if own else put_aside(action.encode, lambda: action.encode(x))
     if not own and not where and is_inexact(x) and not all(map(is_inexact, jax.tree.leaves(kept))):
-        kept = action.encode(_once(x, action))
+        kept = action.encode(once(x, action))
     if where:
         raise EffectsError(
             f"encode (of {action!r}) must not put traced values into Python objects, for jaxckpt keeps what it returns, "

@@ -417,7 +417,7 @@ class _Builder:
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
         if self.context.finer:
-            segments = {each: self._in_branches(places, each, segment) for each, segment in segments.items()}
+            segments = {each: self._with_branches(places, each, segment) for each, segment in segments.items()}
         forwards = tuple(single.forward.seconds for single in singles)
         return Model(
             graph,
@@ -438,7 +438,7 @@ class _Builder:
             pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
 
-    def _in_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
+    def _with_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
         """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
         dear, and all else left to JAX. What it needs is not known: it is said to take a little more time than the
         candidate that keeps nothing, so that no solver takes it.

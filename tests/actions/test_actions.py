@@ -529,7 +529,7 @@ def test_no_second_derivative_passes_integers_that_are_kept_of_floats():
         assert 0 < jnp.max(jnp.abs(jax.grad(kept)(x) - expected)) < 0.1
         twice = lambda x: jax.grad(lambda x: jax.grad(kept)(x).sum())(x)
         for second in (jax.hessian(kept), twice, jax.jit(twice)):
-            with pytest.raises(jaxckpt.ForwardModeError, match="a second derivative was asked for"):
+            with pytest.raises(jaxckpt.ForwardModeError, match="a second one was asked for"):
                 second(x)
         half = jaxckpt.checkpoint(wave, policy=Policy({"h": HALF}))
         assert jnp.allclose(jax.hessian(half)(x), jax.hessian(wave)(x), atol=0.1), "floats pass it"

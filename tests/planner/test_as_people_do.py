@@ -170,15 +170,13 @@ def test_unlike_layers_in_no_more_than_checkpoints_around_each_need(kind, target
     with pytest.raises(jaxckpt.InfeasibleBudgetError) as caught:
         problem.plan(problem.argument_bytes + 1)
     assert caught.value.least_bytes <= min(peak, most)
-    for budget in (min(peak, int(0.99 * most)), caught.value.least_bytes):
-        if budget < caught.value.least_bytes:  # by hand nothing is saved
-            continue
+    least = caught.value.least_bytes
+    for budget in {least, min(peak, most)}:
         plan = jaxckpt.plan(loss, *args, budget=budget, target=target)
         planned = jax.value_and_grad(plan.apply(loss))
         assert measure(planned, *args).peak_bytes <= budget
-        if budget == most:
-            continue
-        assert jaxckpt.count_flops(planned, *args) > jaxckpt.count_flops(jax.value_and_grad(loss), *args)
+        flops = [jaxckpt.count_flops(each, *args) for each in (jax.value_and_grad(loss), planned)]
+        assert flops[0] < flops[1] or budget == most, "less memory takes recomputation"
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
