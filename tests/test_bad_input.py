@@ -271,3 +271,26 @@ def test_a_program_that_depends_on_a_value_is_told_of_static_arguments(policy):
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         jax.grad(chosen)(1.0, True)
     assert any("static_argnums or static_argnames" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("thing", [jnp.float32(1), jnp.ones(2), 2.5, b"x"], ids=["0-d", "1-d", "float", "bytes"])
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("actions", lambda thing: jaxckpt.plan(loss, WS, X, **PLAN, actions=thing)),
+        ("budget", lambda thing: jaxckpt.frontier(loss, WS, X, target="cpu", verify=False, budgets=thing)),
+        ("verify", lambda thing: jaxckpt.frontier(loss, WS, X, target="cpu", budgets=["50%"], verify=thing)),
+        ("layers", lambda thing: jaxckpt.checkpoint_sequential(thing)),
+        ("static_argnames", lambda thing: jaxckpt.checkpoint(loss, static_argnames=thing)),
+        ("shape", lambda thing: jaxckpt.Target("cpu").mesh(thing, ("data",))),
+        ("length", lambda thing: jaxckpt.scan(row, X, None, length=thing)),
+        ("unroll", lambda thing: jaxckpt.scan(row, X, None, length=3, unroll=thing)),
+        ("reverse", lambda thing: jaxckpt.scan(row, X, None, length=3, reverse=thing)),
+        ("compiler_options", lambda thing: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={thing: 1})),
+    ],
+)
+def test_an_array_or_another_thing_where_items_or_a_number_belong_is_told(argument, call, thing):
+    if argument == "compiler_options" and isinstance(thing, jax.Array):
+        thing = 3  # arrays are no keys
+    with pytest.raises(ArgumentError, match=rf"^{argument}\S* must be "):
+        call(thing)

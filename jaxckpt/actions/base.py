@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import jax
+import numpy as np
 
 from jaxckpt._errors import ArgumentError, ForwardModeError, nearest
 
@@ -107,6 +108,26 @@ def _twice(action: Action, primals: Any, tangents: Any) -> Any:
     )
 
 
+def to_json(value: Any) -> Any:
+    """Returns a parameter of an action or a schedule as a JSON value: NumPy's numbers as Python's, tuples as lists.
+
+    >>> to_json((np.int64(3), "narrow"))
+    [3, 'narrow']
+    """
+    if isinstance(value, (np.number, np.bool_)):
+        return value.item()
+    return [to_json(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def from_json(value: Any) -> Any:
+    """Returns a parameter of an action from what `to_json` returned: lists are tuples.
+
+    >>> from_json([3, "narrow"])
+    (3, 'narrow')
+    """
+    return tuple(from_json(item) for item in value) if isinstance(value, list) else value
+
+
 KINDS: dict[str, type[Action]] = {}
 """Kind -> class of the action."""
 
@@ -156,7 +177,7 @@ class Action(metaclass=_Kinds):
     """What becomes of an intermediate value. Two actions are equal if their kinds and parameters are equal.
 
     A subclass sets `kind`. If it is a dataclass, its fields are its parameters. They are written to plan files, so JSON
-    must have their types.
+    must have their types: text, numbers, flags and tuples of these.
 
     Attributes:
       kind: the name in plan files, on the command line and in reports.
@@ -247,7 +268,7 @@ class Action(metaclass=_Kinds):
         """Returns the action as a JSON value: its kind, or an object with kind and parameters. `action_from` reads
         it.
         """
-        parameters = self.parameters()
+        parameters = {name: to_json(value) for name, value in self.parameters().items()}
         return {"kind": self.kind, **parameters} if parameters else self.kind
 
     def __or__(self, other: Action) -> Action:
@@ -268,10 +289,10 @@ class Action(metaclass=_Kinds):
         return composed((_other(other), self))
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.parameters() == other.parameters()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.to_json() == other.to_json()  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash((self.kind, json.dumps(dict(self.parameters()), sort_keys=True)))
+        return hash((self.kind, json.dumps(self.to_json(), sort_keys=True)))
 
     def __str__(self) -> str:
         return repr(self) if self.parameters() else self.kind
@@ -504,7 +525,8 @@ def action_from(value: Any, argument: str = "action") -> Action:
             return functools.reduce(operator.or_, (_called(call[1], call[2], argument) for call in calls if call))
     kind, parameters = value, {}
     if isinstance(value, Mapping) and "kind" in value:
-        kind, parameters = value["kind"], {name: item for name, item in value.items() if name != "kind"}
+        kind = value["kind"]
+        parameters = {name: from_json(item) for name, item in value.items() if name != "kind"}
     found = KINDS.get(kind.strip().lower()) if isinstance(kind, str) else None
     if found is None:
         known = [name for name, cls in KINDS.items() if cls.listed]

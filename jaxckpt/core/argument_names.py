@@ -1,10 +1,10 @@
-"""The numbers of a call's arguments, and the names of these and of their leaves, in messages and reports:
-"args[0]['w']", "batch['x']".
+"""The arguments of a call: their numbers, their items, and the names of these and of their leaves, in messages and
+reports: "args[0]['w']", "batch['x']".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,19 @@ def named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple
     [("args[0]['w']", 1.0), ('args[1]', 2.0), ('mask', 3.0)]
     """
     return [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))]
+
+
+def items(value: Any) -> tuple[Any, ...] | None:
+    """Returns the items of an argument that is a sequence or another iterable; None if it is one thing: text, bytes, an
+    array without axes.
+
+    >>> import numpy as np
+    >>> items([1, 2]), items("save"), items(np.float32(3))
+    ((1, 2), None, None)
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "shape", None) == ():
+        return None
+    return tuple(value)
 
 
 def argument_numbers(numbers: int | Sequence[int]) -> tuple[int, ...]:

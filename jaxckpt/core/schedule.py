@@ -17,7 +17,7 @@ import jax
 
 from jaxckpt._errors import ArgumentError, PlanMismatchError
 from jaxckpt.actions import Action, action_from
-from jaxckpt.actions.base import enter
+from jaxckpt.actions.base import enter, to_json
 from jaxckpt.core.scans import ScanRun, Values
 
 
@@ -168,7 +168,7 @@ def _to_json(value: Any) -> Any:
         return value.to_json()
     if isinstance(value, Mapping):
         return {str(index): action.to_json() for index, action in sorted(value.items())}
-    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
+    return [_to_json(item) for item in value] if isinstance(value, tuple) else to_json(value)
 
 
 def _from_json(value: Any) -> Any:

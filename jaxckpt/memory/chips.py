@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import CPU_BANDWIDTH, CPU_CORE_RATE
 
 GIB = 2**30
@@ -50,6 +52,22 @@ class Chip:
     gpu: Mapping[str, Any] = field(default_factory=dict)
     slice: str = ""
     clock: float = 0.0
+
+
+class Chips(dict[str, Chip]):
+    """Name of the chip in targets' names -> its row.
+
+    Raises, where a row is added:
+      ArgumentError: the name is not what a target's name can have, or the row is no `Chip`.
+    """
+
+    def __setitem__(self, name: str, row: Chip) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+            rule = "a chip's name in lower case: letters, digits, - and _, as after the colon of a target's name"
+            raise ArgumentError("name", rule, name)
+        if not isinstance(row, Chip):
+            raise ArgumentError("row", "a jaxckpt.memory.chips.Chip", row)
+        super().__setitem__(name, row)
 
 
 def _tera(
@@ -95,7 +113,7 @@ _AMPERE = {"capability": (8, 0), "cores": 108, "units": 64, "shared": 164, "shar
 # two such links. The clocks of v4, v5e and v5p are those that the peak rates imply: a matrix unit has 128 x 128 cells;
 # v4 and v5p have eight of them, v5e four. By the compiler's cycles a large matmul then runs at 90 to 98% of the peak
 # rate. The clock of v6e is taken to be v5p's; there it runs at 85 to 110%.
-CHIPS: dict[str, Chip] = {
+CHIPS = Chips({
     "h100": Chip(
         "cuda", r"H100", 84_978_434_048, _tera(494.7, 989.4, 989.4, 1978.9, 1978.9, float64=66.9), 3.35e12, 64e9, 450e9,
         gpu=_HOPPER | {"name": "NVIDIA H100 80GB HBM3", "bandwidth": 3_352_320_000_000},
@@ -132,8 +150,8 @@ CHIPS: dict[str, Chip] = {
         "tpu", r"TPU v4$", int(30.75 * GIB), _tera(275, 275, 275, 275, 275), 1.228e12, 16e9, 9e10,
         slice="2x2x1", clock=1.05e9,
     ),
-}  # fmt: skip
-"""Name of the chip in targets' names -> its row."""
+})  # fmt: skip
+"""The rows. A program may add its own: see `Chips`."""
 
 
 @functools.cache

@@ -278,7 +278,8 @@ def measure(
         raise ArgumentError("fun", "a function", fun)
     lift.refuse_traced(fun, args, "measure")
     check_flags(generate_code=generate_code)
-    if compiler_options is not None and not isinstance(compiler_options, Mapping):
+    named = compiler_options is None or isinstance(compiler_options, Mapping)
+    if not named or not all(isinstance(name, str) for name in compiler_options or ()):
         raise ArgumentError(
             "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options
         )

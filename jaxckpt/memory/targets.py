@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ import jax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, MissingTargetError, UnknownTargetError, did_you_mean
 from jaxckpt._quiet import quiet
-from jaxckpt.core.units import format_bytes
+from jaxckpt.core.argument_names import items
+from jaxckpt.core.units import as_int, format_bytes
 from jaxckpt.memory.chips import CHIPS, Chip
 from jaxckpt.memory.platforms import PLATFORMS, Place, Platform
 
@@ -144,11 +145,12 @@ class Target:
         Raises:
           ArgumentError: the product of the sizes is not the number of devices, or an axis has no name.
         """
-        if not isinstance(shape, Iterable):
+        sizes, called, devices = items(shape), items(names), self.devices
+        if sizes is None or not all(as_int(size) is not None for size in sizes):
             raise ArgumentError("shape", "a size for each axis, such as (2, 4)", shape)
-        if not isinstance(names, Iterable):
+        if called is None:
             raise ArgumentError("names", 'a name for each axis, such as ("data", "model")', names)
-        shape, names, devices = tuple(shape), tuple(names), self.devices
+        shape, names = sizes, called
         if math.prod(shape) != len(devices) or len(names) != len(shape):
             raise ArgumentError(
                 "shape",

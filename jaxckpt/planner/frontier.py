@@ -11,9 +11,10 @@ from typing import Any, overload
 
 import jax
 
-from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError
+from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
+from jaxckpt.core.argument_names import items
 from jaxckpt.core.lift import refuse_traced, trace
 from jaxckpt.core.plan import SECONDS_BY, Plan, PlanReport
 from jaxckpt.core.shown import Progress, silent, tells
@@ -225,8 +226,10 @@ def frontier(
     [True, True]
     """
     assert not isinstance(progress, bool), "tells"
-    budgets = tuple(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else (budgets,)
-    budgets = tuple(each if (count := as_int(each)) is None else count for each in budgets)
+    check_flags(verify=verify)
+    given = items(budgets)
+    listed = (budgets,) if given is None else given
+    budgets = tuple(each if (count := as_int(each)) is None else count for each in listed)
     if not budgets or None in budgets:
         raise ArgumentError("budgets", "at least one budget, and each as for jaxckpt.plan", budgets)
     for budget in budgets:

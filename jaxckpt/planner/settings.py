@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 
 from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.actions import RECOMPUTE, SAVE, Action, action_from
+from jaxckpt.core.argument_names import items
 from jaxckpt.memory.cache import folder_of
 from jaxckpt.memory.gradient import StepMaker, check_step
 from jaxckpt.memory.targets import Target
@@ -90,9 +91,10 @@ def actions_of(actions: Sequence[Action | str]) -> tuple[Action, ...]:
     Raises:
       ArgumentError: `actions` is not a sequence of actions, or lacks RECOMPUTE or SAVE.
     """
-    if isinstance(actions, (str, Action)) or not isinstance(actions, Iterable):
+    given = items(actions)
+    if given is None:
         raise ArgumentError("actions", "a sequence of actions, such as (RECOMPUTE, SAVE)", actions)
-    wanted = tuple(dict.fromkeys(action_from(action, f"actions[{place}]") for place, action in enumerate(actions)))
+    wanted = tuple(dict.fromkeys(action_from(action, f"actions[{place}]") for place, action in enumerate(given)))
     if RECOMPUTE not in wanted or SAVE not in wanted:
         hint = "Values between regions are saved, and other values are recomputed, so both actions are needed."
         raise ArgumentError("actions", "a sequence with RECOMPUTE and SAVE in it", wanted, hint)

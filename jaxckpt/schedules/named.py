@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxckpt._errors import ArgumentError, nearest
 from jaxckpt.core.schedule import LoopCost, LoopSchedule
-from jaxckpt.core.units import as_int, counted
+from jaxckpt.core.units import as_int, as_number, counted
 from jaxckpt.schedules.segments import log_lengths, nested, plain, segmented, sqrt_size
 from jaxckpt.schedules.slots import Slots
 
@@ -114,7 +114,7 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
         of one iteration, revolve itself; `jaxckpt.scan` knows the scan body and so may do better, never worse.
 
     Raises:
-      ArgumentError: the length or the schedule is invalid.
+      ArgumentError: the length, the schedule or `row` is invalid.
 
     >>> print(describe(100, "sqrt"))
     'sqrt' over 100 iterations: keeps 10 carries, at most 10 at once and the residuals of 10 iterations; runs 200
@@ -128,8 +128,11 @@ def describe(length: int, schedule: Schedule, *, row: float = math.inf) -> Descr
     iterations = as_int(length)
     if iterations is None or iterations < 0:
         raise ArgumentError("length", "an int of at least 0", length)
+    carries = as_number(row)
+    if carries is None or not carries > 0:  # NaN is not either
+        raise ArgumentError("row", "a number above 0: bytes of an iteration, in carries", row)
     found = schedule_of(iterations, schedule)
-    cost = found.cost(iterations, row=row) if isinstance(found, Slots) else found.cost(iterations)
+    cost = found.cost(iterations, row=carries) if isinstance(found, Slots) else found.cost(iterations)
     if not isinstance(cost, LoopCost):
         raise ArgumentError("schedule", f"one whose `cost` returns a LoopCost; {type(found).__name__}'s did not", cost)
     return Description(**vars(cost), length=iterations, schedule=repr(schedule))

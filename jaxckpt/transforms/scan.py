@@ -14,14 +14,14 @@ import jax.ad_checkpoint
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.actions import SAVE, Action, action_from
 from jaxckpt.core import surgery
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.schedule import ran
-from jaxckpt.core.units import parse_bytes
+from jaxckpt.core.units import as_int, parse_bytes
 from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Schedule, schedule_of
 from jaxckpt.schedules.body import take_apart
@@ -98,10 +98,16 @@ def scan(
     action = _carry_action(carry)
     if not callable(f):
         raise ArgumentError("f", "a function (carry, x) -> (carry, y)", f)
-    if not hasattr(unroll, "__index__") or unroll < 0:
+    given = unroll if isinstance(unroll, bool) else as_int(unroll)
+    if given is None or given < 0:
         raise ArgumentError("unroll", "a bool, or a whole number of at least 0", unroll)
-    if length is not None and (not hasattr(length, "__index__") or length < 0):
-        raise ArgumentError("length", "an int of at least 0, or None", length)
+    unroll = given
+    if length is not None:
+        count = as_int(length)
+        if count is None or count < 0:
+            raise ArgumentError("length", "an int of at least 0, or None", length)
+        length = count
+    check_flags(reverse=reverse)
     if rowless := [x for x in jax.tree.leaves(xs) if not getattr(x, "shape", ())]:
         raise ArgumentError("xs", "a pytree of arrays with one row an iteration, or None", rowless[0])
     if budget is not None and schedule != "sqrt":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, refuse_call
+from jaxckpt.core.argument_names import items
 from jaxckpt.core.lift import result_of
 from jaxckpt.core.units import as_int
 from jaxckpt.transforms.checkpoint import checkpoint
@@ -48,10 +49,11 @@ def checkpoint_sequential(
     (0.0, 'anything')
     """
     refuse_call(others, "layers", "checkpoint_sequential(layers, segment_size=...)(x)")
-    if not isinstance(layers, Iterable):
+    given = items(layers)
+    if given is None:
         raise ArgumentError("layers", "a sequence of functions x -> x", layers)
     check_flags(checkpoint_last=checkpoint_last)
-    layers = tuple(layers)
+    layers = given
     for i, layer in enumerate(layers):
         if not callable(layer):
             raise ArgumentError(f"layers[{i}]", "a function x -> x", layer)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, did_you_mean
-from jaxckpt.core.argument_names import argument_numbers
+from jaxckpt.core.argument_names import argument_numbers, items
 from jaxckpt.core.typed import hashable, typed
 
 
@@ -72,9 +72,10 @@ def static(fun: Callable[..., Any], numbers: int | Sequence[int], names: str | S
         arguments.
     """
     listed = argument_numbers(numbers)
-    called = frozenset([names] if isinstance(names, str) else names if isinstance(names, Iterable) else [None])
-    if not all(isinstance(name, str) for name in called):
+    given = [names] if isinstance(names, str) else items(names)
+    if given is None or not all(isinstance(name, str) for name in given):
         raise ArgumentError("static_argnames", "a string or a sequence of strings", names)
+    called = frozenset(given)
     if not listed and not called:
         return None
     parameters: list[inspect.Parameter] = []

@@ -1,12 +1,14 @@
 """What an action is asked, and an action that is added by one file: `half.py` beside this one."""
 
 import copy
+import json
 import pickle
 import re
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxckpt
@@ -384,6 +386,12 @@ def test_an_action_is_written_as_json():
             with pytest.raises(ArgumentError, match="an action whose parameters are JSON values; got .*not JSON seri"):
                 ask()
         assert Policy({"hidden": Odd(3)})
+        odd = Odd((np.int64(3), ("a", np.float32(0.5))))
+        plain = Odd((3, ("a", 0.5)))
+        read = action_from(json.loads(json.dumps(odd.to_json())))
+        assert odd == plain == read and len({odd, plain, read}) == 1 and read.parameters()["what"] == (3, ("a", 0.5))
+        plan = Plan((Region(0, 1, actions={0: odd}),), "0" * 64)
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     finally:
         del KINDS["odd"]
 

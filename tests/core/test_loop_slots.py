@@ -5,6 +5,7 @@ schedule of one's own.
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 from dataclasses import dataclass
 from typing import ClassVar
@@ -332,6 +333,8 @@ def test_two_schedules_cannot_have_one_kind():
 def test_a_schedule_of_ones_own_is_written_read_printed_and_described():
     schedule = Late(8)
     assert schedule_from(schedule.to_json()) == schedule == pickle.loads(pickle.dumps(schedule))
+    counted = Late(np.int64(8))
+    assert schedule_from(json.loads(json.dumps(counted.to_json()))) == counted == schedule
     assert describe(LENGTH, schedule).runs == 2 * LENGTH - 8
     graph = trace(loss, *arguments())
     place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")

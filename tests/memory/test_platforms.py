@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from jaxckpt import Target, UnknownTargetError
+from jaxckpt import ArgumentError, Target, UnknownTargetError
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.liveness import FUSING, Fusing, estimate_peak
 from jaxckpt.memory import targets
@@ -51,6 +51,15 @@ def test_a_row_is_a_target(small_gpu):
     assert "cuda:h50" in targets.known() and "cuda:h50" in str(jaxckpt.targets())
     with pytest.raises(UnknownTargetError):
         Target("tpu:h50")
+
+
+@pytest.mark.parametrize("name", ["H100", "", "40", "h100:2", 3])
+def test_a_rows_name_must_be_one_that_a_targets_name_can_have(name):
+    with pytest.raises(ArgumentError, match="name must be a chip's name in lower case: letters, digits"):
+        CHIPS[name] = CHIPS["h100"]
+    assert name not in CHIPS
+    with pytest.raises(ArgumentError, match="row must be a jaxckpt.memory.chips.Chip; got 80"):
+        CHIPS["h80"] = 80
 
 
 @pytest.mark.parametrize(("name", "like"), [("h100-40", "h100"), ("v5e-half", "v5e")])

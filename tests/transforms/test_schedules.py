@@ -290,6 +290,12 @@ def test_describe_of_nothing_and_of_one_step(length: int, schedule: object) -> N
     assert length <= described.runs <= 2 * length and described.peak_carries <= length
 
 
+@pytest.mark.parametrize("row", [0, -1.0, float("nan"), "3", True, None, [3]])
+def test_row_of_describe_must_be_a_number_above_zero(row: object) -> None:
+    with pytest.raises(ArgumentError, match=r"row must be a number above 0: bytes of an iteration, in carries; got"):
+        describe(100, Slots(3), row=row)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
 def test_slots_must_be_an_int_of_at_least_one(count: object) -> None:
     with pytest.raises(ArgumentError, match=r"count must be an int of at least 1, the number of carries to keep; got"):

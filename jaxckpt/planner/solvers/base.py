@@ -59,7 +59,8 @@ class Solver(abc.ABC):
       own_only: whether a plan must be one that this solver found for its budget. If not, the search may also return
         what was found for another budget, or what people do by hand, if that fits and is cheaper.
 
-    >>> from jaxckpt.planner.chain import Keep
+    >>> from jaxckpt.planner.chain import Chain, Keep
+    >>> from jaxckpt.planner.solvers.base import Solver, cheapest
     >>> class Lean(Solver):
     ...     name = "lean"
     ...     def solve(self, chain, limit):
