@@ -11,7 +11,8 @@ is live. These habits of XLA matter for bytes, and are in it:
   - *Order.* What is computed cheaply of values that are there anyway is computed where it is first used; on the CPU
     only what is computed of arguments alone.
   - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
-    update of a slice.
+    update of a slice. What an iteration makes of a carry is written over that carry, but on TPUs. XLA for GPUs adds the
+    result of a matmul, such as a part of a weight's gradient, to what is there already as the matmul computes it.
   - *Fills.* An array of one constant that all iterations of a loop read is made in the loop's body, but on TPUs.
   - *Outputs.* They have their buffers from the start; while one is not written yet, a value that is no larger may live
     in it.
@@ -52,6 +53,10 @@ class Fusing:
         else what is computed of arguments alone.
       shares_zeros: whether equal arrays of zeros are stored once, from the first use to the last, if one of them is
         written over.
+      accumulates: whether a matmul adds its result to an array in that array's place, and the result by itself takes no
+        memory.
+      copies_carries: whether what an iteration makes of a carry stands beside it; else it is written over it where that
+        can be.
       sinks_fills: whether an array of one constant, which all iterations of a loop read, is made in the loop's body.
       widens_floats: whether floats of fewer than four bytes are computed in float32.
       split_cores: the number of cores. If a matmul's result has fewer tiles, its contraction is split, and the parts
@@ -63,6 +68,8 @@ class Fusing:
     stores_shared: bool = False
     delays: bool = True
     shares_zeros: bool = False
+    accumulates: bool = False
+    copies_carries: bool = False
     sinks_fills: bool = False
     widens_floats: bool = False
     split_cores: int = 0
@@ -154,8 +161,12 @@ def _program(graph: Graph, platform: str) -> tuple[int, list[_Event], list[int]]
     return given, events, _live(events, outputs)
 
 
-def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple[list[_Event], list[_Memory]]:
-    """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's."""
+def _events(
+    graph: Graph, body: Body, outside: set[int], platform: str, carried: Sequence[int] = ()
+) -> tuple[list[_Event], list[_Memory]]:
+    """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's.
+    `carried`: of a loop's body, its inputs that the first results take the places of.
+    """
     slots: dict[int, _Memory] = {
         index: _Memory(graph.values[index].bytes, stored=True, counted=False) for index in outside
     }
@@ -165,9 +176,7 @@ def _events(graph: Graph, body: Body, outside: set[int], platform: str) -> tuple
     events = _needed(events, results)
     given = [slot for slot in slots.values() if id(slot) not in made]
     events = _at_first_use(events, given, results, FUSING[platform].delays)
-    if FUSING[platform].stores_shared:
-        _store_shared(events)
-    _decide(events, results)
+    _settle(events, results, FUSING[platform], [slots[index] for index in carried])
     return events, [slot.owner() for slot in results]
 
 
@@ -197,9 +206,19 @@ def _flatten(
         slots.update(zip(op.outputs, outputs))
         if op.primitive == "scan" and FUSING[platform].sinks_fills:
             inputs = _without_fills(op, inputs)
-        inside = (_events(graph, inner, set(inner.inputs), platform)[0] for inner in op.bodies)
+        inside = (_events(graph, inner, set(inner.inputs), platform, _carried(op, inner))[0] for inner in op.bodies)
         workspace = max((_peak(events, []) for events in inside), default=0)
         yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
+
+
+def _carried(op: Op, inner: Body) -> tuple[int, ...]:
+    """Returns the inputs of a loop's body that are carried: its first results are their next values."""
+    consts, carry = 0, 0
+    if op.primitive == "scan":
+        consts, carry = _compat.num_scan_consts_carry(op.params)
+    elif op.primitive == "while" and inner.param[0] == "body_jaxpr":
+        consts, carry = op.params["body_nconsts"], len(inner.outputs)
+    return inner.inputs[consts : consts + carry]
 
 
 def _without_fills(op: Op, inputs: list[_Memory]) -> list[_Memory]:
@@ -333,6 +352,64 @@ def _store_shared(events: list[_Event]) -> None:
         if event.facts.kernel is Kernel.FUSED:
             for slot in event.outputs:
                 slot.stored = uses[id(slot)] > 1
+
+
+def _settle(events: list[_Event], results: list[_Memory], fusing: Fusing, carried: Sequence[_Memory] = ()) -> None:
+    """Decides what is stored, which slots share memory, and when each is needed for the last time. `carried` as of
+    `_events`.
+    """
+    if fusing.stores_shared:
+        _store_shared(events)
+    _decide(events, results)
+    if fusing.accumulates:
+        _accumulate(events, carried)
+    if not fusing.copies_carries:
+        _write_over_carries(events, results, carried)
+
+
+def _accumulate(events: list[_Event], carried: Sequence[_Memory]) -> None:
+    """Puts the result of a matmul, where nothing but a sum reads it, into the memory of what it is added to."""
+    uses = Counter(id(slot) for event in events for slot in event.inputs)
+    made = {id(slot): (time, event) for time, event in enumerate(events) for slot in event.outputs}
+    changed = {id(slot) for slot in carried}
+
+    def matmul(slot: _Memory) -> _Memory | None:
+        """Returns the result of a matmul that this is an elementwise function of, if nobody else reads it."""
+        while uses[id(slot)] == 1 and id(slot) in made:
+            _, event = made[id(slot)]
+            if event.primitive == "dot_general":
+                return slot if slot.inside is None else None
+            if not event.facts.fused or [slot.bytes] != [each.bytes for each in event.inputs]:
+                return None
+            slot = event.inputs[0]
+        return None
+
+    for time, event in enumerate(events):
+        if event.primitive not in ("add", "add_any") or len(event.inputs) != 2 or not event.outputs[0].stored:
+            continue
+        found = []
+        for product, other in (event.inputs, event.inputs[::-1]):
+            slot, place = matmul(product), other.owner() if other.stored else None
+            if slot is None or place is None or not slot.bytes == place.bytes == event.outputs[0].bytes:
+                continue
+            there = made[id(place)][0] if id(place) in made else -1
+            if place.last == time and (place.counted or id(place) in changed) and there < made[id(slot)][0]:
+                found.append((made[id(slot)][0], slot, place))
+        if found:
+            _, slot, place = max(found, key=lambda each: each[0])
+            slot.inside = place
+
+
+def _write_over_carries(events: list[_Event], results: list[_Memory], carried: Sequence[_Memory]) -> None:
+    """Puts what an iteration makes of a carry into that carry's memory, where it is not needed any more."""
+    made = {id(slot): (time, event) for time, event in enumerate(events) for slot in event.outputs}
+    for carry, result in zip(carried, results):
+        slot = result.owner()
+        if id(slot) not in made or slot.bytes != carry.bytes:
+            continue
+        time, event = made[id(slot)]
+        if carry.last < time or (carry.last == time and (event.facts.fused or event.facts.writes_over)):
+            slot.inside = carry
 
 
 def _decide(events: list[_Event], results: list[_Memory]) -> None:
@@ -520,9 +597,7 @@ def stretch_peak(
     events = [_Event("arrive", [], list(slots.values())), *_flatten(graph, body, slots, platform)]
     outcome = [slots[index] for index in results if index in slots]
     events = _at_first_use(_needed(events, outcome), given.values(), outcome, FUSING[platform].delays)
-    if FUSING[platform].stores_shared:
-        _store_shared(events)
-    _decide(events, outcome)
+    _settle(events, outcome, FUSING[platform])
     owners = {id(slot.owner()): slot.owner() for slot in outcome}
     return _peak(events, [slot for slot in owners.values() if _takes_memory(slot)])
 
@@ -550,9 +625,7 @@ def passed_on(
     later = {id(event) for event in events[start:]}
     outcome = [slots[index] for index in results if index in slots]
     events = _needed(events, outcome)
-    if FUSING[platform].stores_shared:
-        _store_shared(events)
-    _decide(events, outcome)
+    _settle(events, outcome, FUSING[platform])
     border = next((time for time, event in enumerate(events) if id(event) in later), len(events))
     owners = {id(slot.owner()): slot.owner() for slot in made.values() if slot.stored}
     left = {key: slot.bytes for key, slot in owners.items() if _takes_memory(slot) and slot.last >= border}

@@ -30,7 +30,7 @@ class Cuda(Platform):
     overstated = OVERSTATED_BY_CUDA
     hidden_transfers = 0.0  # XLA's schedule ends 90% of their bytes right where they begin: see docs/actions.md
     # A scan's schedule is chosen before the chip is known: it is chosen for as many cores as an H100 has.
-    fusing = Fusing(shares_zeros=True, sinks_fills=True, split_cores=CHIPS["h100"].gpu["cores"])
+    fusing = Fusing(shares_zeros=True, accumulates=True, sinks_fills=True, split_cores=CHIPS["h100"].gpu["cores"])
 
     def parse(self, text: str) -> Place | None:
         """Returns the GPUs of one host: "h100", "h100x8"."""

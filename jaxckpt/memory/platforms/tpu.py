@@ -13,6 +13,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import TargetError, UnknownTargetError
 from jaxckpt._quiet import tpu_visible
 from jaxckpt.core.constants import MOST_DEVICES
+from jaxckpt.core.liveness import Fusing
 from jaxckpt.core.units import parse_bytes
 from jaxckpt.memory.chips import CHIPS
 from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
@@ -31,6 +32,7 @@ class Tpu(Platform):
     local_extra = "aot-tpu"
     packages = ("libtpu",)
     variables = "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH"
+    fusing = Fusing(copies_carries=True)
     needs_assignment = True
     code_in_memory = True
     # Those to the host. It fetches a value when the backward pass of its region begins: see `core/fetch.py`.
