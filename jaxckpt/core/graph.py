@@ -162,6 +162,12 @@ class Body:
                 found.add(place)
         return frozenset(found)
 
+    @property
+    def results(self) -> list[int]:
+        """The values that come out and that its operations make, but for views, each once."""
+        made = {index for place, op in enumerate(self.ops) if place not in self.views for index in op.outputs}
+        return [index for index in dict.fromkeys(self.outputs) if index is not None and index in made]
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:

@@ -100,6 +100,7 @@ class Primitive:
         not to.
       compares: whether its derivative looks for its result among its operands, as that of a maximum does. It needs the
         very result: a rounded one is equal to none of them.
+      lower: whether only the lower triangle of its result is defined. What its derivative reads has zeros above it.
       shows: whether its results are parts of its operand, each read without the rest.
       holds: what the programs in its parameters are.
       runs: the rule for how often one execution runs each of them; once also where nobody knows.
@@ -123,6 +124,7 @@ class Primitive:
     writes_over: bool = False
     asks_result: bool = True
     compares: bool = False
+    lower: bool = False
     shows: bool = False
     holds: Holds = Holds.PROGRAMS
     runs: RunsRule = rules.once
@@ -248,7 +250,7 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("sort", Primitive(rules.sort, holds=Holds.SCALARS)),
     ("top_k", Primitive(rules.top_k)),
     ("fft", Primitive(rules.fft)),
-    ("cholesky", Primitive(rules.cubic(1 / 3))),
+    ("cholesky", Primitive(rules.cubic(1 / 3), lower=True)),
     ("lu", Primitive(rules.cubic(2 / 3))),
     ("geqrf householder_product", Primitive(rules.cubic(4 / 3))),
     ("qr", Primitive(rules.cubic(2))),

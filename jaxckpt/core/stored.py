@@ -229,6 +229,8 @@ class _Storing:
         env.update(zip(jaxpr.invars, args))
         found: StoredValues = {}
         again: set[Any] = set()  # values that a marker returned
+        # What the derivative of these reads, and so what is kept of them, has zeros where they say nothing.
+        lower = {eqn.outvars[0] for eqn in jaxpr.eqns if primitives.of(_compat.primitive_name(eqn)).lower}
         for special, eqns in _stretches(jaxpr):
             if not special:
                 self._plain(jaxpr, eqns, env)
@@ -244,6 +246,8 @@ class _Storing:
             name, action = mark
             self.makers[name] = eqn
             value = eqn.invars[0]
+            if value in lower and self.storing:
+                env[value] = jnp.tril(_read(env, value))
             with _compat.at_line_of(eqn):
                 if isinstance(value, _compat.Literal):
                     # A number that JAX computed when it traced the program again: it stands in both programs.

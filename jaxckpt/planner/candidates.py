@@ -315,9 +315,7 @@ def _levels(
     def look(body: Body, active: frozenset[int]) -> Sequence[Candidate]:
         _, known = context.programs.get((id(body), active), (body, None))
         if known is None:
-            made = {index for op in body.ops for index in op.outputs}
-            outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
-            found = candidates_of(Named(graph, body), 0, len(body.ops), outputs, active, alone).candidates
+            found = candidates_of(Named(graph, body), 0, len(body.ops), body.results, active, alone).candidates
             known = [candidate for candidate in found if not candidate.on_host]
             context.programs[id(body), active] = body, known
         return known

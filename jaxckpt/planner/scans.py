@@ -146,9 +146,7 @@ def loop_candidates_of(
     body = op.bodies[0]
     consts, carries = _compat.num_scan_consts_carry(dict(op.params))
     inside = active_in(graph, graph.body, op, body, active)
-    made = {index for inner in body.ops for index in inner.outputs}
-    outputs = [index for index in dict.fromkeys(body.outputs) if index is not None and index in made]
-    named = Named(graph, body)
+    named, outputs = Named(graph, body), body.results
     found = candidates_of(named, 0, len(body.ops), outputs, inside, replace(context, in_loop=True))
     length = op.params["length"]
 

@@ -5,6 +5,7 @@ obtained again.
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt.actions import Action
+from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros
 from jaxckpt.schedules.optimum import Binomial, places
@@ -40,7 +42,7 @@ class KeptCarries(abc.ABC):
 
     Attributes:
       body, plan: the scan's body, and its runs and slots.
-      consts, init, xs: the operands.
+      operands: of the scan: `consts`, `init`, `xs`.
       even: whether the last run is as long as the others; it is part of the backward loop then. A shorter one is a
         program of its own, before the loop.
       parts: what the backward loop hands on from turn to turn beside the slots.
@@ -50,6 +52,7 @@ class KeptCarries(abc.ABC):
 
     def __init__(self, body: ScanBody, plan: Binomial, operands: Operands) -> None:
         self.body, self.plan = body, plan
+        self.operands = operands
         self.consts, self.init, self.xs = operands
         self.even = plan.last == plan.run
 
@@ -99,7 +102,7 @@ class Carries(KeptCarries):
         """Runs all iterations; returns the results and the slots."""
         plan, init = self.plan, self.init
         ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
-        slots = [self.home.buffer(value, plan.slots) for value in init]
+        slots = [self.home.buffer(value, plan.slots, self.operands) for value in init]
         if self.home.away:  # only what is kept goes to the host
             whole = self.parts_of(*self.places.whole)
             carry, ys, slots, _ = self.advance(plan.units - 1, 0, init, ys, slots, whole)
@@ -185,9 +188,13 @@ class Home:
         self.away = carry.on_host
         self.leaves = leaves  # a carry's abstract values
 
-    def buffer(self, value: Any, count: int) -> Any:
-        """Returns room for `count` carries; made by broadcasting, which works for random keys too."""
-        return host_rows(value, count) if self._goes(value) else lax.broadcast(value, (count,))
+    def buffer(self, value: Any, count: int, operands: Operands) -> Any:
+        """Returns room for `count` carries like one of a scan's; made by broadcasting, which works for random keys
+        too.
+        """
+        if not self._goes(value):
+            return lax.broadcast(value, (count,))
+        return host_rows(value, count, [x for x in itertools.chain(*operands) if is_inexact(x)])
 
     def read(self, slots: Values, i: Any) -> Values:
         """Returns the carry in slot i."""

@@ -43,8 +43,8 @@ class HostCarries(KeptCarries):
     def forward(self) -> tuple[tuple[Values, Values], Values]:
         """Runs all iterations; returns the results and the slots: buffers on the device, then those on the host."""
         plan = self.plan
-        device = [self.here.buffer(value, self.spare + 1) for value in self.init]
-        host = [self.there.buffer(value, plan.placed.host_rows) for value in self.init]
+        device = [self.here.buffer(value, self.spare + 1, self.operands) for value in self.init]
+        host = [self.there.buffer(value, plan.placed.host_rows, self.operands) for value in self.init]
         ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
         begun = (0, int(self.turns.host[0])), (0, int(self.turns.device[0]))
         carry, ys, device, host = self._advance(jnp.int32(0), plan.units - 1, begun, (self.init, ys, device, host))

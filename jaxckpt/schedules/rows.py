@@ -23,13 +23,14 @@ def goes_to_host(leaf: Any) -> bool:
     return leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def host_rows(value: Any, count: int) -> Any:
-    """Returns room for so many rows like a value in host memory; what is in it is not to be read.
+def host_rows(value: Any, count: int, beside: Sequence[Any] = ()) -> Any:
+    """Returns room for so many rows like a value in host memory; what is in it is not to be read. `beside`: what rows
+    are computed of; where it has tangents, the room has.
 
     A copy would be made on the device first, all of it. So the room is only said to be on the host, as that of a
     `lax.scan` with results there is: XLA allocates it where rows are written.
     """
-    return _declared.bind(lax.broadcast(value, (count,)))
+    return _declared.bind(lax.broadcast(value, (count,)), *beside)
 
 
 def read_row(buffer: Any, i: Any) -> Any:
@@ -64,17 +65,15 @@ _read, _write = _primitive("jaxckpt_read_row", _sliced), _primitive("jaxckpt_wri
 
 
 _declared = _compat.Primitive("jaxckpt_host_rows")
-_declared.def_impl(lambda x: jax.device_put(x, jax.memory.Space.Host))
-_declared.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Host))
-_compat.register_lowering(_declared, lambda context, x: [x])
+_declared.def_impl(lambda x, *_: jax.device_put(x, jax.memory.Space.Host))
+_declared.def_abstract_eval(lambda aval, *_: aval.update(memory_space=jax.memory.Space.Host))
+_compat.register_lowering(_declared, lambda context, x, *_: [x])
 _compat.batching_rules[_declared] = lambda operands, dims: (_declared.bind(*operands), dims[0])
 
 
 def _declared_tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    out = _declared.bind(*primals)
-    if isinstance(tangents[0], _compat.Zero):
-        return out, _compat.Zero(_compat.tangent_aval(out))
-    return out, _declared.bind(*tangents)
+    # Zeros too: a loop that carries the buffer would make them on the device.
+    return _declared.bind(*primals), _declared.bind(_compat.instantiate_zeros(tangents[0]), *primals[1:])
 
 
 _compat.jvp_rules[_declared] = _declared_tangent

@@ -4,6 +4,7 @@ and in derivatives of derivatives.
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -413,3 +414,43 @@ def test_a_loop_that_stores_some_iterations_keeps_what_slots_save():
     for saved in (True, False):
         assert counts(OFFLOAD, saved)["dot_general"] == counts(SAVE, saved)["dot_general"]
     assert counts(OFFLOAD, True)["sin"] != counts(OFFLOAD, False)["sin"]
+
+
+POSITIVE = jnp.eye(6) * 3 + jax.random.normal(jax.random.key(5), (6, 6)) / 3
+FACTORED = {
+    "cholesky": lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(6)),
+    "cholesky of complex values": lambda x: jnp.real(jnp.linalg.cholesky(x @ x.T + 1j * (x - x.T) / 9 + jnp.eye(6))),
+    "solved by cholesky": lambda x: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(x @ x.T), jnp.cos(x)),
+    "qr": lambda x: jnp.linalg.qr(x)[0] @ jnp.cos(x),
+    "lu": lambda x: jax.scipy.linalg.lu(x)[2],
+    "eigh": lambda x: jnp.linalg.eigh(x + x.T)[1] ** 2,
+    "svd": lambda x: jnp.linalg.svd(x)[1] * x,
+    "inverse": jnp.linalg.inv,
+    "solved": lambda x: jnp.linalg.solve(x, jnp.cos(x)),
+    "solved by a triangle": lambda x: lax.linalg.triangular_solve(x, jnp.cos(x), left_side=True, lower=True),
+    "determinant": lambda x: jnp.linalg.slogdet(x)[1] * x,
+    "exponential": lambda x: jax.scipy.linalg.expm(x / 9),
+}
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("name", FACTORED)
+def test_what_linear_algebra_leaves_undefined_is_not_kept(name, scanned):
+    """The upper triangle of what the Cholesky factorization returns is undefined; its derivative takes it to be 0."""
+
+    def loss(x):
+        step = lambda x, _: (x + jnp.sin(FACTORED[name](x)) / 9, None)
+        x = lax.scan(step, x, None, length=3)[0] if scanned else step(x, None)[0]
+        return jnp.sum(jnp.sin(x) * jnp.arange(36.0).reshape(6, 6))
+
+    expected = jax.jit(jax.grad(loss))(POSITIVE)
+    names = "cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "custom_linear_solve"
+    factors = functools.reduce(operator.or_, map(jaxckpt.op, names))
+    for policy in (
+        Policy(default=OFFLOAD),
+        Policy(default=compress("bits")),
+        Policy({factors: OFFLOAD}, default=SAVE),
+        Policy({factors: SAVE}, default=OFFLOAD),
+    ):
+        found = jax.jit(jax.grad(jaxckpt.checkpoint(loss, policy=policy)))(POSITIVE)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())

@@ -184,3 +184,35 @@ def test_iterations_around_a_body_are_those_of_planned_loops_that_run_again():
     assert iterations_around(inside, [again], graph) == 6
     assert iterations_around(inside, [left], graph) == iterations_around(inside, [], graph) == 1
     assert iterations_around((), [again], graph) == 1
+
+
+SHOWN = {
+    "a column of the carry": lambda c, d, w: c[:, 0],
+    "a row of the carry": lambda c, d, w: c[0],
+    "a row of the weights": lambda c, d, w: w[0],
+    "a row of a row": lambda c, d, w: c[:2][0],
+    "two of them, and one computed": lambda c, d, w: (c[0], w[0], d.sum()),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("shown", SHOWN.values(), ids=SHOWN)
+def test_a_body_inside_may_return_what_it_only_shows(shown, target):
+    def inner(c, w):
+        d = jnp.sin(c @ w["up"]) @ w["down"] + c
+        return d, shown(c, d, w["up"])
+
+    def outer(c, ws):
+        c = jax.lax.cond(jnp.sum(c) > 0, lambda c: (jnp.tanh(c @ c.T @ c / ROWS), c[0]), lambda c: (c, c[1]), c)[0]
+        c, ys = jax.lax.scan(inner, c, ws)
+        return jnp.tanh(c), ys
+
+    def loss(ws, x):
+        c, ys = jax.lax.scan(outer, x, ws)
+        return jnp.mean(c**2) + sum(jnp.mean(y) for y in jax.tree.leaves(ys))
+
+    found = jaxckpt.plan(loss, WS, X, budget="70%", target=target)
+    assert found.measured_bytes <= found.budget
+    assert_trees_close(
+        jax.jit(jax.grad(found.apply(loss)))(WS, X), jax.jit(jax.grad(loss))(WS, X), rtol=1e-4, atol=1e-6
+    )

@@ -168,6 +168,22 @@ def test_carries_on_the_host_can_be_batched_and_differentiated_forward(transform
     assert_trees_close(jax.jit(ours, compiler_options=FAST)(at), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("transform", [jax.hessian, lambda f: lambda at: jax.jvp(jax.grad(f), (at,), (at,))[1]])
+@pytest.mark.parametrize("of", ["constants", "xs"])
+def test_carries_on_the_host_begin_with_one_that_is_not_differentiated(of, transform) -> None:
+    start = jnp.ones((3, 4))
+
+    def total(run, at) -> Any:
+        body = (lambda c, x: (jnp.sin(c @ at), None)) if of == "constants" else (lambda c, x: (jnp.sin(c + x), None))
+        return jnp.sum(run(body, start, None if of == "constants" else at, length=9)[0])
+
+    at = 0.5 * jnp.eye(4) if of == "constants" else jnp.linspace(0, 1, 9 * 4).reshape(9, 1, 4)
+    ours = transform(functools.partial(total, functools.partial(scan, schedule=Slots(2, host=3))))
+    assert "<host>" in str(jax.make_jaxpr(ours)(at))
+    expected = transform(functools.partial(total, jax.lax.scan))(at)
+    assert_trees_close(jax.jit(ours, compiler_options=FAST)(at), expected, rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_handed_on_are_rows_on_the_device_and_on_the_host() -> None:
     h = jnp.ones((4, 5))
     run = lambda h: jnp.sum(scan(lambda c, _: (jnp.sin(c), None), h, length=60, schedule=Slots(3, host=8))[0])
