@@ -390,7 +390,7 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
         if policy in PRESETS:
             return PRESETS[policy]
         raise ArgumentError("policy", "a preset's name", policy, did_you_mean(policy, PRESETS))
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, type):
         return policy  # type: ignore[no-any-return]
     raise ArgumentError("policy", "None, a Policy, a preset's name, or one of jax.checkpoint_policies", policy)
 

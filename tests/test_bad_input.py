@@ -294,3 +294,21 @@ def test_an_array_or_another_thing_where_items_or_a_number_belong_is_told(argume
         thing = 3  # arrays are no keys
     with pytest.raises(ArgumentError, match=rf"^{argument}\S* must be "):
         call(thing)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("actions", lambda: jaxckpt.Slots(2, None, 3)),
+        ("seed", lambda: jaxckpt.verify(loss, loss, WS, X, seed=10**30)),
+        ("compiler_options", lambda: jaxckpt.measure(loss, WS, X, target="cpu", compiler_options={"a": object()})),
+        ("path", lambda: jaxckpt.plan(loss, WS, X, **PLAN).save("a\0b")),
+        ("graph", lambda: jaxckpt.plan(loss, WS, X, **PLAN).check(3)),
+        ("policy", lambda: jaxckpt.checkpoint(loss, policy=Policy)),
+        ("spec", lambda: jaxckpt.shard("")),
+        ("budget", lambda: jaxckpt.plan(loss, WS, X, budget="\u0663GiB", target="cpu")),
+    ],
+)
+def test_what_no_caller_means_is_told(argument, call):
+    with pytest.raises(ArgumentError, match=f"^{argument} must be "):
+        call()

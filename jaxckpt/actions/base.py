@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt._errors import ArgumentError, ForwardModeError, nearest
@@ -253,8 +254,14 @@ class Action(metaclass=_Kinds):
         return stored
 
     def error(self, dtype: Any) -> float:
-        """Returns the largest relative error of a restored value of a dtype; 0 if it is exact."""
-        return 0.0
+        """Returns the largest relative error of a restored value of a dtype; 0 if it is exact.
+
+        By default, if the action `changes` values, that of a sample: of some hundred random numbers, encoded and
+        decoded, relative to the largest. An action with parts that are rarely reached should say its bound itself.
+        """
+        if not self.changes or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            return 0.0
+        return _sampled_error(self, jax.dtypes.canonicalize_dtype(dtype))
 
     def refusal(self, target: Any) -> str:
         """Returns a sentence that says why a target (a `jaxckpt.Target`) cannot have this action; "" if it can."""
@@ -300,6 +307,31 @@ class Action(metaclass=_Kinds):
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
         return f"{self.kind}({given})" if given else self.kind.upper()
+
+
+@functools.cache
+def _sampled_error(action: Action, dtype: Any) -> float:
+    """Returns the largest relative error of an action on random numbers of a dtype; 1 if it cannot be asked, 0 if it
+    does not admit them.
+    """
+    random = np.random.default_rng(0)
+    with jax.ensure_compile_time_eval():
+        for shape in (512,), (16, 32), (2, 8, 32):
+            numbers = random.normal(size=shape)
+            if dtype == np.bool_:
+                sample = numbers > 0
+            else:
+                sample = (numbers if jnp.issubdtype(dtype, jnp.inexact) else 100 * np.abs(numbers)).astype(dtype)
+            if not action.admits(StoredArray(shape, dtype, sample.nbytes)):
+                continue
+            like = jax.ShapeDtypeStruct(shape, dtype)
+            try:
+                restored = np.asarray(action.decode(action.encode(jnp.asarray(sample)), like))
+            except Exception:  # what is wrong with it is said where a value is kept
+                return 1.0
+            off = np.abs(restored.astype(complex) - sample.astype(complex))
+            return float(np.max(off) / np.max(np.abs(sample.astype(complex))))
+    return 0.0
 
 
 def _other(value: Any) -> Action:
@@ -531,7 +563,10 @@ def action_from(value: Any, argument: str = "action") -> Action:
     if found is None:
         known = [name for name, cls in KINDS.items() if cls.listed]
         rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(known)}"
-        raise ArgumentError(argument, rule, value, nearest(str(kind), known))
+        hint = nearest(str(kind), known)
+        if isinstance(value, Mapping) and isinstance(kind, str) and not hint:  # of a file
+            hint = f"Import what defines the action {kind!r} first."
+        raise ArgumentError(argument, rule, value, hint)
     try:
         return found(**parameters)  # type: ignore[no-any-return]
     except ArgumentError:

@@ -193,7 +193,7 @@ def _names(spec: Any) -> _Names:
     while found and not found[-1]:
         found.pop()
     flat = [name for names in found for name in names]
-    if not flat or len(set(flat)) < len(flat):
+    if not flat or "" in flat or len(set(flat)) < len(flat):
         raise ArgumentError("spec", rule, spec, "Such as P(None, 'model').")
     return tuple(found)
 

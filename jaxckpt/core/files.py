@@ -92,7 +92,7 @@ def read_whole(path: str | os.PathLike[str]) -> bytes:
 
 
 def _check_path(path: object, argument: str) -> None:
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
         raise ArgumentError(argument, "the path of a file", path)
 
 

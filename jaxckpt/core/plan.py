@@ -190,6 +190,8 @@ class Plan:
         Regions must lie within the graph, the values that they keep be made by their operations and be such as can be
         kept; loops must be scans that their schedules can run; tiles must be of its operations.
         """
+        if not isinstance(graph, Graph):
+            raise ArgumentError("graph", "what jaxckpt.trace(fun, *args) returned", graph)
         self.tiled_graph(graph)
 
     def tiled_graph(self, graph: Graph) -> Graph:
@@ -299,8 +301,8 @@ class Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
-          PlanMismatchError: the file is not as `save` wrote it, or is no regular file.
-          OSError: there is no such file, or it cannot be read.
+          PlanMismatchError: the file is not as `save` wrote it, or is a device, a pipe or a socket.
+          OSError: there is no such file, it is a folder, or it cannot be read.
         """
         try:
             return cls.from_json(read_whole(path).decode())

@@ -222,7 +222,9 @@ def schedule_from(raw: Any) -> LoopSchedule:
         )
     try:
         return KINDS[kind](**{name: _from_json(value) for name, value in raw.items() if name != "kind"})
-    except (TypeError, ArgumentError) as error:
+    except ArgumentError as error:
+        raise PlanMismatchError(f"A {kind} schedule cannot be read: {error} Or plan anew.") from error
+    except TypeError as error:
         raise PlanMismatchError(
             f"A {kind} schedule must have the parameters that it has; {error} Plan anew."
         ) from error

@@ -14,7 +14,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgtp", start=1)
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def as_int(value: Any) -> int | None:

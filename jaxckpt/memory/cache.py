@@ -124,7 +124,7 @@ def entry(folder: pathlib.Path, lowered: Any, target: str, devices: Any, options
     Args:
       folder: as of `folder_of`.
       lowered: the program as `jax.stages.Lowered`.
-      target: name of the target.
+      target: name of the target, and the row of its chip.
       devices: the devices' kind, and the order in which they are used.
       options: XLA's options for this program, beside those that it carries itself.
     """

@@ -12,6 +12,7 @@ no program reaches them.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from typing import Any
 
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import CPU_BANDWIDTH, CPU_CORE_RATE
+from jaxckpt.core.units import as_number
 
 GIB = 2**30
 
@@ -28,6 +30,9 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Chip:
     """One device: an entry of the table.
+
+    A TPU's compiler knows its chips by name. So a row for TPUs must have the name of one that it knows, such as "v5e";
+    the figures are free.
 
     Attributes:
       platform: name of its platform: see `jaxckpt.memory.platforms`.
@@ -37,9 +42,12 @@ class Chip:
       bandwidth: bytes/s of the main memory.
       host_bandwidth: bytes/s of the link to the host, in one direction.
       link_bandwidth: bytes/s of the links to other devices along one axis of a mesh, in one direction.
-      gpu: the properties of this GPU for the compiler: see `jaxckpt.memory.platforms.cuda.target_config`.
+      gpu: the properties of this GPU for the compiler, `GPU_PROPERTIES`; empty for others.
       slice: for the compiler, the smallest slice of TPUs that has whole hosts, "2x2".
       clock: Hz of the cycles that its compiler counts; 0 if the compiler counts none.
+
+    Raises:
+      ArgumentError: a figure is no number above 0, `flops` lacks float32, or `gpu` has other names.
     """
 
     platform: str
@@ -52,6 +60,42 @@ class Chip:
     gpu: Mapping[str, Any] = field(default_factory=dict)
     slice: str = ""
     clock: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "bandwidth", "host_bandwidth", "link_bandwidth"):
+            _check(f"{name} of a chip", "a number above 0", getattr(self, name))
+        rates = self.flops if isinstance(self.flops, Mapping) else {}
+        if "float32" not in rates:
+            rule = "a mapping from a dtype's name to FLOP/s, with float32"
+            raise ArgumentError("flops of a chip", rule, self.flops)
+        for name, rate in rates.items():
+            _check(f"flops[{name!r}] of a chip", "a number above 0", rate)
+        if not isinstance(self.gpu, Mapping) or (self.gpu and set(self.gpu) != set(GPU_PROPERTIES)):
+            raise ArgumentError("gpu of a chip", GPU_RULE, self.gpu)
+
+    @property
+    def text(self) -> str:
+        """All of the row: what the compiler's results for the chip depend on."""
+        return repr([(name, _plain(getattr(self, name))) for name in self.__dataclass_fields__])
+
+
+GPU_PROPERTIES = ("name", "capability", "cores", "units", "shared", "shared_block", "l2", "clock", "bandwidth")
+"""Names of the properties of a GPU for the compiler: its name, compute capability, multiprocessors, float32 units in
+each, KiB of shared memory of each and of a block at most, MiB of L2, GHz of the boost clock, bytes/s of the memory.
+"""
+
+
+GPU_RULE = f"a mapping with {', '.join(GPU_PROPERTIES)}, and no other name"
+
+
+def _check(name: str, rule: str, value: Any) -> None:
+    number = as_number(value)
+    if number is None or not 0 < number < math.inf:
+        raise ArgumentError(name, rule, value)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value.items()) if isinstance(value, Mapping) else value
 
 
 class Chips(dict[str, Chip]):

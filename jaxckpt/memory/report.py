@@ -279,7 +279,8 @@ def measure(
     lift.refuse_traced(fun, args, "measure")
     check_flags(generate_code=generate_code)
     named = compiler_options is None or isinstance(compiler_options, Mapping)
-    if not named or not all(isinstance(name, str) for name in compiler_options or ()):
+    given = (compiler_options or {}).items() if named else ()
+    if not named or not all(isinstance(name, str) and isinstance(of, (str, int, float)) for name, of in given):
         raise ArgumentError(
             "compiler_options", "a mapping from an option of XLA to its value, or None", compiler_options
         )
@@ -315,7 +316,8 @@ def measure_traced(
     lowered = lowered_for(traced, resolved)
     entry = None
     if folder is not None:
-        entry = results.entry(folder, lowered, resolved.name, devices_of(lift.leaves(fun, args), resolved), options)
+        where = f"{resolved.name} {resolved.row_text}"
+        entry = results.entry(folder, lowered, where, devices_of(lift.leaves(fun, args), resolved), options)
         known = results.load(entry, _FIGURES)
         if known is not None and not (generate_code and known.figures["stopped"]):
             return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform, needed=False))

@@ -79,7 +79,7 @@ class Target:
           UnknownTargetError: such a slice of TPUs cannot be made.
           TargetError: libtpu does not start.
         """
-        return _devices(self.name)
+        return _devices(self.name, self.row_text)
 
     @property
     def count(self) -> int:
@@ -158,6 +158,12 @@ class Target:
                 shape,
             )
         return jax.sharding.Mesh(_laid_out(shape, list(devices)), names, axis_types=axis_types)
+
+    @property
+    def row_text(self) -> str:
+        """All figures of its chip as text; "" for the devices of this machine, which are as they are."""
+        place = self._parts.place
+        return "" if place is None else CHIPS[place.chip].text
 
     @property
     def _parts(self) -> _Parts:
@@ -328,7 +334,8 @@ def _require(platform: Platform, name: str) -> None:
 
 
 @functools.cache
-def _devices(name: str) -> tuple[Any, ...]:
+def _devices(name: str, row: str) -> tuple[Any, ...]:
+    """Returns a target's devices; `row` as of `Target.row_text`: a program may give a name another row."""
     parts = Target(name)._parts
     if parts.place is None:
         return _local_devices(parts.platform)

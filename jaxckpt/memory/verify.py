@@ -18,6 +18,7 @@ from jaxckpt.actions import Action
 from jaxckpt.core import lift, stored
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.shown import Progress, silent, tells
+from jaxckpt.core.units import as_int
 
 # Recomputation repeats the same operations, but XLA may order and fuse them in another way. The table has the relative
 # error of that for each dtype. If a program has several dtypes, the coarsest counts, because rounding in bfloat16 also
@@ -137,7 +138,7 @@ def verify(
     Raises:
       VerificationError: the functions differ. The message has the worst array, its path and its errors.
       NotDifferentiableError: no argument, or no output, has an inexact dtype.
-      ArgumentError: `rtol` is not a number of at least 0, or `seed` is not an integer.
+      ArgumentError: `rtol` is not a number of at least 0, or `seed` is no integer of 32 bits.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda x: jnp.sum(jnp.sin(x))
@@ -146,8 +147,12 @@ def verify(
     """
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not rtol >= 0):
         raise ArgumentError("rtol", "a number of at least 0, or None", rtol)
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    number = as_int(seed)
+    if number is None:
         raise ArgumentError("seed", "a whole number", seed)
+    if not abs(number) < 2**31:
+        raise ArgumentError("seed", "a whole number between -(2**31) and 2**31", seed)
+    seed = number
     for argument, given in (("fun", fun), ("reference", reference)):
         if not callable(given):
             raise ArgumentError(argument, "a function; verify(fun, reference, *args) compares two", given)

@@ -23,7 +23,7 @@ _OPAQUE = {
 
 
 def no_plan(
-    measured: Measured, budget: int, least: int | None, *, verified: bool, refused: bool
+    measured: Measured, budget: int, least: int | None, *, verified: bool, refused: bool, solver: str = ""
 ) -> InfeasibleBudgetError:
     """Returns the error for a budget that no plan fits.
 
@@ -33,6 +33,7 @@ def no_plan(
       least: the least bytes that are known to be enough; None where nothing is known.
       verified: whether the compiler says so; else they are predicted.
       refused: whether plans were compiled, and the compiler refused every one.
+      solver: the name of the one whose plans alone were wanted; "" where others were looked for too.
     """
     advice = "Use a smaller batch, or shard the arguments over more devices."
     if least is not None:
@@ -43,6 +44,8 @@ def no_plan(
         )
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
+    if solver:
+        advice += f" Only plans of the solver {solver!r} were looked for; solver='chain' looks for more."
     results = _result_bytes(measured)
     below = budget <= measured.argument_bytes + (results or 0)  # the step is traced only if that says nothing
     below = below and budget <= measured.used_argument_bytes + (results or 0)

@@ -464,4 +464,7 @@ class Search:
         peaks = problem.compiled_peaks() if self.shares else own
         peaks += [] if problem.known_unplanned is None else [problem.known_unplanned.peak_bytes]
         least = needed or min(peaks, default=None)
-        return refusal.no_plan(problem, self.budget, least, verified=self.verify, refused=bool(problem.tries))
+        alone = "" if self.shares else self.solver.name
+        return refusal.no_plan(
+            problem, self.budget, least, verified=self.verify, refused=bool(problem.tries), solver=alone
+        )

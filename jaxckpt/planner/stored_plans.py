@@ -109,7 +109,7 @@ class PlanFile:
             "jitted": jitted,
             "shardings": [str(getattr(leaf, "sharding", None)) for leaf in lift.leaves(fun, shapes)],
             "budget": normal(settings.budget),
-            "target": target.name,
+            "target": [target.name, target.row_text],
             "devices": devices_of(lift.leaves(fun, shapes), target),
             "actions": [repr(action) for action in planning.wanted],
             "host_budget": str(planning.host_budget),

@@ -72,6 +72,8 @@ class Slots(LoopSchedule):
             raise ArgumentError("transfer", rule, self.transfer)
         if self.run_length is not None and (run_length is None or run_length < 1):
             raise ArgumentError("run_length", "an int of at least 1, the iterations in a run, or None", self.run_length)
+        if self.actions is not None and not isinstance(self.actions, Mapping):
+            raise ArgumentError("actions", "a mapping from the index of a value to SAVE, or None", self.actions)
         set_fields(self, count=count, host=host, run_length=run_length, transfer=transfer)
         if self.actions is None:
             return

@@ -365,7 +365,7 @@ def test_an_action_that_puts_a_value_aside_is_refused():
             return ASIDE[-1]
 
     try:
-        with pytest.raises(EffectsError, match=r"encode \(of ASIDE\) must not put traced values.* into ASIDE\[0\]"):
+        with pytest.raises(EffectsError, match=r"encode \(of ASIDE\) must not put traced values.* into ASIDE\[1\]"):
             jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"hidden": Aside()})))(W, X)
     finally:
         del KINDS["aside"]
@@ -554,3 +554,46 @@ def test_a_plan_may_name_what_is_saved_as_it_is():
         assert "4 B" in str(plan.describe(graph))
         assert jnp.allclose(jax.grad(plan.apply(fun))(x), jax.grad(fun)(x))
     assert "nothing" in str(Plan((Region(2, 2, {}),), graph.fingerprint).describe(graph))
+
+
+def test_the_error_of_an_action_that_says_none_is_that_of_a_sample():
+    class Rounds(Action):
+        kind = "rounds"
+        changes = True
+
+        def encode(self, x):
+            return x.astype(jnp.bfloat16)
+
+        def decode(self, stored, like):
+            return stored.astype(like.dtype)
+
+    class Signs(Action):
+        kind = "signs"
+        changes = True
+
+        def encode(self, x):
+            return {"sign": jnp.sign(x), "size": jnp.abs(x)}
+
+        def decode(self, stored, like):
+            return stored["sign"] * stored["size"]
+
+    try:
+        assert 2**-10 < Rounds().error(jnp.float32) < 2**-8 and Rounds().error(jnp.bfloat16) == 0
+        assert Signs().error("float32") == Signs().error(jnp.bfloat16) == Signs().error(jnp.int32) == 0
+        assert Signs().error(jax.random.key(0).dtype) == 0
+        with pytest.raises(ArgumentError, match="both round values"):
+            Rounds() | compress("int8")
+        assert repr(Signs() | compress("int8")) == "SIGNS | compress('int8')"
+        rounded = jaxckpt.checkpoint(loss, policy=Policy({"hidden": Rounds()}))
+        (report,) = jaxckpt.verify(rounded, loss, W, X).per_action
+        assert report.action == Rounds() and 0 < report.rel_error < 0.1
+        exact = jaxckpt.checkpoint(loss, policy=Policy({"hidden": Signs()}))
+        assert not jaxckpt.verify(exact, loss, W, X).per_action
+    finally:
+        for kind in ("rounds", "signs"):
+            KINDS.pop(kind, None)
+
+
+def test_an_action_of_a_file_that_nothing_defines_is_to_be_imported():
+    with pytest.raises(ArgumentError, match="Import what defines the action 'levels' first"):
+        action_from({"kind": "levels", "bits": 8})

@@ -62,6 +62,56 @@ def test_a_rows_name_must_be_one_that_a_targets_name_can_have(name):
         CHIPS["h80"] = 80
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"memory_bytes": -5}, "memory_bytes of a chip must be a number above 0; got -5"),
+        ({"bandwidth": 0}, "bandwidth of a chip must be a number above 0; got 0"),
+        ({"link_bandwidth": float("nan")}, "link_bandwidth of a chip must be a number above 0; got nan"),
+        ({"flops": {}}, "flops of a chip must be a mapping from a dtype's name to FLOP/s, with float32; got {}"),
+        ({"flops": {"float32": "fast"}}, r"flops\['float32'\] of a chip must be a number above 0; got 'fast'"),
+        (
+            {"gpu": {"cores": 3}},
+            "gpu of a chip must be a mapping with name, capability, cores, .*, and no other name; ",
+        ),
+        ({"gpu": dict(CHIPS["h100"].gpu) | {"corecount": 66}}, "gpu of a chip must be a mapping with .*corecount"),
+    ],
+)
+def test_a_rows_figures_are_checked(figures, said):
+    with pytest.raises(ArgumentError, match=said):
+        dataclasses.replace(CHIPS["h100"], **figures)
+
+
+@pytest.mark.cuda
+def test_a_gpu_without_properties_is_told(monkeypatch):
+    monkeypatch.setitem(CHIPS, "empty", dataclasses.replace(CHIPS["h100"], kind="empty", gpu={}))
+    with pytest.raises(ArgumentError, match="gpu of a chip must be a mapping with name, capability"):
+        jaxckpt.measure(loss, WS, X, target="cuda:empty", generate_code=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cached", [True, False])
+def test_another_row_of_a_name_is_compiled_for_anew(cached, monkeypatch, tmp_path):
+    """XLA for GPUs runs operations again where a program would not fit the chip's memory."""
+
+    def grown(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w) @ w.T
+        return jnp.mean(x**2)
+
+    args = [jax.ShapeDtypeStruct((256, 1024), jnp.float32)] * 8, jax.ShapeDtypeStruct((2048, 256), jnp.float32)
+    peaks = []
+    for mebibytes in (200, 60, 200):
+        row = dataclasses.replace(CHIPS["h100"], kind="small", memory_bytes=mebibytes * 2**20)
+        monkeypatch.setitem(CHIPS, "small", row)
+        cache = tmp_path if cached else False
+        report = jaxckpt.measure(
+            jax.value_and_grad(grown), *args, target="cuda:small", generate_code=False, cache=cache
+        )
+        peaks.append(report.peak_bytes)
+    assert peaks[0] == peaks[2] > 1.5 * peaks[1] and peaks[1] < 60 * 2**20
+
+
 @pytest.mark.parametrize(("name", "like"), [("h100-40", "h100"), ("v5e-half", "v5e")])
 def test_a_rows_name_may_have_a_hyphen(name, like, monkeypatch):
     monkeypatch.setitem(CHIPS, name, dataclasses.replace(CHIPS[like], kind="another", memory_bytes=2**35))

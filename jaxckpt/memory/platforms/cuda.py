@@ -10,9 +10,10 @@ import shutil
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import MOST_DEVICES, OVERSTATED_BY_CUDA
 from jaxckpt.core.liveness import Fusing
-from jaxckpt.memory.chips import CHIPS, Chip
+from jaxckpt.memory.chips import CHIPS, GPU_RULE, Chip
 from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
 from jaxckpt.memory.platforms.installed import installed
 
@@ -82,6 +83,8 @@ def target_config(chip: Chip) -> str:
     "Technical specifications per compute capability"). The exception is the version of cuDNN, which decides only what
     XLA may use of it.
     """
+    if not chip.gpu:
+        raise ArgumentError("gpu of a chip", GPU_RULE, chip.gpu)
     gpu, (major, minor) = chip.gpu, chip.gpu["capability"]
     return f"""
 gpu_device_info {{

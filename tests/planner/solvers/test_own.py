@@ -74,7 +74,7 @@ def test_it_answers_for_its_own_feasibility(problem, verify):
     exact = least(problem, "chain", verify)
     own = least(problem, Lean(), verify)
     assert own > 1.1 * exact
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(InfeasibleBudgetError, match="Only plans of the solver 'lean' were looked for; solver='chain' "):
         problem.plan((own + exact) // 2, solver=Lean(), verify=verify)
     assert problem.plan((own + exact) // 2, solver="chain", verify=verify).regions
     found = problem.plan(own, solver=Lean(), verify=verify)
