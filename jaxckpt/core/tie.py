@@ -16,6 +16,11 @@ import numpy as np
 
 from jaxckpt import _compat
 
+KEY_BYTES = 16
+"""Bytes of the largest random key of JAX, that of rbg."""
+KEYS = 1024
+"""Random keys of a function's layers, at most. Judged by no model: 16 KiB behind a barrier cost nothing."""
+
 _tie = _compat.Primitive("jaxckpt_tie")
 _tie.multiple_results = True
 
@@ -63,18 +68,32 @@ _compat.drop_unused(_tie, _drop_unused)
 def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[..., list[Any]]:
     """Returns the function with its inputs behind one barrier. Transposed, that holds their cotangents: none goes on
     before all are there. Of `parts` the cotangents alone are held: behind a barrier a view is a copy.
+
+    Random keys, and what is as small, wait for the other inputs: else XLA for the CPU draws the numbers of all
+    stretches first.
     """
 
     def call(*inputs: Any) -> list[Any]:
         held: dict[int, Any] = {}
         moving = {place: x for place, x in enumerate(inputs) if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.inexact)}
-        for places in _alike(moving):
-            shown = [place for place in places if place in parts]
-            whole = [place for place in places if place not in parts]
+        small = {place: x for place, x in enumerate(inputs) if place not in moving and _is_small(x)}
+        for places in _alike({**moving, **small}):
+            if not any(place in moving for place in places):
+                continue
+            shown = [place for place in places if place in parts and place in moving]
+            whole = [place for place in places if place not in shown]
             held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
         return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
 
     return call
+
+
+def _is_small(x: Any) -> bool:
+    """Whether a value is no larger than the random keys of all layers may be."""
+    aval = jax.typeof(x)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return aval.size <= KEYS  # type: ignore[no-any-return]
+    return aval.size * aval.dtype.itemsize <= KEYS * KEY_BYTES  # type: ignore[no-any-return]
 
 
 def tied_tangents(tangents: Sequence[Any]) -> list[Any]:
