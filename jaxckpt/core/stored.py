@@ -246,7 +246,7 @@ class _Storing:
             name, action = mark
             self.makers[name] = eqn
             value = eqn.invars[0]
-            if value in lower and self.storing:
+            if self.storing and not isinstance(value, _compat.Literal) and value in lower:
                 env[value] = jnp.tril(_read(env, value))
             with _compat.at_line_of(eqn):
                 if isinstance(value, _compat.Literal):
