@@ -71,6 +71,10 @@ class Narrow(Action):
         """Returns the integers in the dtype of `like`."""
         return stored.astype(like.dtype)
 
+    def error(self, dtype: Any) -> float:
+        """Returns 0: it is exact."""
+        return 0.0
+
     @property
     def _dtype(self) -> str:
         if self.dtype is None:

@@ -84,13 +84,13 @@ class Device:
 
 
 def test_device_is_what_is_free_on_the_fullest_local_device_and_arguments_there_are_not_counted_twice(monkeypatch):
-    monkeypatch.setattr(targets, "_devices", lambda name: (Device(1000, 100), Device(1000, 300)))
+    monkeypatch.setattr(targets, "_devices", lambda name, row: (Device(1000, 100), Device(1000, 300)))
     assert budget_bytes("device", unplanned=never, target="cuda") == 700
     assert budget_bytes("device", unplanned=never, target="cuda", resident=50) == 750
 
 
 def test_a_full_device_is_an_error(monkeypatch):
-    monkeypatch.setattr(targets, "_devices", lambda name: (Device(2**30, 2**30),))
+    monkeypatch.setattr(targets, "_devices", lambda name, row: (Device(2**30, 2**30),))
     with pytest.raises(
         InfeasibleBudgetError, match=r"Nothing is free on cuda: 1\.0 GiB of 1\.0 GiB are in use"
     ) as caught:
