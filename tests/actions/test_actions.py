@@ -24,6 +24,7 @@ from jaxckpt import (
     Policy,
     Region,
     compress,
+    shard,
     tag,
 )
 from jaxckpt.actions import KINDS, Cost, action_from, given
@@ -592,6 +593,14 @@ def test_the_error_of_an_action_that_says_none_is_that_of_a_sample():
     finally:
         for kind in ("rounds", "signs"):
             KINDS.pop(kind, None)
+
+
+def test_what_jaxckpt_has_says_its_error_itself():
+    """A sample would show none of a mesh, and numbers that a narrow form is not given."""
+    exact = RECOMPUTE, SAVE, OFFLOAD, compress("bits"), action_from({"kind": "narrow", "dtype": "int8"}), shard("m")
+    assert all(action.error(jnp.int32) == action.error(jnp.float32) == 0 for action in exact)
+    assert compress("bfloat16").error(jnp.float32) > 0
+    assert all("error" in vars(kind) for kind in KINDS.values() if kind.changes is True)
 
 
 def test_an_action_of_a_file_that_nothing_defines_is_to_be_imported():
