@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxckpt.schedules import Slots
+from tests.helpers import gradient_executions
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIZES = ["--steps=2", "--length=6000", "--sequences=16", "--width=64", "--budget=none"]
@@ -23,7 +26,11 @@ def test_the_guides_code_runs_and_prints_what_it_says(capsys: pytest.CaptureFixt
         exec(block, scope)
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 5 and all(f"    {line}\n" in text for line in printed)
-    assert scope["final"].shape == (64,) and scope["same"]
+    assert scope["final"].shape == (64,) and scope["same"] and scope["runs"] == 20
+    w, x = jnp.eye(4) / 2, jnp.ones((3, 4))
+    plain = lambda w: jnp.sum(jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=12)[0])
+    counted = gradient_executions(scope["steps"], w, x)["dot_general"] - gradient_executions(plain, w)["dot_general"]
+    assert jnp.allclose(jax.grad(scope["steps"])(w, x), jax.grad(plain)(w)) and counted == 8, "the head runs again"
     assert abs(scope["root"] ** 2 - 2) < 1e-5 and abs(scope["slope"] - 0.5 / 2**0.5) < 1e-4
 
 
