@@ -363,7 +363,7 @@ def _settle(events: list[_Event], results: list[_Memory], fusing: Fusing, carrie
     _decide(events, results)
     if fusing.accumulates:
         _accumulate(events, carried)
-    if not fusing.copies_carries:
+    if carried and not fusing.copies_carries:
         _write_over_carries(events, results, carried)
 
 

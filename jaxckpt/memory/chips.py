@@ -73,11 +73,6 @@ class Chip:
         if not isinstance(self.gpu, Mapping) or (self.gpu and set(self.gpu) != set(GPU_PROPERTIES)):
             raise ArgumentError("gpu of a chip", GPU_RULE, self.gpu)
 
-    @property
-    def text(self) -> str:
-        """All of the row: what the compiler's results for the chip depend on."""
-        return repr([(name, _plain(getattr(self, name))) for name in self.__dataclass_fields__])
-
 
 GPU_PROPERTIES = ("name", "capability", "cores", "units", "shared", "shared_block", "l2", "clock", "bandwidth")
 """Names of the properties of a GPU for the compiler: its name, compute capability, multiprocessors, float32 units in
@@ -92,10 +87,6 @@ def _check(name: str, rule: str, value: Any) -> None:
     number = as_number(value)
     if number is None or not 0 < number < math.inf:
         raise ArgumentError(name, rule, value)
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value.items()) if isinstance(value, Mapping) else value
 
 
 class Chips(dict[str, Chip]):

@@ -161,9 +161,9 @@ class Target:
 
     @property
     def row_text(self) -> str:
-        """All figures of its chip as text; "" for the devices of this machine, which are as they are."""
+        """All figures of its chip, as text; "" for the devices of this machine, which are as they are."""
         place = self._parts.place
-        return "" if place is None else CHIPS[place.chip].text
+        return "" if place is None else repr(CHIPS[place.chip])
 
     @property
     def _parts(self) -> _Parts:

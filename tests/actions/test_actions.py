@@ -558,15 +558,12 @@ def test_a_plan_may_name_what_is_saved_as_it_is():
 
 
 def test_the_error_of_an_action_that_says_none_is_that_of_a_sample():
-    class Rounds(Action):
+    class Rounds(Half):
         kind = "rounds"
-        changes = True
+        error = Action.error
 
-        def encode(self, x):
-            return x.astype(jnp.bfloat16)
-
-        def decode(self, stored, like):
-            return stored.astype(like.dtype)
+        def admits(self, value):
+            return True
 
     class Signs(Action):
         kind = "signs"
