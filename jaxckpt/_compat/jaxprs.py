@@ -223,13 +223,9 @@ def num_scan_consts_carry(params: Mapping[str, Any]) -> tuple[int, int]:
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     try:
-        tree = params["ft_in"]
-        if hasattr(tree, "elts"):
-            consts, carry, _ = tree.elts
-            return len(consts), len(carry)
-        consts, carry, _ = tree.tree.children()  # of a scan that is the transpose of another scan
-        return consts.num_leaves, carry.num_leaves
-    except (KeyError, AttributeError, ValueError) as error:
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+        return consts, carry
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         why = "tell the constants of a loop from its carries"
         raise unsupported("the parameters of scan", why, f"gives it {', '.join(params)}") from error
 

@@ -51,7 +51,7 @@ class Need:
 
 
 _JAXPR = ("constvars", "invars", "outvars", "eqns", "effects", "debug_info")
-_EQUATION = ("invars", "outvars", "primitive", "params", "effects", "source_info")
+_EQUATION = ("invars", "outvars", "primitive", "params", "effects", "source_info", "ctx")
 
 NEEDS: tuple[Need, ...] = (
     # Jaxprs: `jax.extend.core` has no function that reads or makes an equation.
@@ -77,7 +77,7 @@ NEEDS: tuple[Need, ...] = (
         "jax._src.core.JaxprEqn.replace",
         "rewrite the operations of programs",
         positional=1,
-        keywords=("invars", "outvars", "params", "source_info"),
+        keywords=("invars", "outvars", "params", "source_info", "ctx"),
     ),
     Need("jax._src.core.DebugInfo", "name pieces of programs", has=("with_unknown_names", "func_src_info")),
     Need("jax._src.interpreters.ad.jvp_jaxpr", "differentiate pieces of programs", positional=3),
@@ -133,10 +133,22 @@ NEEDS: tuple[Need, ...] = (
     Need("jax.interpreters.ad.zeros_like_aval", "make arrays of zeros", positional=1),
     Need("jax.interpreters.batching.primitive_batchers", "batch operations of its own", has=("__setitem__",)),
     Need("jax.interpreters.batching.broadcast", "batch operations of its own", positional=4),
-    Need("jax._src.interpreters.mlir._lowerings", "know the names of operations", has=("__iter__",)),
+    Need("jax._src.interpreters.mlir._lowerings", "know the names of operations", has=("__iter__", "__getitem__")),
+    Need("jax._src.interpreters.mlir.LoweringRuleEntry", "lower scans that wait for their operands", has=("rule",)),
+    Need("jax.experimental.xla_metadata.set_xla_metadata", "tell which scans wait for their operands"),
+    Need(
+        "jax._src.core.JaxprEqnContext",
+        "tell which scans wait for their operands",
+        positional=0,
+        has=("manager", "xla_metadata"),
+    ),
     Need("jax.interpreters.mlir.register_lowering", "lower operations of its own", positional=2, keywords=("platform", "cacheable")),
-    Need("jax.interpreters.mlir.LoweringRuleContext", "lower operations of its own", has=("module_context", "avals_in", "replace")),
-    Need("jax._src.interpreters.mlir.ModuleContext", "tell programs of one device", has=("axis_context",)),
+    Need(
+        "jax.interpreters.mlir.LoweringRuleContext",
+        "lower operations of its own",
+        has=("module_context", "avals_in", "replace", "jaxpr_eqn_ctx", "platforms"),
+    ),
+    Need("jax._src.interpreters.mlir.ModuleContext", "tell programs of one device", has=("axis_context", "platforms")),
     Need("jax._src.sharding_impls.ShardingContext", "tell programs of one device", has=("num_devices",)),
     Need("jax._src.sharding_impls.SPMDAxisContext", "tell programs of one device", has=("mesh", "manual_axes")),
     Need("jax.interpreters.mlir.lower_fun", "lower operations of its own", positional=1, keywords=("multiple_results",)),

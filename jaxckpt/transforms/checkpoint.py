@@ -18,6 +18,7 @@ from jaxckpt.core.emit import emit
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
 from jaxckpt.core.lift import anything, is_operand
+from jaxckpt.core.waiting import with_waiting_scans
 from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
@@ -64,7 +65,8 @@ def checkpoint(
       *others: none. The arguments of a call belong to the function that is returned: `checkpoint(fun)(*args)`.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`.
         For None, one of JAX's policies, and a policy that keeps nothing or everything, a call is one of
-        `jax.checkpoint(fun)`. Any other `Policy` is decided when `fun` is traced, at each call with new shapes.
+        `jax.checkpoint(fun)`; the arrays that scans in it fill are allocated when their loops start. Any other `Policy`
+        is decided when `fun` is traced, at each call with new shapes.
       prevent_cse: whether the compiler must not merge the recomputation with the forward pass. False is right only
         inside `lax.scan`, where nothing can be merged, and it is faster there. A sequence has an entry for each
         argument of `fun` that is not static: a bool, or a pytree of bools that is a prefix of the argument.
@@ -114,7 +116,7 @@ def _checkpointed(
     """Returns a function under a policy; arguments as of `checkpoint`, resolved."""
     is_jaxs, own = policy.as_jax() if isinstance(policy, Policy) else (True, policy)
     if is_jaxs:
-        plain = lambda dynamic: jax.checkpoint(dynamic, policy=own, prevent_cse=barriers)
+        plain = lambda dynamic: jax.checkpoint(with_waiting_scans(dynamic), policy=own, prevent_cse=barriers)
         if static is None and not isinstance(policy, Policy):
             return anything(plain(fun), fun, plain)
         return _calling(fun, static, plain, old=isinstance(policy, Policy))

@@ -22,6 +22,7 @@ from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.schedule import ran
 from jaxckpt.core.units import as_int, parse_bytes
+from jaxckpt.core.waiting import with_waiting_scans
 from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Schedule, schedule_of
 from jaxckpt.schedules.body import take_apart
@@ -132,9 +133,13 @@ def scan(
         policy=policy,
         name=_first_name(taken.body.jaxpr, action),
     )
-    if limit is None:
-        return taken.finish(*ran(schedule_of(taken.body.length, schedule), call))
-    return taken.finish(*fit(taken.body, limit, policy=policy is not None).schedule.run(call))
+    chosen = (
+        schedule_of(taken.body.length, schedule)
+        if limit is None
+        else fit(taken.body, limit, policy=policy is not None).schedule
+    )
+    run = lambda consts, init, xs: ran(chosen, replace(call, consts=consts, init=init, xs=xs))
+    return taken.finish(*with_waiting_scans(run)(call.consts, call.init, call.xs))
 
 
 def _carry_action(carry: Action | str) -> Action:
