@@ -130,6 +130,11 @@ SLOT_LIMITS, SLOT_FACTOR = 24, 1.35
 on record.
 """
 
+PART = 2
+"""The fewest iterations of each part of a loop that is divided in two. XLA writes one iteration out, and keeps other
+values of it than a loop does. Judged by a scanned GPT-2 on an H100: with one iteration apart the compiled step needs
+455 to 528 MiB more than is estimated, else at most 96."""
+
 SPLITS = 96
 """Maximum number of places where a scan is split in two runs that keep different values. Judged by an LSTM of 1,024
 steps on the H100: with 24 places, plans for 25 and 30% of the peak left 3 to 4% of the budget, and computed 0.8% more

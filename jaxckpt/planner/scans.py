@@ -21,6 +21,7 @@ from jaxckpt.core.constants import (
     INNER,
     LENGTHS,
     MOST_LOOP_CANDIDATES,
+    PART,
     SHORTEST,
     SLOT_FACTOR,
     SLOT_LIMITS,
@@ -215,7 +216,7 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandida
     loop = sizes.gradients + sizes.arriving
     copies = sizes.rows + sizes.gradients  # where rows are cut in pieces, and the gradients' pieces put together
     for choice in (each for each in found.candidates if each.on_host):
-        for n in {length, *_spaced(1, length - 1, SPLITS)}:
+        for n in {length, *_splits(length)}:
             kept = length * sizes.carry + n * choice.kept + (length - n) * choices[0].kept
             time = n * _time(choice) + (length - n) * _time(choices[0])
             parts = [_nested(n, (), choice)]
@@ -224,13 +225,19 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandida
             work = max(choice.work, choices[0].work) + loop + (copies if n < length else 0)
             yield LoopCandidate(in_turn(*parts), kept, time, work, n * choice.link, n * choice.host)
     for less, more in itertools.pairwise(choices):
-        for n in _spaced(1, length - 1, SPLITS):
+        for n in _splits(length):
             kept = length * sizes.carry + n * more.kept + (length - n) * less.kept
             time = n * _time(more) + (length - n) * _time(less)
             schedule = in_turn(_nested(length - n, (), less), _nested(n, (), more))
             yield LoopCandidate(schedule, kept, time, max(less.work, more.work) + loop + copies)
     for number, choice in enumerate(choices):
         yield from _alike(choice, found, sizes, length, deeper=number < 2)
+
+
+def _splits(length: int) -> list[int]:
+    """Returns after how many iterations a loop is divided in two; no part is shorter than `PART`, if both can be so."""
+    least = PART if length >= 2 * PART else 1
+    return _spaced(least, length - least, SPLITS)
 
 
 def _alike(
