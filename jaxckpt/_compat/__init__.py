@@ -104,6 +104,7 @@ from jaxckpt._compat.rules import (
     pull_back,
     tangent_program,
     transpose_rules,
+    with_changed_rules,
     without_unused,
     zeros_like_aval,
 )

@@ -168,6 +168,48 @@ class CustomRule:
         return results
 
 
+def with_changed_rules(
+    eqn: Any, program: Callable[[Any], Any], function: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Any:
+    """Returns a `custom_vjp_call` with other rules.
+
+    Args:
+      eqn: the equation.
+      program: changes the open jaxpr of the forward rule.
+      function: changes the backward rule where it is traced: a function of arrays that returns a list of arrays.
+    """
+    forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+
+    def traced_forward(*moving: bool) -> tuple[Any, Any]:
+        jaxpr, consts = forward.call_wrapped(*moving)
+        return program(jaxpr), consts
+
+    params = {
+        **eqn.params,
+        "fwd_jaxpr_thunk": linear_util.wrap_init(traced_forward, debug_info=forward.debug_info),
+        "bwd": linear_util.wrap_init(_changed(backward, function), debug_info=backward.debug_info),
+    }
+    return eqn.replace(params=params)
+
+
+def _changed(backward: Any, function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
+        if not all(isinstance(each, jax.core.Tracer) for each in operands):
+            return backward.call_wrapped(*operands)  # run at once, or told what is zero
+        found: list[Any] = []
+
+        def arrays(*operands: Any) -> list[Any]:
+            leaves, tree = jax.tree.flatten(backward.call_wrapped(*operands))
+            found.append((tree, [leaf if isinstance(leaf, Zero) else None for leaf in leaves]))
+            return [leaf for leaf in leaves if not isinstance(leaf, Zero)]
+
+        made = iter(function(arrays)(*operands))
+        tree, zeros = found[-1]
+        return jax.tree.unflatten(tree, [next(made) if zero is None else zero for zero in zeros])
+
+    return run
+
+
 def custom_rule(eqn: Any) -> CustomRule:
     """Returns the rule of an equation that is a `custom_vjp_call`."""
     params = eqn.params

@@ -28,6 +28,7 @@ from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
+from jaxckpt.core.waiting import waiting
 
 TITLE = "jaxckpt_rule@"
 """What begins the name of the function that stands in a rule's place; the rest says what rule it is, as encoded
@@ -149,7 +150,7 @@ def _open(eqn: Any) -> Any:
     That is so where it has effects, or arrays of its own; inside a `jax.shard_map`; and with `symbolic_zeros=True`:
     what such a rule keeps depends on what is differentiated, and JAX remembers only what the last trace of it kept.
     """
-    rule = _compat.custom_rule(eqn)
+    rule = _compat.custom_rule(waiting(eqn))
     if rule.symbolic_zeros or any(map(_varies, eqn.invars)):
         return None
     flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]

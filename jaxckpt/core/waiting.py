@@ -34,8 +34,11 @@ def waiting(eqn: Any) -> Any:
     where there is none.
     """
     primitive = _compat.primitive_name(eqn)
-    if primitives.of(primitive).holds not in _ENTERED:
+    facts = primitives.of(primitive)
+    if facts.holds not in _ENTERED:
         return eqn
+    if facts.backward_rule:
+        eqn = _compat.with_changed_rules(eqn, lambda jaxpr: _program(jaxpr) or jaxpr, with_waiting_scans)
     eqn = surgery.with_programs(eqn, lambda jaxpr: _program(jaxpr) or jaxpr)
     return eqn if primitive != "scan" or _compat.waits(eqn) else _compat.waiting(eqn)
 
