@@ -68,6 +68,7 @@ from jaxckpt._compat.jaxprs import (
     source_line,
     spec_of_parts,
 )
+from jaxckpt._compat.kernels import removable
 from jaxckpt._compat.loops import waiting, waits
 from jaxckpt._compat.lowering import (
     is_constant,

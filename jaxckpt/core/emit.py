@@ -20,6 +20,7 @@ from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import pooling, primitives, reads, stored, surgery
 from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, policy_keeping, whole_region
+from jaxckpt.core.finish import finished
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import NamedBody
@@ -28,7 +29,6 @@ from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
 from jaxckpt.core.regions import Address, Loop, Region, by_body, kept_actions
 from jaxckpt.core.rules import Rule
-from jaxckpt.core.waiting import waiting
 
 
 def emit(
@@ -58,7 +58,7 @@ def emit(
     actions = {i: a for region in regions for i, a in kept_actions(region).items()}
     if stray := [loop.op for loop in names.loops.get((), {}).values() if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
-    groups = [[waiting(eqn) for eqn in group] for group in _rewrite(graph.body, names, actions, _boundaries(own))]
+    groups = [[finished(eqn) for eqn in group] for group in _rewrite(graph.body, names, actions, _boundaries(own))]
     if pools_apart:
         groups = [[each for eqn in group for each in pooling.with_axis(eqn)] for group in groups]
     program = NamedProgram(graph.body, groups, names, prevent_cse, graph.calls.folded)

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
+from jaxckpt.core.finish import finished, finished_program
 from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
-from jaxckpt.core.waiting import waiting
 
 TITLE = "jaxckpt_rule@"
 """What begins the name of the function that stands in a rule's place; the rest says what rule it is, as encoded
@@ -150,7 +150,7 @@ def _open(eqn: Any) -> Any:
     That is so where it has effects, or arrays of its own; inside a `jax.shard_map`; and with `symbolic_zeros=True`:
     what such a rule keeps depends on what is differentiated, and JAX remembers only what the last trace of it kept.
     """
-    rule = _compat.custom_rule(waiting(eqn))
+    rule = _compat.custom_rule(finished(eqn))
     if rule.symbolic_zeros or any(map(_varies, eqn.invars)):
         return None
     flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]
@@ -171,7 +171,7 @@ def _varies(var: Any) -> bool:
 def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
     inside = set(_tags(eqn.params["call_jaxpr"])) - {tag for _, tag in forward.tags}
     consts = rule.num_consts
-    program = _compat.open_jaxpr(forward.program)
+    program = _compat.open_jaxpr(finished_program(forward.program))
     shape = len(eqn.invars), len(program.outvars)
     title = Rule(rule.name, forward.results, shape, forward.kept, forward.tags, tuple(sorted(inside))).title
 

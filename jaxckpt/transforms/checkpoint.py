@@ -15,10 +15,10 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, EffectsError, refuse_call
 from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
+from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
 from jaxckpt.core.lift import anything, is_operand
-from jaxckpt.core.waiting import with_waiting_scans
 from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
@@ -116,7 +116,7 @@ def _checkpointed(
     """Returns a function under a policy; arguments as of `checkpoint`, resolved."""
     is_jaxs, own = policy.as_jax() if isinstance(policy, Policy) else (True, policy)
     if is_jaxs:
-        plain = lambda dynamic: jax.checkpoint(with_waiting_scans(dynamic), policy=own, prevent_cse=barriers)
+        plain = lambda dynamic: jax.checkpoint(finished_function(dynamic), policy=own, prevent_cse=barriers)
         if static is None and not isinstance(policy, Policy):
             return anything(plain(fun), fun, plain)
         return _calling(fun, static, plain, old=isinstance(policy, Policy))

@@ -17,12 +17,12 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.actions import SAVE, Action, action_from
 from jaxckpt.core import surgery
+from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.schedule import ran
 from jaxckpt.core.units import as_int, parse_bytes
-from jaxckpt.core.waiting import with_waiting_scans
 from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Schedule, schedule_of
 from jaxckpt.schedules.body import take_apart
@@ -139,7 +139,7 @@ def scan(
         else fit(taken.body, limit, policy=policy is not None).schedule
     )
     run = lambda consts, init, xs: ran(chosen, replace(call, consts=consts, init=init, xs=xs))
-    return taken.finish(*with_waiting_scans(run)(call.consts, call.init, call.xs))
+    return taken.finish(*finished_function(run)(call.consts, call.init, call.xs))
 
 
 def _carry_action(carry: Action | str) -> Action:

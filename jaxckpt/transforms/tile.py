@@ -25,11 +25,11 @@ from jaxckpt._errors import ArgumentError, EffectsError, InWords, JaxckptError
 from jaxckpt.core import lift, purity
 from jaxckpt.core.argument_names import positional
 from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
+from jaxckpt.core.finish import finished_function
 from jaxckpt.core.leaves import array, is_array, is_given, is_operand
 from jaxckpt.core.tiling.divide import Tiling, divided, undivided
 from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows, rows_of_tile
 from jaxckpt.core.units import counted
-from jaxckpt.core.waiting import with_waiting_scans
 
 
 def tile(
@@ -337,7 +337,7 @@ def _divide(
     if call.lifted is None and cut[0] > 1:
         shapes = [atom.aval.shape for atom in tiling.program.outvars]
         _check_out_axes(out_axes, trees[-1], tiling.outs, shapes)
-    run = with_waiting_scans(lambda *values: tiling.run(*values))
+    run = finished_function(lambda *values: tiling.run(*values))
     run.__name__ = run.__qualname__ = f"tiled_{getattr(call.fun, '__name__', 'fun')}"
     return tiling, jax.jit(run), trees[-1]
 

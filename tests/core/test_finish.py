@@ -1,5 +1,5 @@
-"""Scans in unrolled blocks: what they fill is allocated when their loops start, so that checkpoints around them save
-memory.
+"""What is done last to the programs that jaxckpt returns: scans wait for their operands, so that checkpoints around
+unrolled blocks with scans save memory; kernels whose results are kept are not run again.
 """
 
 import functools
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 
 import jaxckpt
 from jaxckpt import _compat
 from jaxckpt.core import surgery
-from jaxckpt.core.waiting import with_waiting_scans
+from jaxckpt.core.finish import finished_function
 
 S = jax.ShapeDtypeStruct
 TARGETS = ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)]
@@ -148,7 +149,7 @@ def all_kinds(c, x, **settings):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_scan_that_waits_returns_what_a_scan_returns(unroll, reverse):
     run = functools.partial(all_kinds, unroll=unroll, reverse=reverse)
-    found_all = jax.jit(with_waiting_scans(run))(C, X)
+    found_all = jax.jit(finished_function(run))(C, X)
     for wanted, found in zip(jax.tree.leaves(run(C, X)), jax.tree.leaves(found_all)):
         assert jax.typeof(found) == jax.typeof(wanted)
         np.testing.assert_array_equal(found, wanted)
@@ -169,10 +170,10 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_derivative_of_a_scan_that_waits_waits_and_is_that_of_the_scan(name):
     transform = TRANSFORMS[name]
-    found_all = jax.jit(lambda: transform(with_waiting_scans(sines)))()
+    found_all = jax.jit(lambda: transform(finished_function(sines)))()
     for wanted, found in zip(jax.tree.leaves(jax.jit(lambda: transform(sines))()), jax.tree.leaves(found_all)):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    scans = list(scans_of(jax.make_jaxpr(lambda: transform(with_waiting_scans(sines)))().jaxpr))
+    scans = list(scans_of(jax.make_jaxpr(lambda: transform(finished_function(sines)))().jaxpr))
     # jax 0.12 makes the forward pass of a checkpoint's scan outside of its context.
     assert sum(map(_compat.waits, scans)) >= len(scans) - ("checkpoint" in name) >= 1
 
@@ -187,7 +188,7 @@ def scans_of(jaxpr):
 
 def test_scans_of_others_are_lowered_as_before():
     before = jax.jit(lambda c, x: sines(c, x)).lower(C, X).as_text()
-    jax.jit(with_waiting_scans(sines)).lower(C, X)
+    jax.jit(finished_function(sines)).lower(C, X)
     assert jax.jit(lambda c, x: sines(c, x)).lower(C, X).as_text() == before
     assert "optimization_barrier" not in before
 
@@ -195,7 +196,7 @@ def test_scans_of_others_are_lowered_as_before():
 @pytest.mark.parametrize("length", [0, 1])
 def test_short_scans(length):
     run = lambda c: lax.scan(lambda c, _: (c + 1, c), c, None, length=length)
-    for wanted, found in zip(jax.tree.leaves(run(C)), jax.tree.leaves(jax.jit(with_waiting_scans(run))(C))):
+    for wanted, found in zip(jax.tree.leaves(run(C)), jax.tree.leaves(jax.jit(finished_function(run))(C))):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -206,16 +207,73 @@ def test_ordered_effects_come_in_order():
         jax.debug.callback(lambda v: seen.append(int(v)), c, ordered=True)
         return c + 1, row
 
-    jax.jit(with_waiting_scans(lambda x: lax.scan(step, jnp.int32(0), x)))(X)
+    jax.jit(finished_function(lambda x: lax.scan(step, jnp.int32(0), x)))(X)
     jax.effects_barrier()
     assert seen == list(range(7))
 
 
 def test_with_the_checks_of_jax():
     with jax.enable_checks(True):
-        jax.jit(jax.grad(with_waiting_scans(sines)))(C, X)
+        jax.jit(jax.grad(finished_function(sines)))(C, X)
 
 
 def test_one_program_for_several_platforms():
-    exported = jax.export.export(jax.jit(with_waiting_scans(sines)), platforms=("cpu", "cuda", "tpu"))(C, X)
+    exported = jax.export.export(jax.jit(finished_function(sines)), platforms=("cpu", "cuda", "tpu"))(C, X)
     np.testing.assert_allclose(exported.call(C, X), sines(C, X), rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- kernels of Pallas
+
+
+def scaled(x):
+    """A kernel with two results: a block at a time twice x, and its rows' sums."""
+
+    def kernel(x_ref, twice_ref, sums_ref):
+        twice_ref[...] = 2 * x_ref[...]
+        sums_ref[...] = jnp.sum(x_ref[...], axis=1, keepdims=True)
+
+    shapes = S(x.shape, x.dtype), S((x.shape[0], 1), x.dtype)
+    return pallas.pallas_call(kernel, out_shape=shapes, interpret=True, name="scaled")(x)
+
+
+@jax.custom_vjp
+def kernel_rule(x):
+    return scaled(x)[0]
+
+
+kernel_rule.defvjp(lambda x: (lambda out: (out[0], out))(scaled(x)), lambda kept, d: (2 * d + 0 * kept[0] * kept[1],))
+
+
+def with_kernel(x):
+    for _ in range(3):
+        x = kernel_rule(jnp.sin(x))
+    return jnp.sum(x)
+
+
+def kernels(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        else:
+            for inner in surgery.programs(eqn):
+                yield from kernels(_compat.open_jaxpr(inner))
+
+
+def count_kernels(fun):
+    return sum(1 for _ in kernels(jax.make_jaxpr(jax.grad(fun))(jnp.ones((8, 128))).jaxpr))
+
+
+@pytest.mark.parametrize(
+    ("policy", "runs"), [("everything", 3), (jaxckpt.Policy({"kernel_rule/*": jaxckpt.SAVE}), 3), (None, 6)]
+)
+def test_a_kernel_whose_results_are_kept_is_not_run_again(policy, runs):
+    assert count_kernels(jaxckpt.checkpoint(with_kernel, policy=policy)) == runs
+
+
+@pytest.mark.parametrize("policy", [jaxckpt.Policy({"kernel_rule/*": jaxckpt.SAVE}), None])
+def test_a_function_with_a_kernel_has_the_same_gradient(policy):
+    x = jnp.linspace(-1, 1, 1024).reshape(8, 128)
+    wanted = jax.jit(jax.grad(with_kernel))(x)
+    np.testing.assert_allclose(jax.jit(jax.grad(jaxckpt.checkpoint(with_kernel, policy=policy)))(x), wanted, rtol=1e-6)
+    batched = jax.vmap(jax.grad(jaxckpt.checkpoint(with_kernel, policy=policy)))(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(batched[0], wanted, rtol=1e-6)
