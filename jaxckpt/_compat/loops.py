@@ -53,10 +53,17 @@ def _install() -> None:
     def lower(context: Any, *operands: Any, **params: Any) -> Any:
         platforms = set(context.platforms or context.module_context.platforms)
         # XLA for TPUs makes the arrays of a loop when the loop starts.
-        rule = marked if _is_marked(context.jaxpr_eqn_ctx) and platforms != {"tpu"} else plain
-        return rule(context, *operands, **params)
+        waits = (
+            _is_marked(context.jaxpr_eqn_ctx) and platforms != {"tpu"} and _is_loop(params["length"], params["unroll"])
+        )
+        return (marked if waits else plain)(context, *operands, **params)
 
     register_lowering(scan_p, lower)
+
+
+def _is_loop(length: Any, unroll: int) -> bool:
+    """Whether a scan becomes a loop of a known length: not if it is written out as a whole."""
+    return isinstance(length, int) and length > 0 and 0 < unroll < max(length, 2)
 
 
 def _filling(*operands: Any, **params: Any) -> list[Any]:
@@ -66,10 +73,7 @@ def _filling(*operands: Any, **params: Any) -> list[Any]:
     init, xs = list(operands[consts : consts + carries]), list(operands[consts + carries :])
     length, unroll = params["length"], params["unroll"]
     rows = [var.aval for var in jaxpr.outvars[carries:]]
-    # Written out as a whole it fills no arrays.
-    filled = (
-        [place for place, row in enumerate(rows) if _is_plain(row)] if length and 0 < unroll < max(length, 2) else []
-    )
+    filled = [place for place, row in enumerate(rows) if _is_plain(row)]
     others = [place for place in range(len(rows)) if place not in filled]
 
     def step(state: Any, x: Any) -> Any:

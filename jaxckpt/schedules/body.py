@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
 from jaxckpt.core import reads, surgery
 from jaxckpt.core.inline import inline
 from jaxckpt.core.leaves import is_inexact
@@ -42,6 +43,7 @@ def take_apart(
 
     Raises:
       TypeError, ValueError: lax.scan's own, where its arguments do not fit together.
+      ArgumentError: the number of rows is symbolic.
     """
     _compat.check_primitives()
     run = lambda init, xs: lax.scan(f, init, xs, length, reverse, unroll)
@@ -52,6 +54,9 @@ def take_apart(
     if not where or outer.eqns[where[-1]].params["length"] == 0 or _compat.jit_is_disabled():
         return None
     scan = outer.eqns[where[-1]]
+    if not isinstance(scan.params["length"], int):
+        rule = "arrays with a number of rows that is known when they are traced"
+        raise ArgumentError("xs", rule, scan.params["length"], "lax.scan takes a symbolic number.")
     consts, carries = _compat.num_scan_consts_carry(scan.params)
     body, extra = written_out(scan.params["jaxpr"], consts, carries, scan.params["length"], scan.params["reverse"])
 

@@ -222,6 +222,13 @@ def test_one_program_for_several_platforms():
     np.testing.assert_allclose(exported.call(C, X), sines(C, X), rtol=1e-6)
 
 
+def test_a_symbolic_length_can_be_exported():
+    (rows,) = jax.export.symbolic_shape("rows")
+    run = jaxckpt.checkpoint(lambda x: lax.map(jnp.sin, x))
+    exported = jax.export.export(jax.jit(run))(S((rows, 4), jnp.float32))
+    np.testing.assert_array_equal(exported.call(X), jnp.sin(X))
+
+
 # ------------------------------------------------------------------------------------------------- kernels of Pallas
 
 

@@ -596,6 +596,13 @@ def test_slots_have_vmap_nesting_and_forward_over_reverse(
     assert_trees_close(actual, transformed(name, "none"), rtol=1e-4, atol=1e-5)
 
 
+def test_a_symbolic_number_of_rows_is_refused_by_name() -> None:
+    (rows,) = jax.export.symbolic_shape("rows")
+    run = lambda x: scan(lambda c, row: (c + row, c), jnp.zeros(3), x, schedule="none")
+    with pytest.raises(ArgumentError, match="xs must be arrays with a number of rows that is known"):
+        jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((rows, 3), jnp.float32))
+
+
 @pytest.mark.parametrize(
     "differentiate",
     [
