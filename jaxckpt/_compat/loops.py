@@ -53,10 +53,9 @@ def _install() -> None:
     def lower(context: Any, *operands: Any, **params: Any) -> Any:
         platforms = set(context.platforms or context.module_context.platforms)
         # XLA for TPUs makes the arrays of a loop when the loop starts.
-        waits = (
-            _is_marked(context.jaxpr_eqn_ctx) and platforms != {"tpu"} and _is_loop(params["length"], params["unroll"])
-        )
-        return (marked if waits else plain)(context, *operands, **params)
+        early = platforms != {"tpu"} and _is_loop(params["length"], params["unroll"])
+        rule = marked if early and _is_marked(context.jaxpr_eqn_ctx) else plain
+        return rule(context, *operands, **params)
 
     register_lowering(scan_p, lower)
 

@@ -36,6 +36,7 @@ JSON.
 """
 
 PRIMITIVE = "custom_vjp_call"
+KERNELS = ("pallas_call", "ffi_call")
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,13 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
     shape = len(eqn.invars), len(program.outvars)
     title = Rule(rule.name, forward.results, shape, forward.kept, forward.tags, tuple(sorted(inside))).title
 
+    kernel = _has_kernel(program)
+
     def run(*operands: Any) -> list[Any]:
-        return _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
+        made = _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
+        # What is cut out of a kernel's result would be cut out where it is first used, in the backward pass. A TPU pads
+        # the last axis to 128: the result, such as a logsumexp with an axis of one element, may be far larger.
+        return list(jax.lax.optimization_barrier(made)) if kernel else made
 
     run.__name__ = run.__qualname__ = title
     made = jax.custom_jvp(run)
@@ -200,6 +206,14 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
         return None  # the forward rule holds arrays of its own, which have no place in this program
     extra = [_compat.fresh_var(var.aval) for var in call.outvars[forward.results :]]
     return call.replace(invars=eqn.invars, outvars=[*eqn.outvars, *extra], source_info=eqn.source_info)
+
+
+def _has_kernel(jaxpr: Any) -> bool:
+    """Whether a program calls a kernel of the user's."""
+    return any(
+        _compat.primitive_name(eqn) in KERNELS or any(map(_has_kernel, map(_compat.open_jaxpr, surgery.programs(eqn))))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence[int | None]) -> _Forward | None:

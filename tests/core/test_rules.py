@@ -454,6 +454,25 @@ def test_a_pallas_kernel_whose_residual_is_kept_is_not_called_again():
     assert_trees_close(jax.grad(kept)(x), jax.grad(fun)(x))
 
 
+def _keeping_a_column(square):
+    @jax.custom_vjp
+    def rule(x):
+        return square(x)
+
+    rule.defvjp(lambda x: ((y := square(x)), (x, y[:, :1])), lambda kept, d: (d * kept[1],))
+    return rule
+
+
+@pytest.mark.parametrize(("square", "barriers"), [(_squared, 1), (lambda x: x @ x, 0)], ids=["kernel", "no kernel"])
+def test_what_is_cut_out_of_a_kernels_result_is_there_before_the_result_is_used(square, barriers):
+    """On a TPU the kernel's own result, padded, would be kept instead."""
+    rule = _keeping_a_column(square)
+    fun = jaxckpt.checkpoint(lambda x: jnp.sum(rule(jnp.tanh(x))), policy=Policy({"rule/1": SAVE}))
+    x = jax.random.uniform(jax.random.key(0), (8, 8))
+    assert str(jax.make_jaxpr(fun)(x)).count("optimization_barrier") == barriers
+    assert_trees_close(jax.grad(fun)(x), jax.grad(lambda x: jnp.sum(rule(jnp.tanh(x))))(x))
+
+
 @pytest.mark.tpu
 def test_a_pallas_kernel_on_a_tpu_is_not_called_again():
     def run(x):
