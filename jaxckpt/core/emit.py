@@ -20,7 +20,7 @@ from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import pooling, primitives, reads, stored, surgery
 from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, policy_keeping, whole_region
-from jaxckpt.core.finish import finished
+from jaxckpt.core.finish import finished, has_one_scan
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import NamedBody
@@ -37,6 +37,7 @@ def emit(
     prevent_cse: bool | tuple[bool, ...] = True,
     loops: tuple[Loop, ...] = (),
     pools_apart: bool = False,
+    whole: bool = False,
 ) -> Flat:
     """Returns the function `(constants..., arguments...) -> results`, flat lists, that keeps what the regions say and
     recomputes the rest.
@@ -46,6 +47,7 @@ def emit(
       regions: disjoint, in order; those of a plan that was made for this graph.
       prevent_cse: as of `Plan`; or, with one region around everything, for each constant and argument.
       loops, pools_apart: as of `Plan`.
+      whole: whether the function is all that a step differentiates, and not one layer of many.
 
     Raises:
       PlanMismatchError: a loop is no scan of the graph, or one that its schedule cannot run.
@@ -58,7 +60,9 @@ def emit(
     actions = {i: a for region in regions for i, a in kept_actions(region).items()}
     if stray := [loop.op for loop in names.loops.get((), {}).values() if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
-    groups = [[finished(eqn) for eqn in group] for group in _rewrite(graph.body, names, actions, _boundaries(own))]
+    groups = _rewrite(graph.body, names, actions, _boundaries(own))
+    lone = whole and has_one_scan(graph.jaxpr)
+    groups = [[finished(eqn, lone) for eqn in group] for group in groups]
     if pools_apart:
         groups = [[each for eqn in group for each in pooling.with_axis(eqn)] for group in groups]
     program = NamedProgram(graph.body, groups, names, prevent_cse, graph.calls.folded)

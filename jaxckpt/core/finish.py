@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,8 +34,14 @@ def finished_function(fun: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def finished(eqn: Any) -> Any:
-    """Returns an equation as it is returned to the user; itself where nothing is to be done."""
+def finished(eqn: Any, lone: bool = False) -> Any:
+    """Returns an equation as it is returned to the user; itself where nothing is to be done.
+
+    Args:
+      eqn: the equation.
+      lone: whether it is of a step with `has_one_scan`. JAX lowers that one as well, and in the very bytes of a step
+        without a plan: no other scan's arrays are there before their time. Scans in its body wait.
+    """
     primitive = _compat.primitive_name(eqn)
     if primitive == "pallas_call":
         return _compat.removable(eqn)
@@ -43,20 +50,36 @@ def finished(eqn: Any) -> Any:
         return eqn
     if facts.backward_rule:
         eqn = _compat.with_changed_rules(eqn, finished_program, finished_function)
-    eqn = surgery.with_programs(eqn, finished_program)
-    return eqn if primitive != "scan" or _compat.waits(eqn) else _compat.waiting(eqn)
+    within = lone and facts.holds.returns
+    eqn = surgery.with_programs(eqn, lambda jaxpr: finished_program(jaxpr, within))
+    return eqn if primitive != "scan" or lone or _compat.waits(eqn) else _compat.waiting(eqn)
 
 
-def finished_program(jaxpr: Any) -> Any:
+def finished_program(jaxpr: Any, lone: bool = False) -> Any:
     """Returns a program, closed or open, with `finished` equations; itself where nothing is to be done."""
-    return _changed(jaxpr) or jaxpr
+    return _changed(jaxpr, lone) or jaxpr
+
+
+def has_one_scan(jaxpr: Any) -> bool:
+    """Whether a program has at most one scan that is in no loop and no branch."""
+    return len(list(itertools.islice(_scans(jaxpr), 2))) < 2
+
+
+def _scans(jaxpr: Any) -> Iterator[Any]:
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        primitive = _compat.primitive_name(eqn)
+        if primitive == "scan":
+            yield eqn
+        elif primitives.of(primitive).holds.returns:
+            for inner in surgery.programs(eqn):
+                yield from _scans(inner)
 
 
 @_compat.weakref_lru_cache
-def _changed(jaxpr: Any) -> Any:
+def _changed(jaxpr: Any, lone: bool) -> Any:
     """Returns what `finished_program` does: one for one program, since JAX caches by identity. None for itself."""
     opened = _compat.open_jaxpr(jaxpr)
-    eqns = list(map(finished, opened.eqns))
+    eqns = [finished(eqn, lone) for eqn in opened.eqns]
     if all(new is old for new, old in zip(eqns, opened.eqns)):
         return None
     return _compat.like(jaxpr, surgery.with_equations(opened, eqns), _compat.jaxpr_consts(jaxpr))

@@ -179,7 +179,7 @@ class Plan:
             with _compat.working_checkpoints():
                 graph = traced_once(lambda: trace(source, *args, **kwargs), fun, args, kwargs, self.fingerprint)
                 graph = self._checked(graph, args, kwargs)
-                emitted = emit(graph, self.regions, self.prevent_cse, self.loops, self.pools_apart)
+                emitted = emit(graph, self.regions, self.prevent_cse, self.loops, self.pools_apart, whole=True)
                 return run_emitted(graph, emitted, args, kwargs)
 
         return planned

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import SAVE, Plan, PlanMismatchError, Policy, Region, tag
-from jaxckpt.core.finish import finished_function
 from jaxckpt.core.regions import Loop
 from jaxckpt.schedules import checkpointed
 from tests.actions.half import HALF, half_is_known
@@ -221,7 +220,7 @@ def test_the_compiled_program_needs_no_more_than_checkpoints_by_hand(fun):
     peaks = []
     for action, policy in ((None, None), (SAVE, jax.checkpoint_policies.save_only_these_names("hidden"))):
         peaks.append(peak(Plan(halves(fun, action)[0].regions, graph.fingerprint).apply(fun)))
-        hand = peak(finished_function(by_hand(fun, policy)))
+        hand = peak(by_hand(fun, policy))
         assert 0.9 * hand < peaks[-1] <= 1.01 * hand
     assert peaks[1] - peaks[0] >= max(COMPILED[fun] - 1, 0.5) * LARGE_WIDE
 
