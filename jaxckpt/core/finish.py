@@ -39,8 +39,8 @@ def finished(eqn: Any, lone: bool = False) -> Any:
 
     Args:
       eqn: the equation.
-      lone: whether it is of a step with `has_one_scan`. JAX lowers that one as well, and in the very bytes of a step
-        without a plan: no other scan's arrays are there before their time. Scans in its body wait.
+      lone: whether it is of a program with `has_one_scan`. JAX lowers that one as well, and in the very bytes of a step
+        without a plan: no other scan's arrays are there before their time.
     """
     primitive = _compat.primitive_name(eqn)
     if primitive == "pallas_call":
@@ -50,8 +50,8 @@ def finished(eqn: Any, lone: bool = False) -> Any:
         return eqn
     if facts.backward_rule:
         eqn = _compat.with_changed_rules(eqn, finished_program, finished_function)
-    within = lone and facts.holds.returns
-    eqn = surgery.with_programs(eqn, lambda jaxpr: finished_program(jaxpr, within))
+    same = facts.holds.returns  # as if its program stood in its place
+    eqn = surgery.with_programs(eqn, lambda jaxpr: finished_program(jaxpr, lone if same else has_one_scan(jaxpr)))
     return eqn if primitive != "scan" or lone or _compat.waits(eqn) else _compat.waiting(eqn)
 
 
