@@ -37,6 +37,7 @@ JSON.
 
 PRIMITIVE = "custom_vjp_call"
 KERNELS = ("pallas_call", "ffi_call")
+"""Operations that run a kernel of the user's."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,6 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
     program = _compat.open_jaxpr(finished_program(forward.program))
     shape = len(eqn.invars), len(program.outvars)
     title = Rule(rule.name, forward.results, shape, forward.kept, forward.tags, tuple(sorted(inside))).title
-
     kernel = _has_kernel(program)
 
     def run(*operands: Any) -> list[Any]:
