@@ -33,10 +33,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import OPERANDS
-from jaxckpt.core.graph import Body, Graph, Op, trace
+from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.lift import trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
 BARRIER = "optimization_barrier"
@@ -132,40 +135,96 @@ def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -
     >>> estimate_peak(lambda x: jnp.sum(jnp.tanh(jnp.sin(x) + 1)), x)  # one fused loop: the argument and a scalar
     1048580
     """
-    return graph_peak(trace(fun, *args), platform)
+    graph = trace(fun, *args)
+    return graph_peak(graph, platform, donated_arguments(fun, graph))
 
 
-def graph_peak(graph: Graph, platform: str = "cuda") -> int:
-    """Estimates the peak bytes of a traced program: see `estimate_peak`."""
-    given, _, live = _program(graph, platform)
+def donated_arguments(fun: Callable[..., Any], graph: Graph, traced: Any = None) -> list[int]:
+    """Returns the arguments that a jitted function gives away, as indices of values; none of another function: JAX does
+    not donate those of a jitted function that it calls.
+
+    Args:
+      fun: the function.
+      graph: of its one call, as `jaxckpt.trace` returns it; or of what is in that, if `traced` is given.
+      traced: the `jax.stages.Traced` whose program the graph is of.
+    """
+    read: Sequence[int | None]
+    if traced is not None:
+        flags = [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
+        read = graph.body.inputs[len(graph.body.inputs) - len(flags) :]
+    elif hasattr(fun, "trace") and hasattr(fun, "lower") and len(graph.ops) == 1:
+        (call,) = graph.ops
+        inputs = iter(call.inputs)
+        flags = call.params.get("donated_invars", ())
+        read = [None if isinstance(atom, _compat.Literal) else next(inputs) for atom in call.equation.invars]
+    else:
+        return []
+    return [index for index, flag in zip(read, flags) if flag and index is not None]
+
+
+def graph_peak(graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()) -> int:
+    """Estimates the peak bytes of a traced program: see `estimate_peak`. `donated`: the arguments, as indices of
+    values, that results are written to.
+    """
+    given, _, live = _program(graph, platform, donated)
     return given + max(live, default=0)
 
 
-def graph_profile(graph: Graph, platform: str = "cuda") -> list[tuple[str, int]]:
+def graph_profile(graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()) -> list[tuple[str, int]]:
     """Estimates the bytes that are live at each operation of a traced program: see `estimate_peak`.
+
+    Args:
+      graph, platform, donated: as of `graph_peak`.
 
     Returns:
       For each operation, in the order that is estimated, the scopes that it lies in, the outermost first and joined by
       "/", and the bytes.
     """
-    given, events, live = _program(graph, platform)
+    given, events, live = _program(graph, platform, donated)
     return [("/".join(op.scope for op in event.path), given + each) for event, each in zip(events, live)]
 
 
-def _program(graph: Graph, platform: str) -> tuple[int, list[_Event], list[int]]:
+def _program(graph: Graph, platform: str, donated: Sequence[int] = ()) -> tuple[int, list[_Event], list[int]]:
     """Returns the bytes of arguments and constants, what the program does, and the bytes live at each event besides."""
     outside = {index for index, value in enumerate(graph.values) if value.kind in ("argument", "constant")}
     given = sum(graph.values[index].bytes for index in outside)
-    events, results = _events(graph, graph.body, outside, platform)
-    outputs = list({id(slot): slot for slot in results if _takes_memory(slot)}.values())
-    return given, events, _live(events, outputs)
+    places = list(_in_place(graph, donated))
+    events, results = _events(graph, graph.body, outside, platform, in_place=places)
+    in_place = {id(results[place]) for place in places}
+    outputs = {id(slot): slot for slot in results if _takes_memory(slot)}
+    for slot in (slot for key, slot in outputs.items() if key in in_place):
+        slot.counted = False
+    return given, events, _live(events, [slot for key, slot in outputs.items() if key not in in_place])
+
+
+def _in_place(graph: Graph, donated: Sequence[int]) -> Iterator[int]:
+    """Yields the places of the results that are written to donated arguments, as JAX pairs them: each result with the
+    first argument of its shape and type that is left.
+    """
+    left: dict[tuple[Any, Any], list[int]] = {}
+    for index in donated:
+        value = graph.values[index]
+        left.setdefault((value.shape, value.dtype), []).append(index)
+    for place, index in enumerate(index for index in graph.body.outputs if index is not None):
+        value = graph.values[index]
+        if left.get(key := (value.shape, value.dtype)):
+            left[key].pop(0)
+            yield place
 
 
 def _events(
-    graph: Graph, body: Body, outside: set[int], platform: str, carried: Sequence[int] = ()
+    graph: Graph,
+    body: Body,
+    outside: set[int],
+    platform: str,
+    carried: Sequence[int] = (),
+    in_place: Sequence[int] = (),
 ) -> tuple[list[_Event], list[_Memory]]:
     """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's.
-    `carried`: of a loop's body, its inputs that the first results take the places of.
+
+    Args:
+      carried: of a loop's body, its inputs that the first results take the places of.
+      in_place: the places of results that are written to donated arguments.
     """
     slots: dict[int, _Memory] = {
         index: _Memory(graph.values[index].bytes, stored=True, counted=False) for index in outside
@@ -176,6 +235,8 @@ def _events(
     events = _needed(events, results)
     given = [slot for slot in slots.values() if id(slot) not in made]
     events = _at_first_use(events, given, results, FUSING[platform].delays)
+    if in_place:
+        events = _updates_at_once(events, [results[place] for place in in_place])
     _settle(events, results, FUSING[platform], [slots[index] for index in carried])
     return events, [slot.owner() for slot in results]
 
@@ -206,9 +267,17 @@ def _flatten(
         slots.update(zip(op.outputs, outputs))
         if op.primitive == "scan" and FUSING[platform].sinks_fills:
             inputs = _without_fills(op, inputs)
-        inside = (_events(graph, inner, set(inner.inputs), platform, _carried(op, inner))[0] for inner in op.bodies)
-        workspace = max((_peak(events, []) for events in inside), default=0)
+        inside = [_events(graph, inner, set(inner.inputs), platform, _carried(op, inner)) for inner in op.bodies]
+        workspace = max((_workspace(op, *each) for each in inside), default=0)
         yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
+
+
+def _workspace(op: Op, events: list[_Event], results: list[_Memory]) -> int:
+    """Returns the bytes that a body of an operation needs beside the operation's results. Those of a branch are written
+    into them.
+    """
+    own = list({id(slot): slot for slot in results if _takes_memory(slot)}.values()) if op.primitive == "cond" else []
+    return _peak(events, own) - sum(slot.bytes for slot in own)
 
 
 def _carried(op: Op, inner: Body) -> tuple[int, ...]:
@@ -295,6 +364,36 @@ def _at_first_use(
                 place = use
                 event.path = events[use].path if use < len(events) else event.path
         first.update((id(slot), min(place, first.get(id(slot), place))) for slot in event.inputs)
+        order.append((place, time))
+    return [events[time] for _, time in sorted(order)]
+
+
+def _updates_at_once(events: list[_Event], in_place: list[_Memory]) -> list[_Event]:
+    """Returns the events with those that only lead to results in the place of donated arguments as soon as what they
+    read is there: an optimizer's update of a weight needs no more memory, and frees its gradient. What is written to
+    an argument waits until nothing else reads that.
+    """
+    leads = {id(slot) for slot in in_place}
+    others: set[int] = set()  # slots that lead elsewhere, too
+    updates = set()
+    for time, event in reversed(list(enumerate(events))):
+        made = {id(slot) for slot in event.outputs}
+        if event.primitive != BARRIER and event.facts.fused and made & leads and not made & others:
+            updates.add(time)
+            leads.update(id(slot) for slot in event.inputs)
+        else:
+            others.update(id(slot) for slot in event.inputs)
+    read: dict[int, int] = {}  # slot -> the last event, no update, that reads or makes it
+    for time, event in enumerate(events):
+        if time not in updates:
+            read.update((id(slot), time) for slot in (*event.inputs, *event.outputs))
+    there: dict[int, int] = {}  # what an update makes -> after which event it is there
+    order = []
+    for time, event in enumerate(events):
+        place = time
+        if time in updates:
+            place = max((there.get(id(slot), read.get(id(slot), -1)) for slot in event.inputs), default=-1)
+            there.update((id(slot), place) for slot in event.outputs)
         order.append((place, time))
     return [events[time] for _, time in sorted(order)]
 

@@ -16,7 +16,7 @@ from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableErr
 from jaxckpt.core import lift, shown
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import trace
-from jaxckpt.core.liveness import graph_peak
+from jaxckpt.core.liveness import donated_arguments, graph_peak
 from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import PLAIN, made, not_a_loss, suited
@@ -212,7 +212,7 @@ def compare(
     for done, (name, fun) in enumerate(steps.items()):
         progress(done, total, f"compiling {name}")
         graph = trace(fun, *args)
-        estimate = None if sharded else graph_peak(graph, resolved.platform)
+        estimate = None if sharded else graph_peak(graph, resolved.platform, donated_arguments(fun, graph))
         try:
             memory = measure(fun, *args, target=resolved, generate_code=False, cache=cache)
             measured.append((name, memory, estimate, graph.flops))

@@ -16,7 +16,7 @@ from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace
-from jaxckpt.core.liveness import graph_profile
+from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.shared_traces import SharedTraces
 from jaxckpt.memory.cache import folder_of
@@ -125,6 +125,13 @@ def step_graph(step: Callable[..., Any], args: tuple[Any, ...], target: Target) 
     return _graph_of(_traced(step, args, target), step, args)
 
 
+def step_peak(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> int:
+    """Returns the peak that a training step is estimated to have on a target, from its trace alone."""
+    traced = _traced(step, args, target)
+    graph = _graph_of(traced, step, args)
+    return graph_peak(graph, target.platform, donated_arguments(step, graph, _with_program(traced)))
+
+
 def step_and_settings(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> tuple[Graph, str]:
     """Returns what `step_graph` does, and what the step's `jax.jit` was given beside the function, as text; "" for a
     step that is not jitted.
@@ -138,7 +145,13 @@ def _traced(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> 
 
 
 def _graph_of(traced: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Graph:
-    return graph_of(traced.jaxpr, rules=True) if hasattr(traced, "jaxpr") else trace(step, *args)
+    traced = _with_program(traced)
+    return trace(step, *args) if traced is None else graph_of(traced.jaxpr, rules=True)
+
+
+def _with_program(traced: Any) -> Any:
+    """Returns what `jax.jit` traced; None where a wrapper of it, such as nnx's, does not show its program."""
+    return traced if hasattr(traced, "jaxpr") else None
 
 
 class Measured:
@@ -224,7 +237,7 @@ class Measured:
         if not scoped:
             self._steps[made] = step, traced
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
-        profile = graph_profile(graph, self.target.platform)
+        profile = graph_profile(graph, self.target.platform, donated_arguments(step, graph, traced))
         peak = max((size for _, size in profile), default=self.argument_bytes)
         moments = traced_moments(profile, self.model.places) if scoped else {}
         moments = {moment: size - self.argument_bytes for moment, size in moments.items()}
@@ -239,7 +252,7 @@ class Measured:
             traced = traced_for(step, self.args, self.target)
         except PlanMismatchError:
             return None
-        return traced if hasattr(traced, "jaxpr") else None
+        return _with_program(traced)
 
     def _compile(self, made: Plan | None) -> MemoryReport:
         step, traced = self._steps.pop(made, (None, None))

@@ -21,7 +21,6 @@ from jaxckpt import _compat
 from jaxckpt._errors import InfeasibleBudgetError, JaxckptError
 from jaxckpt.core import leaves, lift
 from jaxckpt.core.graph import aval_bytes
-from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.gradient import suited
@@ -29,7 +28,7 @@ from jaxckpt.memory.targets import target_of
 from jaxckpt.planner import calls, problems
 from jaxckpt.planner.budget import DEVICE, budget_bytes, normal, resident_bytes
 from jaxckpt.planner.calls import Call
-from jaxckpt.planner.measured import step_graph
+from jaxckpt.planner.measured import step_peak
 from jaxckpt.planner.stored_plans import AutoSettings, PlanFile, peak_of
 from jaxckpt.planner.watch import watch_here
 
@@ -255,9 +254,9 @@ class PlannedCalls:
 
     def _estimate(self, fun: Callable[..., Any], shapes: tuple[Any, ...]) -> int:
         """Returns the peak of the step without a plan, as its trace lets one expect."""
-        step = suited(self.settings.planning.step, fun, shapes)
+        step = suited(self.settings.planning.step, fun, shapes)(fun)
         target = target_of(self.settings.planning.target)
-        return graph_peak(step_graph(step(fun), shapes, target), target.platform)
+        return step_peak(step, shapes, target)
 
     @property
     def name(self) -> str:

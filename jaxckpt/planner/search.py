@@ -104,6 +104,8 @@ class Search:
                 best = self._or_by_hand(best, self.problem.by_hand)
         if best is not None and self.shares:
             best = self._or_with_last_blocks_left(best)
+        if (best is None or best.effort > 0.0) and (found := self._as_it_is_after_all()) is not None:
+            return found
         if best is None:
             self.progress(self.most, self.most, "")
             raise self._infeasible()
@@ -397,6 +399,17 @@ class Search:
             return None
         self.progress(self.most, self.most, "")
         return findings.empty(problem, self.budget, report.peak_bytes, report)
+
+    def _as_it_is_after_all(self) -> Plan | None:
+        """Returns the empty plan if the step fits without one, though its estimate was too far above the budget to
+        compile it: the estimates of plans that were compiled may be too high by as much.
+        """
+        problem = self.problem
+        if problem.known_unplanned is not None:
+            return None
+        tries = [t for t in self.tries if t.report is not None]
+        ratio = min((t.compiled / problem.estimate(t.solution) for t in tries), default=1.0)
+        return self._compiled_as_it_is() if ratio * self._peak_as_it_is() <= ROOM * self.budget else None
 
     def _may_fit(self) -> bool:
         return self._peak_as_it_is() - self.problem.merged_bytes <= ROOM * self.budget

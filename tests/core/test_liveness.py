@@ -7,7 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxckpt
@@ -192,6 +194,93 @@ def test_the_cpu_stores_what_is_used_twice_and_the_gpu_computes_it_twice():
 
     assert estimate_peak(shared, X, W, platform="cpu") >= 2 * MIB
     assert estimate_peak(shared, X, W, platform="cuda") < 1.1 * MIB
+
+
+# ----------------------------------------------------------------------------------------------- donated arguments
+
+
+def training(optimizer, rows, layers=8, width=512):
+    """Returns a step of tanh layers with their optimizer, and its arguments."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    def step(state, x):
+        ws, memory = state
+        value, gradients = jax.value_and_grad(loss)(ws, x)
+        updates, memory = optimizer.update(gradients, memory, ws)
+        return value, (optax.apply_updates(ws, updates), memory)
+
+    ws = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    state = ws, jax.eval_shape(optimizer.init, ws)
+    return step, (state, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("sgd", 64), ("adamw", 64), ("adamw", 8192), ("clipped", 8192)], ids=lambda value: str(value)
+)
+def test_results_in_the_place_of_donated_arguments_take_nothing(target, name, rows):
+    """Updates come as soon as they can, and free the gradients: the step of few rows is mostly its optimizer's."""
+    step, args = training(OPTIMIZERS[name], rows)
+    platform = target.split(":")[0]
+    for donated in ((), (0,)):
+        jitted = jax.jit(step, donate_argnums=donated)
+        compiled = jaxckpt.measure(jitted, *args, target=target, generate_code=False).peak_bytes
+        assert estimate_peak(jitted, *args, platform=platform) == pytest.approx(compiled, rel=0.06)
+
+
+def test_what_a_jitted_function_inside_is_given_is_not_donated():
+    """JAX donates the arguments of the outermost function alone."""
+    step, args = training(OPTIMIZERS["adamw"], 64)
+    jitted = jax.jit(step, donate_argnums=0)
+    plain = estimate_peak(step, *args)
+    assert estimate_peak(lambda *args: jitted(*args), *args) == plain
+    assert estimate_peak(jitted, *args) < 0.7 * plain
+
+
+def test_a_result_takes_the_place_of_a_donated_argument_of_its_shape_and_type_alone():
+    jitted = lambda fun: jax.jit(fun, donate_argnums=0)
+    step = lambda x, w: (x @ w, x @ w * 2)
+    assert estimate_peak(jitted(step), X, W) == 2 * MIB + 4 * 64 * 64  # of two, one
+    assert estimate_peak(jitted(lambda x, w: (x @ w).astype(jnp.bfloat16)), X, W) > MIB + MIB // 2
+    assert estimate_peak(jitted(lambda x, w: (x @ w)[:, :32]), X, W) > MIB + MIB // 2
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_what_a_step_of_nnx_changes_and_donates_is_known(donated):
+    def train(model, optimizer, x):
+        value, gradients = nnx.value_and_grad(lambda model, x: (model(x) ** 2).sum())(model, x)
+        optimizer.update(model, gradients)
+        return value
+
+    model, x = nnx.Sequential(*(nnx.Linear(512, 512, rngs=nnx.Rngs(0)) for _ in range(4))), jnp.ones((8, 512))
+    args = model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param), x
+    step = nnx.jit(train, donate_argnums=donated)
+    compiled = jaxckpt.measure(step, *args, target="cpu", generate_code=False).peak_bytes
+    assert estimate_peak(step, *args, platform="cpu") == pytest.approx(compiled, rel=0.15)
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+def test_branches_write_into_the_results(target):
+    def run(flag, x, w):
+        for _ in range(4):
+            first, second = lax.cond(flag > 0, lambda x: (jnp.tanh(x @ w) @ w, x @ w), lambda x: (x @ w, x), x)
+            x = first + second
+        return x.sum()
+
+    args = jax.ShapeDtypeStruct((), jnp.int32), X, W
+    compiled = jaxckpt.measure(run, *args, target=target, generate_code=False).peak_bytes
+    assert estimate_peak(run, *args, platform=target.split(":")[0]) == pytest.approx(compiled, rel=0.02)
 
 
 def test_what_nobody_needs_is_dropped_and_unknown_operations_are_stored():
