@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime
 from jaxckpt.memory.report import MemoryReport, measure
 from jaxckpt.show import timeline
+from tests.browser import document
 from tests.memory import dumps
 
 TARGETS = ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda), pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu)]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 X = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 
 
@@ -185,15 +184,9 @@ def test_without_a_buffer_assignment_there_is_no_timeline(tmp_path):
 
 def rendered(page: str, tmp_path, script: str = "") -> str:
     """What a browser makes of a page, after a script has run in it."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium is on the PATH: the timeline's data is tested, its drawing is not")
     path = tmp_path / "page.html"
-    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    flags = """--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking
-        --disable-component-update --disable-sync --virtual-time-budget=4000 --window-size=1400,1200 --dump-dom"""
-    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
+    path.write_text(page)
+    return document(path, f"{{{script}}}")
 
 
 FIGURE = re.compile(
@@ -266,3 +259,26 @@ def test_keys_reach_every_buffer_and_the_switch_hides_a_program(tmp_path):
     title = re.search(r"<title>(.*?)</title>", dom)[1]
     assert "jit(f)/t, u8[3000], 2.9 KiB, file.py:3" in title and title.endswith("| /a/file.py:3")
     assert [name for name, *_ in FIGURE.findall(dom)] == ["this program"]
+
+
+def test_the_page_of_a_plan_draws_the_step_with_it_beside_the_one_without(tmp_path):
+    ws, x = [jnp.ones((64, 256)) / 64] * 8, jnp.ones((1024, 64))
+    loss = lambda ws, x: sum(jnp.sum(x := jnp.tanh(jnp.tanh(x @ w) @ w.T)) for w in ws)
+    plan = jaxckpt.plan(loss, ws, x, budget="60%", target="cpu")
+    plan.report.to_html(tmp_path / "plan.html")
+    peaks = {name: int(top) for name, _, _, top, _ in FIGURE.findall(document(tmp_path / "plan.html"))}
+    assert list(peaks) == ["without a plan", "planned"]
+    assert peaks["planned"] == pytest.approx(plan.measured_bytes, rel=0.01)
+    assert peaks["without a plan"] == pytest.approx(plan.unplanned_bytes, rel=0.01)
+
+
+def test_the_page_of_a_comparison_draws_the_front(tmp_path):
+    x, wrap = jnp.ones((512, 512)), jaxckpt.checkpoint
+    chain = lambda wrap: (
+        lambda x: functools.reduce(lambda x, _: wrap(lambda x: jnp.tanh(jnp.sin(x) @ x))(x), range(6), x).sum()
+    )
+    found = jaxckpt.compare({"none": chain(lambda f: f), "each": chain(wrap)}, x, target="cpu")
+    found.to_html(tmp_path / "compare.html")
+    tops = {name: int(top) for name, _, _, top, _ in FIGURE.findall(document(tmp_path / "compare.html"))}
+    assert tops == {row.name: row.report.timeline().peak_bytes for row in found if row.on_front}
+    assert set(tops) == {"none", "each"}
