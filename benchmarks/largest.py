@@ -6,8 +6,8 @@
 Each way is searched for the largest batch whose compiled gradient step fits the memory of an H100. A preset stands
 around each block of the model (or, "whole", around all of it), and is the best of all. A plan may compute at most one
 forward pass more than the step without it, as in P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal
-Tensor Rematerialization" (2020); the last two ways may run stretches tile by tile, or admit all actions, and so may
-use the host's memory and keep rounded values. A batch is the largest to within 3%.
+Tensor Rematerialization" (2020); the last way admits all actions, and so may use the host's memory and keep rounded
+values. A batch is the largest to within 3%.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax
 import jaxckpt
 from benchmarks.all_actions import ALL
 from benchmarks.reporting import RESULTS, save
-from jaxckpt import DoesNotFitError, InfeasibleBudgetError, factories, variants
+from jaxckpt import RECOMPUTE, SAVE, DoesNotFitError, InfeasibleBudgetError, factories, variants
 from jaxckpt.core.graph import trace
 from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import start_backend
@@ -33,7 +33,7 @@ from jaxckpt.planner.problems import problem_of
 from jaxckpt.show.table import markdown
 
 MODELS = ("gpt2", "resnet50", "unet")
-WAYS = ("none", "preset", "plan", "tiles", "all actions")
+WAYS = ("none", "preset", "plan", "all actions")
 WITHIN = 0.03
 
 
@@ -124,10 +124,10 @@ class Model:
         plain, _ = self.counted(made, "none")
         return Fit(report.peak_bytes, self.counted(made, name)[0] / plain - 1, 0.0, name)
 
-    def planned(self, batch: int, **settings: Any) -> Fit | None:
-        """Returns what fits with a plan that computes at most one forward pass more; `settings` as of `plan`."""
+    def planned(self, actions: Sequence[Any], batch: int) -> Fit | None:
+        """Returns what fits with a plan that computes at most one forward pass more."""
         made = self.built(batch, ["none"])
-        problem = problem_of(made.functions["none"], *made.args, target=self.target, cache=self.cache, **settings)
+        problem = problem_of(made.functions["none"], *made.args, target=self.target, actions=actions, cache=self.cache)
         plain, forward = self.counted(made, "none")
         for verify in (False, True):  # the first takes no compilation, and says no to most that are far too large
             try:
@@ -163,8 +163,8 @@ def row_of(model: str, way: str, target: jaxckpt.Target, start: int, cache: str 
         tried = [largest(lambda batch, name=name: told(batch, made.by_hand(name, batch)), start) for name in leanest]
         batch, fit = max(tried, key=lambda each: each[0])
     else:
-        settings = {"plan": {}, "tiles": {"tile": True}, "all actions": {"actions": ALL}}[way]
-        batch, fit = largest(lambda batch: told(batch, made.planned(batch, **settings)), start)
+        actions = (RECOMPUTE, SAVE) if way == "plan" else ALL
+        batch, fit = largest(lambda batch: told(batch, made.planned(actions, batch)), start)
     seconds = time.perf_counter() - begun
     return Row(model, way, batch, **(asdict(fit) if fit else {}), searching_seconds=seconds)
 

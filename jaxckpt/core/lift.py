@@ -267,6 +267,24 @@ def has_objects(tree: Any) -> bool:
     return nnx is not None and any(map(nnx.is_object, jax.tree.leaves(tree, is_leaf=nnx.is_object)))
 
 
+def is_model(fun: Any) -> bool:
+    """Returns whether a function is a callable pytree of arrays, such as a module of equinox or nnx. Its arrays are
+    then arguments, and what is made of it stays a pytree of them: in a model, a function would hide them from
+    gradients.
+    """
+    if has_objects(fun):
+        return True
+    if jax.tree_util.all_leaves([fun]):
+        return False
+    if any(map(is_array, jax.tree.leaves(fun))):
+        return True
+    try:
+        hash(fun)
+    except TypeError:
+        return True
+    return False
+
+
 def snapshot(tree: Any) -> tuple[list[Any], Callable[[], None]]:
     """Returns the arrays in a pytree, those in nnx modules too, and a function that puts back what the modules hold."""
     nnx = _nnx()

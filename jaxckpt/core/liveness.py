@@ -27,6 +27,7 @@ shows both, and the error.
 from __future__ import annotations
 
 import bisect
+import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,23 @@ from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 BARRIER = "optimization_barrier"
 
 
+class Branches(enum.Enum):
+    """Where results of a `cond` have memory of their own: what donated, compiled steps need says so."""
+
+    IN_PLACE = "nowhere"
+    HANDED_ON = "where a branch hands an operand on"
+    NO_FLAG = "but where a boolean chooses, and a branch hands an operand on"
+
+    def own(self, op: Op, place: int, graph: Graph) -> bool:
+        """Returns whether a result of a `cond` of a graph, by its place, has."""
+        handed_on = any(body.outputs[place] in body.inputs for body in op.bodies)
+        if self is not Branches.NO_FLAG:
+            return self is Branches.HANDED_ON and handed_on
+        index = graph.values[op.inputs[0]].equation if op.inputs else None
+        flag = index is not None and str(getattr(index.invars[0].aval, "dtype", "")) == "bool"
+        return not (flag and handed_on)
+
+
 @dataclass(frozen=True)
 class Fusing:
     """How a platform's compiler fuses, and what else it does that takes memory.
@@ -61,6 +79,7 @@ class Fusing:
       copies_carries: whether what an iteration makes of a carry stands beside it; else it is written over it where that
         can be.
       sinks_fills: whether an array of one constant, which all iterations of a loop read, is made in the loop's body.
+      branches: where results of a `cond` have memory of their own, and are not written to donated arguments.
       widens_floats: whether floats of fewer than four bytes are computed in float32.
       split_cores: the number of cores. If a matmul's result has fewer tiles, its contraction is split, and the parts
         are added up. 0 if no contraction is split.
@@ -74,6 +93,7 @@ class Fusing:
     accumulates: bool = False
     copies_carries: bool = False
     sinks_fills: bool = False
+    branches: Branches = Branches.IN_PLACE
     widens_floats: bool = False
     split_cores: int = 0
 
@@ -170,75 +190,150 @@ def graph_peak(graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()
     return given + max(live, default=0)
 
 
-def graph_profile(graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()) -> list[tuple[str, int]]:
+def graph_profile(
+    graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()
+) -> tuple[int, list[tuple[str, int]]]:
     """Estimates the bytes that are live at each operation of a traced program: see `estimate_peak`.
 
     Args:
       graph, platform, donated: as of `graph_peak`.
 
     Returns:
-      For each operation, in the order that is estimated, the scopes that it lies in, the outermost first and joined by
-      "/", and the bytes.
+      The bytes of arguments and constants that are used. For each operation, in the order that is estimated, the scopes
+      that it lies in, the outermost first and joined by "/", and the bytes beside these.
     """
     given, events, live = _program(graph, platform, donated)
-    return [("/".join(op.scope for op in event.path), given + each) for event, each in zip(events, live)]
+    return given, [("/".join(op.scope for op in event.path), each) for event, each in zip(events, live)]
 
 
 def _program(graph: Graph, platform: str, donated: Sequence[int] = ()) -> tuple[int, list[_Event], list[int]]:
-    """Returns the bytes of arguments and constants, what the program does, and the bytes live at each event besides."""
-    outside = {index for index, value in enumerate(graph.values) if value.kind in ("argument", "constant")}
-    given = sum(graph.values[index].bytes for index in outside)
-    places = list(_in_place(graph, donated))
-    events, results = _events(graph, graph.body, outside, platform, in_place=places)
-    in_place = {id(results[place]) for place in places}
-    outputs = {id(slot): slot for slot in results if _takes_memory(slot)}
-    for slot in (slot for key, slot in outputs.items() if key in in_place):
-        slot.counted = False
-    return given, events, _live(events, [slot for key, slot in outputs.items() if key not in in_place])
+    """Returns the bytes of the arguments and constants that are used, what the program does, and the bytes live at each
+    event besides.
+    """
+    outside = _given(graph, (value.index for value in graph.values if value.kind in ("argument", "constant")))
+    events, results = _needed_events(graph, graph.body, outside, platform)
+    alive = {id(slot) for event in events for slot in event.inputs} | set(map(id, results))
+    given = sum(slot.bytes for slot in outside.values() if id(slot) in alive)  # `jax.jit` leaves out the others
+    pairs = _in_place(graph, [index for index in donated if id(outside[index]) in alive])
+    events = _ordered(events, outside.values(), results, platform, [results[place] for place in pairs])
+    results = [slot.owner() for slot in results]
+    outputs, copies = _written(graph, outside, events, results, pairs, platform)
+    return given, events, _live(events, outputs, copies)
 
 
-def _in_place(graph: Graph, donated: Sequence[int]) -> Iterator[int]:
-    """Yields the places of the results that are written to donated arguments, as JAX pairs them: each result with the
-    first argument of its shape and type that is left.
+def _in_place(graph: Graph, donated: Sequence[int]) -> dict[int, int]:
+    """Returns the results that are written to donated arguments, as JAX pairs them: each result with the first argument
+    of its shape and type that is left.
+
+    Returns:
+      The place of a result, those that are literals left out -> the argument.
     """
     left: dict[tuple[Any, Any], list[int]] = {}
     for index in donated:
         value = graph.values[index]
         left.setdefault((value.shape, value.dtype), []).append(index)
+    pairs = {}
     for place, index in enumerate(index for index in graph.body.outputs if index is not None):
         value = graph.values[index]
         if left.get(key := (value.shape, value.dtype)):
-            left[key].pop(0)
-            yield place
+            pairs[place] = left[key].pop(0)
+    return pairs
+
+
+_Copy = tuple[int, int, int]
+"""Bytes of a copy, the first and the last event at which it is there."""
+
+
+def _written(
+    graph: Graph,
+    outside: Mapping[int, _Memory],
+    events: list[_Event],
+    results: list[_Memory],
+    pairs: Mapping[int, int],
+    platform: str,
+) -> tuple[list[_Memory], list[_Copy]]:
+    """Returns the results that have buffers of their own, and the copies that XLA makes: of an argument that is a
+    result in no place of its own, of what is a result twice, and of a donated argument that is still read when a result
+    takes its place.
+    """
+    made = {id(slot): (time, event) for time, event in enumerate(events) for slot in event.outputs}
+    owners = dict(zip((id(slot) for slot in outside.values()), outside))
+    outputs: dict[int, _Memory] = {}
+    copies: list[_Copy] = []
+    seen: set[int] = set()
+    returned = set(map(id, results))
+    for place, slot in enumerate(results):
+        argument, pair, again = owners.get(id(slot)), pairs.get(place), id(slot) in seen
+        seen.add(id(slot))
+        if argument is not None:
+            if pair != argument:
+                copies.append((slot.bytes, 0, len(events)))
+        elif again:
+            if pair is None:
+                copies.append((slot.bytes, len(events) - 1, len(events)))
+        elif pair is None:
+            if _takes_memory(slot):
+                outputs[id(slot)] = slot
+        elif id(slot) in made:
+            time, event = made[id(slot)]
+            if event.primitive == "cond":
+                op, at = event.path[-1], next(i for i, each in enumerate(event.outputs) if each is slot)
+                if FUSING[platform].branches.own(op, at, graph):
+                    continue
+            slot.counted = False
+            if id(outside[pair]) not in returned and (last := outside[pair].last) > time:
+                copies.append((slot.bytes, time, last))
+    return list(outputs.values()), copies
 
 
 def _events(
-    graph: Graph,
-    body: Body,
-    outside: set[int],
-    platform: str,
-    carried: Sequence[int] = (),
-    in_place: Sequence[int] = (),
+    graph: Graph, body: Body, outside: Mapping[int, _Memory], platform: str, carried: Sequence[int] = ()
 ) -> tuple[list[_Event], list[_Memory]]:
-    """Returns what a body does, and the slots of its results; what is `outside` (indices of values) is its caller's.
+    """Returns what a body of an operation does, and the slots of its results.
 
     Args:
+      outside: value -> slot, of what is the caller's.
       carried: of a loop's body, its inputs that the first results take the places of.
-      in_place: the places of results that are written to donated arguments.
     """
-    slots: dict[int, _Memory] = {
-        index: _Memory(graph.values[index].bytes, stored=True, counted=False) for index in outside
-    }
+    events, results = _needed_events(graph, body, outside, platform)
+    events = _ordered(events, outside.values(), results, platform, carried=[outside[index] for index in carried])
+    return events, [slot.owner() for slot in results]
+
+
+def _needed_events(
+    graph: Graph, body: Body, outside: Mapping[int, _Memory], platform: str
+) -> tuple[list[_Event], list[_Memory]]:
+    """Returns what a body does for its results, and their slots; `outside` as of `_events`."""
+    slots = dict(outside)
     events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
+    return _needed(events, results), results
+
+
+def _ordered(
+    events: list[_Event],
+    given: Iterable[_Memory],
+    results: list[_Memory],
+    platform: str,
+    in_place: list[_Memory] | None = None,
+    carried: Sequence[_Memory] = (),
+) -> list[_Event]:
+    """Returns the events in the order of compilers, and decides what is stored.
+
+    Args:
+      given: what is there from the start.
+      results: what is there at the end.
+      in_place: the results that are written to donated arguments.
+      carried: as of `_settle`.
+    """
     made = {id(slot) for event in events for slot in event.outputs}
-    events = _needed(events, results)
-    given = [slot for slot in slots.values() if id(slot) not in made]
-    events = _at_first_use(events, given, results, FUSING[platform].delays)
+    read = {id(slot): slot for event in events for slot in event.inputs if id(slot) not in made}
+    read |= {id(slot): slot for slot in given}
+    events = _at_first_use(events, read.values(), results, FUSING[platform].delays)
     if in_place:
-        events = _updates_at_once(events, [results[place] for place in in_place])
-    _settle(events, results, FUSING[platform], [slots[index] for index in carried])
-    return events, [slot.owner() for slot in results]
+        events = _updates_at_once(events, in_place)
+    _settle(events, results, FUSING[platform], carried)
+    return events
 
 
 def _flatten(
@@ -267,9 +362,16 @@ def _flatten(
         slots.update(zip(op.outputs, outputs))
         if op.primitive == "scan" and FUSING[platform].sinks_fills:
             inputs = _without_fills(op, inputs)
-        inside = [_events(graph, inner, set(inner.inputs), platform, _carried(op, inner)) for inner in op.bodies]
+        inside = [
+            _events(graph, inner, _given(graph, inner.inputs), platform, _carried(op, inner)) for inner in op.bodies
+        ]
         workspace = max((_workspace(op, *each) for each in inside), default=0)
         yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
+
+
+def _given(graph: Graph, indices: Iterable[int]) -> dict[int, _Memory]:
+    """Returns slots of values that are there already."""
+    return {index: _Memory(graph.values[index].bytes, stored=True, counted=False) for index in indices}
 
 
 def _workspace(op: Op, events: list[_Event], results: list[_Memory]) -> int:
@@ -553,11 +655,11 @@ def _peak(events: list[_Event], outputs: list[_Memory]) -> int:
     return max(_live(events, outputs), default=0)
 
 
-def _live(events: list[_Event], outputs: list[_Memory]) -> list[int]:
+def _live(events: list[_Event], outputs: list[_Memory], copies: Sequence[_Copy] = ()) -> list[int]:
     """Returns the bytes that are live at each event.
 
     The outputs have buffers of their own from the start. Until one is written, something else may live in it, if that
-    is no larger.
+    is no larger. `copies` are there besides.
     """
     lives: dict[_Memory, tuple[int, int]] = {}
     for time, event in enumerate(events):
@@ -571,6 +673,9 @@ def _live(events: list[_Event], outputs: list[_Memory]) -> list[int]:
         if slot not in waiting.written and not waiting.take(slot.bytes, first, last):
             change[first] += slot.bytes
             change[min(last + 1, len(events))] -= slot.bytes
+    for size, first, last in copies:
+        change[first] += size
+        change[min(last + 1, len(events))] -= size
     standing = sum(slot.bytes for slot in waiting.written)
     moving = itertools.accumulate(change[:-1])
     return [standing + live + event.workspace for live, event in zip(moving, events)]

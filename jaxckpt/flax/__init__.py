@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxckpt._errors import ArgumentError, MissingPackageError, refuse_call
 
 try:
@@ -57,7 +59,8 @@ def checkpoint(
     Args:
       target: a linen or nnx module class (for its `__call__`) or a partial of one; a method in the body of such a
         class, above or below `@nn.compact`; a bound method; an instance of an nnx module; a function of modules, which
-        has linen modules first. If it is omitted, a decorator is returned.
+        has linen modules first. Of an nnx instance a `jax.tree_util.Partial` is returned, which may stand in its place
+        in a model, one level of paths deeper (`apply` keeps the paths). If it is omitted, a decorator is returned.
       *others: none. The arguments of a call belong to what is returned.
       policy: says what is kept, as in `jaxckpt.checkpoint`.
       prevent_cse: as in `jaxckpt.checkpoint`. False is right only inside a scan.
@@ -99,7 +102,9 @@ def checkpoint(
     if not callable(target):
         raise ArgumentError("target", "a module class, a method, or a function of modules", target)
     bound = getattr(target, "__self__", None)
-    if isinstance(bound, (nn.Module, _NnxModule)):
+    if isinstance(bound, _NnxModule):
+        return jax.tree_util.Partial(_checkpoint_function(target.__func__, made), bound)
+    if isinstance(bound, nn.Module):
         return functools.partial(_checkpoint_function(target.__func__, made), bound)
     return _checkpoint_function(target, made)
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxckpt.core.constants import CLOSE, OVERTIMED, TINY
+from jaxckpt.core.constants import CLOSE, OVERTIMED, TINIEST, TINY
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.planner.chain import Solution, cost
 from jaxckpt.planner.measured import Measured, Try
@@ -26,7 +26,7 @@ def first_blocks(predictions: Predictions) -> Sequence[Solution]:
     problem = predictions.problem
     if not predictions.quick or not problem.by_hand:
         return ()
-    limit = predictions.modelled_limit(predictions.budget)
+    limit = (1 + CLOSE) * predictions.modelled_limit(predictions.budget)
     left = problem.model.with_last_blocks_left(problem.by_hand[0])
     return [solution for solution in left if cost(predictions.chain, solution).peak <= limit][-2:]
 
@@ -76,7 +76,7 @@ def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Tr
     problem, chain = predictions.problem, predictions.chain
     limit = predictions.modelled_limit(most_overstated(problem) * predictions.budget)
     slowest = OVERTIMED * max(cost(chain, best.solution).time, best.effort)
-    dearest = best.effort - TINY * problem.plain.time.effort
+    dearest = best.effort - (TINIEST if predictions.quick else TINY) * problem.plain.time.effort
     near = [s for s in times if times[s] < slowest and (predictions.quick or cost(chain, s).peak <= limit)]
     near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
     efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, DoesNotFitError, PlanMismatchError
+from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, PlanMismatchError
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
@@ -19,6 +19,7 @@ from jaxckpt.core.lift import trace
 from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.shared_traces import SharedTraces
+from jaxckpt.core.units import counted
 from jaxckpt.memory.cache import folder_of
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_for
@@ -221,7 +222,11 @@ class Measured:
 
     @functools.cached_property
     def plain(self) -> Traced:
-        """The step without a plan, as traced."""
+        """The step without a plan, as traced.
+
+        Raises:
+          NotDifferentiableError: what it returns does not depend on the gradients.
+        """
         return self._look(None)
 
     def _look(self, made: Plan | None) -> Traced:
@@ -237,12 +242,31 @@ class Measured:
         if not scoped:
             self._steps[made] = step, traced
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
-        profile = graph_profile(graph, self.target.platform, donated_arguments(step, graph, traced))
-        peak = max((size for _, size in profile), default=self.argument_bytes)
+        given, profile = graph_profile(graph, self.target.platform, donated_arguments(step, graph, traced))
+        if made is None:
+            self._refuse_lost_gradients(graph, profile)
+        peak = given + max((size for _, size in profile), default=0)
         moments = traced_moments(profile, self.model.places) if scoped else {}
-        moments = {moment: size - self.argument_bytes for moment, size in moments.items()}
         elsewhere = Time(shards.sent.elsewhere, shards.sent.elsewhere)
         return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments)
+
+    def _refuse_lost_gradients(self, graph: Graph, profile: list[tuple[str, int]]) -> None:
+        """Raises NotDifferentiableError where the step computes gradients, and nothing that it returns depends on them:
+        the compiler drops the backward pass.
+
+        Args:
+          graph: of the step.
+          profile: as of `graph_profile`, of what the results depend on.
+        """
+        is_backward = lambda scopes: "transpose(" in scopes
+        lost = any(is_backward(op.scope) for op in graph.walk()) and not any(is_backward(where) for where, _ in profile)
+        if lost and not graph.jaxpr.effects:
+            raise NotDifferentiableError(
+                "step must return what depends on the gradients, such as the new parameters. The step that it makes "
+                f"computes gradients and returns {counted(len(graph.body.outputs), 'array')} without them, so the compiler "
+                "drops the backward pass. Return the new state; a step that changes modules of nnx is "
+                "jitted with nnx.jit, not with jax.jit."
+            )
 
     def _traced_step(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as

@@ -183,8 +183,8 @@ class Search:
                 closed = not self.quick
         if not self.shares:
             return best
-        if best is None:
-            return self._near_miss_by_hand()
+        if best is None and (best := self._near_miss_by_hand()) is None:
+            return None
         best = self._or_estimated(best, seen)
         best = self._or_by_hand(best, self.problem.by_hand)
         best = self._or_by_hand(best, hand_written.first_blocks(self.predictions))

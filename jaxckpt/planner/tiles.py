@@ -30,7 +30,7 @@ from jaxckpt.core.constants import (
     TRIED_AXES,
 )
 from jaxckpt.core.graph import Graph, aval_bytes, trace
-from jaxckpt.core.liveness import graph_profile
+from jaxckpt.core.liveness import graph_peak
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.tiling.stretches import SCOPE, Stretches
 from jaxckpt.planner.chain import Keep, Phase, Solution, moments
@@ -336,5 +336,4 @@ class Tiler:
             return pull([jnp.ones_like(each) for each in out])
 
         graph = trace(step if moving else run, *avals)
-        peak = max((size for _, size in graph_profile(graph, self.platform)), default=0)
-        return peak, graph.flops
+        return graph_peak(graph, self.platform), graph.flops

@@ -18,7 +18,7 @@ from jaxckpt.core.emit import emit
 from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
-from jaxckpt.core.lift import anything, is_operand
+from jaxckpt.core.lift import anything, is_model, is_operand
 from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
@@ -61,7 +61,8 @@ def checkpoint(
     Args:
       fun: a function of pytrees of arrays with any number of outputs, or a callable module of equinox or nnx. Leaves
         that are not arrays (functions, strings) are passed on unchanged. A call changes modules of nnx among the
-        arguments as `fun` does, once. If it is omitted, a decorator is returned.
+        arguments as `fun` does, once. Of a module a `jax.tree_util.Partial` is returned, a pytree of its arrays: it
+        may stand in the module's place in a model. If it is omitted, a decorator is returned.
       *others: none. The arguments of a call belong to the function that is returned: `checkpoint(fun)(*args)`.
       policy: None (keep only the inputs), a `Policy`, a preset's name ("dots"), or one of `jax.checkpoint_policies`.
         For None, one of JAX's policies, and a policy that keeps nothing or everything, a call is one of
@@ -102,12 +103,24 @@ def checkpoint(
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
     resolved = policy_of(policy)
-    if not _is_model(fun):
+    if not is_model(fun):
         return _checkpointed(fun, resolved, barriers, static)
     if not isinstance(barriers, bool):
         barriers = (True, *barriers)  # the model's arrays are an argument too
     static = None if static is None else static.after_model(_call)
-    return functools.partial(_checkpointed(_call, resolved, barriers, static), fun)
+    try:
+        call = _call_of_models(resolved, barriers, static)
+    except TypeError:  # a policy of one's own, that has no hash
+        call = _checkpointed(_call, resolved, barriers, static)
+    return jax.tree_util.Partial(call, fun)
+
+
+@functools.lru_cache(maxsize=256)
+def _call_of_models(policy: Any, barriers: bool | tuple[Any, ...], static: statics.Static | None) -> Callable[..., Any]:
+    """Returns the checkpointed call of a module; the same for equal arguments, which are as of `_checkpointed`: it is
+    part of the structure of a model that the module is put into.
+    """
+    return _checkpointed(_call, policy, barriers, static)
 
 
 def _checkpointed(
@@ -122,19 +135,6 @@ def _checkpointed(
         return _calling(fun, static, plain, old=isinstance(policy, Policy))
     assert isinstance(policy, Policy)
     return _calling(fun, static, functools.partial(_by_policy, policy=policy, prevent_cse=barriers), old=True)
-
-
-def _is_model(fun: Any) -> bool:
-    """Returns whether a function is a callable pytree of arrays, such as a module of equinox. Its arrays are then
-    arguments.
-    """
-    if jax.tree_util.all_leaves([fun]):
-        return False
-    try:
-        hash(fun)
-    except TypeError:
-        return True
-    return False
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, refuse_call
 from jaxckpt.core.argument_names import items
-from jaxckpt.core.lift import result_of
+from jaxckpt.core.lift import is_model, result_of
 from jaxckpt.core.units import as_int
 from jaxckpt.transforms.checkpoint import checkpoint
 
@@ -28,7 +29,8 @@ def checkpoint_sequential(
     `segment_size` layers.
 
     Args:
-      layers: functions x -> x of a pytree of arrays. With no layers, the result is the identity.
+      layers: functions x -> x of a pytree of arrays. With no layers, the result is the identity. Of modules of equinox
+        or nnx, the result is a `jax.tree_util.Partial`, which may stand in their place in a model.
       *others: none. The argument of a call belongs to the function that is returned.
       segment_size: layers in a segment, at least 1; the last segment takes what is left. "sqrt": the square root of
         their number, rounded, which keeps the fewest values for one extra forward pass (Chen et al. 2016,
@@ -58,6 +60,27 @@ def checkpoint_sequential(
         if not callable(layer):
             raise ArgumentError(f"layers[{i}]", "a function x -> x", layer)
     size = segment_length(segment_size, len(layers))
+    if any(map(is_model, layers)):
+        return jax.tree_util.Partial(_OfModels(size, policy, checkpoint_last), layers)
+    return _sequential(layers, size, policy, checkpoint_last)
+
+
+@dataclass(frozen=True)
+class _OfModels:
+    """Runs modules one after the other; equal for equal settings, for it is part of the structure of a model that they
+    are put into.
+    """
+
+    size: int
+    policy: Any
+    checkpoint_last: bool
+
+    def __call__(self, layers: Sequence[LayerFunction], x: Any) -> Any:
+        return _sequential(layers, self.size, self.policy, self.checkpoint_last)(x)
+
+
+def _sequential(layers: Sequence[LayerFunction], size: int, policy: Any, checkpoint_last: bool) -> LayerFunction:
+    """Returns the layers' function; arguments as of `checkpoint_sequential`, checked."""
     segments = [range(start, min(start + size, len(layers))) for start in range(0, len(layers), size)]
 
     def run_segment(which: range) -> LayerFunction:

@@ -90,6 +90,14 @@ def tile(
         raise ArgumentError("in_axes", rule, in_axes, "An entry may be a pytree of ints, such as a dict.")
     if all(axis is None for axis in jax.tree.leaves(in_axes)):
         raise ArgumentError("in_axes", "an int for at least one argument", in_axes)
+    if lift.is_model(fun):
+        call = lambda model, *args, **kwargs: _tiled(model, in_axes, tiles, out_axes, parts)(*args, **kwargs)
+        return jax.tree_util.Partial(call, fun)  # may stand in the module's place in a model
+    return _tiled(fun, in_axes, tiles, out_axes, parts)
+
+
+def _tiled(fun: Callable[..., Any], in_axes: Any, tiles: int, out_axes: Any, parts: int | None) -> Callable[..., Any]:
+    """Returns the function, tiled; arguments as of `tile`, checked."""
     signature = lift.signature_of(fun)
 
     @functools.wraps(fun)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxckpt
 from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Plan, PlanMismatchError
@@ -26,6 +27,7 @@ from jaxckpt.core.plan import FORMAT
 from jaxckpt.models import gpt, lstm, moe, resnet, unet
 from jaxckpt.planner import aims, model, predictions
 from jaxckpt.planner.chain import Keep, cost
+from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.predictions import Predictions
 from jaxckpt.planner.preferences import fastest, single
 from jaxckpt.planner.problems import problem_of
@@ -497,9 +499,74 @@ def test_a_step_that_fits_as_it_is_needs_no_plan_however_high_its_estimate(targe
 
         return jax.jit(train, donate_argnums=0)
 
-    peak = jaxckpt.measure(step(loss), *args, target=target, generate_code=False).peak_bytes
-    found = jaxckpt.plan(loss, *args, budget=peak, target=target, step=step)
+    chain = lambda ws, x: jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
+    peak = jaxckpt.measure(step(chain), *args, target=target, generate_code=False).peak_bytes
+    found = jaxckpt.plan(chain, *args, budget=peak, target=target, step=step)
     assert not found.regions and found.measured_bytes == peak
+
+
+@pytest.mark.parametrize("budget", ["60%", 3 * 10**6, "10GiB"])
+@pytest.mark.parametrize("returned", ["nothing", "the loss"])
+def test_a_step_that_loses_its_gradients_is_refused(budget, returned):
+    """Its compiled program has no backward pass, and its peak says nothing of a training."""
+
+    def step(fun):
+        def train(weights, x):
+            value, _ = jax.value_and_grad(fun)(weights, x)
+            return None if returned == "nothing" else value
+
+        return train
+
+    with pytest.raises(NotDifferentiableError, match="must return what depends on the gradients"):
+        jaxckpt.plan(loss, *ARGS, budget=budget, target="cpu", step=step)
+
+
+def test_a_step_of_nnx_that_jax_jit_drops_the_updates_of_is_refused():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    args = model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), jnp.ones((64, 16))
+
+    def step(fun, jit):
+        def train(model, optimizer, x):
+            value, gradients = nnx.value_and_grad(fun)(model, x)
+            optimizer.update(model, gradients)
+            return value
+
+        return jit(train)
+
+    square = lambda model, x: jnp.mean(model(x) ** 2)
+    with pytest.raises(NotDifferentiableError, match="jitted with nnx.jit, not with jax.jit"):
+        jaxckpt.plan(square, *args, budget="60%", target="cpu", step=lambda fun: step(fun, jax.jit))
+    jaxckpt.plan(square, *args, budget="100%", target="cpu", step=lambda fun: step(fun, nnx.jit))
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("donated", [(), (0, 1)], ids=["plain", "donated"])
+def test_a_plan_computes_no_more_than_checkpoints_around_the_first_blocks(target, donated):
+    layer = lambda x, w: x + jax.nn.gelu(x @ w[0]) @ w[1]
+    weights = [(jnp.ones((64, 256)), jnp.ones((256, 64)))] * 4
+    args = weights, weights, jnp.ones((256, 64))
+
+    def of(count):
+        def loss(weights, x):
+            for place, w in enumerate(weights):
+                x = (jax.checkpoint(layer) if place < count else layer)(x, w)
+            return jnp.mean(x**2)
+
+        return loss
+
+    def step(fun):
+        def train(weights, momentum, x):
+            value, gradients = jax.value_and_grad(fun)(weights, x)
+            momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+            return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum, value
+
+        return jax.jit(train, donate_argnums=donated)
+
+    peak = jaxckpt.measure(step(of(3)), *args, target=target, generate_code=False).peak_bytes
+    found = jaxckpt.plan(of(0), *args, budget=peak, target=target, step=step)
+    ours, theirs, plain = (cost_of(step(fun), args, target) for fun in (found.apply(of(0)), of(3), of(0)))
+    assert found.measured_bytes <= peak
+    assert all(a <= b + 1e-3 * whole for a, b, whole in zip(ours, theirs, plain))
 
 
 def test_a_plan_works_under_jit_grad_vmap_and_with_static_arguments(problem):

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jaxckpt import _compat
-from jaxckpt.core.liveness import Fusing
+from jaxckpt.core.liveness import Branches, Fusing
 from jaxckpt.memory import chips
 from jaxckpt.memory.chips import Chip
 from jaxckpt.memory.platforms.base import Devices, Figures, Place, Platform, Stop
@@ -17,7 +17,7 @@ class Cpu(Platform):
 
     name = "cpu"
     backend = "cpu"
-    fusing = Fusing(stores_shared=True, delays=False, sinks_fills=True, widens_floats=True)
+    fusing = Fusing(stores_shared=True, delays=False, sinks_fills=True, widens_floats=True, branches=Branches.NO_FLAG)
     host_is_apart = False
 
     def parse(self, text: str) -> Place | None:

@@ -12,7 +12,7 @@ from typing import Any
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core.constants import MOST_DEVICES, OVERSTATED_BY_CUDA
-from jaxckpt.core.liveness import Fusing
+from jaxckpt.core.liveness import Branches, Fusing
 from jaxckpt.memory.chips import CHIPS, GPU_RULE, Chip
 from jaxckpt.memory.platforms.base import Figures, Place, Platform, Stop
 from jaxckpt.memory.platforms.installed import installed
@@ -31,7 +31,13 @@ class Cuda(Platform):
     overstated = OVERSTATED_BY_CUDA
     hidden_transfers = 0.0  # XLA's schedule ends 90% of their bytes right where they begin: see docs/actions.md
     # A scan's schedule is chosen before the chip is known: it is chosen for as many cores as an H100 has.
-    fusing = Fusing(shares_zeros=True, accumulates=True, sinks_fills=True, split_cores=CHIPS["h100"].gpu["cores"])
+    fusing = Fusing(
+        shares_zeros=True,
+        accumulates=True,
+        sinks_fills=True,
+        branches=Branches.HANDED_ON,
+        split_cores=CHIPS["h100"].gpu["cores"],
+    )
 
     def parse(self, text: str) -> Place | None:
         """Returns the GPUs of one host: "h100", "h100x8"."""
