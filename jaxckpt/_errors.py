@@ -88,7 +88,17 @@ class ArgumentError(JaxckptError, ValueError):
 
     def __init__(self, argument: str, rule: str, got: Any, hint: str = "") -> None:
         self.argument, self.rule, self.got, self.hint = argument, rule, got, hint
-        super().__init__(f"{argument} must be {rule}; got {got!r}." + (f" {hint}" if hint else ""))
+        super().__init__(f"{argument} must be {rule}; got {_shown(got)}." + (f" {hint}" if hint else ""))
+
+
+def _shown(got: Any) -> str:
+    """Returns what came as `repr` shows it: of a long one, such as of a model's state, the type and the beginning."""
+    text = repr(got)
+    return text if len(text) <= _LONG else f"{type(got).__name__}: {' '.join(text[:_LONG].split())[: _LONG // 2]}..."
+
+
+_LONG = 400
+"""Characters of a text that is shown whole."""
 
 
 class UnmatchedTagError(JaxckptError, LookupError):
@@ -257,6 +267,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
+MANY = 40
+"""Names that a message lists."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a sentence with the known names nearest to `name`, or with all known names if none is near.
 
@@ -270,7 +284,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     if near := nearest(name, known):
         return near
-    return f"There are {', '.join(repr(n) for n in known)}." if known else "There is nothing to choose from."
+    if not known:
+        return "There is nothing to choose from."
+    more = f" and {len(known) - MANY} more" if len(known) > MANY else ""
+    return f"There are {', '.join(repr(n) for n in known[:MANY])}{more}."
 
 
 def check_flags(**flags: Any) -> None:

@@ -215,6 +215,18 @@ _GIVEN = ("input", "argument")
 """Kinds of values that are not computed, and that a policy decides on if they are tagged."""
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "addmm", "linear", "dense", "einsum", "dot", "tensordot"), "dot_general"),
+    **dict.fromkeys(("conv", "conv1d", "conv2d", "conv3d", "convolution", "convolve"), "conv_general_dilated"),
+    "sum": "reduce_sum",
+    "sigmoid": "logistic",
+    "where": "select_n",
+    "relu": "max",
+    "concat": "concatenate",
+}
+"""What users of `jax.numpy` and of other libraries call operations -> the primitive of JAX."""
+
+
 class Policy:
     """Rules that give every intermediate value of a function an action.
 
@@ -303,7 +315,8 @@ class Policy:
             known = {value.primitive for value in graph.values if value.primitive}
             if fnmatch.filter(known, glob) or fnmatch.filter(known := known | _compat.primitive_names(), glob):
                 continue
-            hint = did_you_mean(glob, sorted(known)) + LENIENT
+            known_as = _ELSEWHERE.get(glob.lower().removeprefix("aten.").removeprefix("nn."))
+            hint = f"JAX calls it {known_as!r}." if known_as else did_you_mean(glob, sorted(known)) + LENIENT
             raise ArgumentError("op's glob", "one that matches the name of a primitive of this JAX", glob, hint)
         globs = {glob for sel, _ in self.rules for glob in sel.globs("tagged")}
         for glob in sorted(globs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -312,3 +313,85 @@ def test_an_array_or_another_thing_where_items_or_a_number_belong_is_told(argume
 def test_what_no_caller_means_is_told(argument, call):
     with pytest.raises(ArgumentError, match=f"^{argument} must be "):
         call()
+
+
+# ------------------------------------------------------------------------------------- the arguments of a training step
+
+
+def _tanh_loss(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+class _State(NamedTuple):
+    params: list
+
+
+def _step_of(loss):
+    def step(state, x):
+        value, gradients = jax.value_and_grad(loss)(state.params, x)
+        return _State(jax.tree.map(lambda w, g: w - 0.1 * g, state.params, gradients)), value
+
+    return jax.jit(step)
+
+
+_PARAMS, _BATCH = [jnp.ones((64, 64))] * 4, jnp.ones((256, 64))
+
+
+def _refused(kind, *args, step=_step_of, budget="60%"):
+    with pytest.raises(kind) as raised:
+        jaxckpt.plan(*args, budget=budget, step=step, target="cpu")
+    return " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+
+
+def test_a_state_in_the_place_of_the_loss_is_shown_in_short_with_the_order():
+    said = _refused(ArgumentError, _State(_PARAMS), _tanh_loss, _BATCH)
+    assert "fun must be a function; got _State: _State(params=[Array(" in said and len(said) < 400
+    assert "The loss comes first: plan(loss, *args, ...)." in said
+
+
+def test_an_error_in_the_step_says_what_it_was_called_with():
+    said = _refused(AttributeError, _tanh_loss, _BATCH, _State(_PARAMS))
+    assert "in their order: state=float32[256, 64], x=_State." in said
+    said = _refused(AttributeError, _tanh_loss, _PARAMS, _BATCH)
+    assert "in their order: state=list, x=float32[256, 64]." in said
+    said = _refused(TypeError, _tanh_loss, _BATCH, _PARAMS, step=jax.value_and_grad)
+    assert (
+        "jaxckpt traced the function with the arguments that came, in their order: ws=float32[256, 64], x=list." in said
+    )
+
+
+def test_a_training_step_in_the_place_of_the_loss_and_a_compiled_step_are_known():
+    args = _State(_PARAMS), _BATCH
+    said = _refused(NotDifferentiableError, _step_of(_tanh_loss), *args, step=jax.value_and_grad)
+    assert (
+        "If it is a training step, pass the loss, and what makes the step of it: plan(loss, *args, step=step_of)."
+        in said
+    )
+    said = _refused(ArgumentError, _tanh_loss, *args, step=lambda loss: _step_of(loss).lower(*args).compile())
+    assert "The step that it makes is compiled. Return it jitted" in said
+
+
+def test_the_memory_of_a_device_without_figures_is_refused_before_anything_is_traced():
+    def never(*args):
+        raise AssertionError("traced")
+
+    assert "does not say how much memory is free" in _refused(ArgumentError, never, *_PARAMS, budget="device")
+
+
+@pytest.mark.parametrize(
+    ("glob", "hint"),
+    [
+        ("matmul", "JAX calls it 'dot_general'."),
+        ("aten.mm", "JAX calls it 'dot_general'."),
+        ("Conv2d", "JAX calls it 'conv_general_dilated'."),
+        ("dot_genral", "Did you mean 'dot_general'"),
+        ("zzzz", "more. Or pass strict=False"),
+    ],
+)
+def test_operations_of_other_libraries_are_called_as_jax_does(glob, hint):
+    policy = jaxckpt.Policy({jaxckpt.op(glob): "save"})
+    with pytest.raises(ArgumentError) as raised:
+        jax.eval_shape(jaxckpt.checkpoint(_tanh_loss, policy=policy), _PARAMS, _BATCH)
+    assert hint in str(raised.value) and len(str(raised.value)) < 1000

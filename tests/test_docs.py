@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+import jaxckpt
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
@@ -83,3 +85,11 @@ def test_only_tables_code_and_single_words_may_be_longer():
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.[jm]*")), ids=lambda path: path.name)
 def test_results_name_no_folder_of_the_machine_that_made_them(path):
     assert re.findall(r"(?<![\w.])/(?:root|home|work|tmp|Users)/\S*", path.read_text()) == []
+
+
+def test_the_reference_has_every_public_name():
+    """The errors are there by their module. `policies` and `schedules` are modules, `Action` one of `jaxckpt.actions`."""
+    text = "".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    errors = {name for name, value in vars(jaxckpt).items() if isinstance(value, type) and issubclass(value, Exception)}
+    listed = set(re.findall(r"jaxckpt\.(\w+)$", text, re.MULTILINE))
+    assert set(jaxckpt.__all__) - errors - listed <= {"policies", "schedules", "Action"}

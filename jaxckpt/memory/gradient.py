@@ -5,6 +5,7 @@ differentiated.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,11 @@ def made(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         raise ArgumentError("step", _RULE, step, hint) from error
     if not callable(training):
         hint = f"It returned no function but {type(training).__name__}: {training!r:.60}."
+        raise ArgumentError("step", _RULE, step, hint)
+    if isinstance(training, jax.stages.Compiled):
+        hint = (
+            "The step that it makes is compiled. Return it jitted; lower and compile step_of(plan.apply(loss)) later."
+        )
         raise ArgumentError("step", _RULE, step, hint)
     if step not in PLAIN and not lift.accepts(training, args):
         rule = f"the arguments of the training step that `step` makes, {lift.signature_of(training)}"
@@ -145,6 +151,10 @@ def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> Not
     first = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(args[:1]) if hasattr(leaf, "dtype")]
     if first and shown[-len(first) :] == first:
         hint = "If it is a gradient already, pass the loss itself: the step takes its gradient."
+    elif first and not Counter(first) - Counter(shown):
+        hint = (
+            "If it is a training step, pass the loss, and what makes the step of it: plan(loss, *args, step=step_of)."
+        )
     return NotDifferentiableError(
         f"{name} has nothing to differentiate: the function must return one floating-point scalar, the loss; it "
         f"returns {found}{kind}. {hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable
@@ -92,6 +93,13 @@ def _check_text(budget: str) -> None:
         raise ArgumentError("budget", RULE, budget, f"A share is written with %: '{float(budget):.0%}'.")
     if not count:
         raise ArgumentError("budget", RULE, budget, "Not even the arguments fit that.")
+
+
+def check_device(budget: Any, target: Target | str | None) -> None:
+    """Raises ArgumentError for "device" on a target without memory figures, before any work is done."""
+    if isinstance(budget, str) and budget.strip().lower() == DEVICE:
+        with contextlib.suppress(InfeasibleBudgetError):  # what is free is asked when it is needed
+            _device_bytes(target_of(target), 0)
 
 
 def normal(budget: Any) -> str:

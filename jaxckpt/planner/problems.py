@@ -27,7 +27,7 @@ from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import refusal
-from jaxckpt.planner.budget import check_budget
+from jaxckpt.planner.budget import check_budget, check_device
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.inside import Inside
 from jaxckpt.planner.measured import Asked
@@ -128,6 +128,7 @@ def plan(
     """
     assert not isinstance(progress, bool), "tells"
     check_budget(budget)
+    check_device(budget, target)
     solver_for(solver)
     check_flags(verify=verify)
     if verify and callable(fun):

@@ -39,8 +39,8 @@ def no_plan(
     if least is not None:
         found = "found" if verified else "predicted"
         advice = (
-            f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, or "
-            f"shard the arguments over more devices."
+            f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, more "
+            f"actions (OFFLOAD), tile=True, or shard the arguments over more devices."
         )
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"

@@ -4,6 +4,8 @@ be planned.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, InWords
+from jaxckpt._errors import ArgumentError, InWords, JaxckptError
 from jaxckpt.actions import Action
 from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
@@ -79,7 +81,8 @@ class Subject:
         of: Subject | None = None,
     ) -> None:
         if not callable(fun):
-            raise ArgumentError("fun", "a function", fun)
+            hint = "The loss comes first: plan(loss, *args, ...)." if any(map(callable, args)) else ""
+            raise ArgumentError("fun", "a function", fun, hint)
         self.settings, self.progress = settings, progress
         self.stretches: dict[tuple[Action, ...], dict[Any, Any]] = {} if of is None else of.stretches
         target = target_of(settings.target)
@@ -203,4 +206,23 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
             raise ArgumentError("args", rule, InWords(counted(len(args), "argument"))) from error
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
+        error.add_note(_traced_with(settings.step, fun, args))
         raise
+    except JaxckptError:
+        raise
+    except Exception as error:
+        error.add_note(_traced_with(settings.step, fun, args))
+        raise
+
+
+def _traced_with(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Returns what a user who gave wrong arguments must know of an error in the step."""
+    whose = "the function" if step in PLAIN else "the training step that `step` makes"
+    names = [*(lift.signature_of(fun if step in PLAIN else step(fun)) or inspect.Signature()).parameters]
+    given = (f"{name}={_kind(arg)}" for name, arg in itertools.zip_longest(names[: len(args)], args, fillvalue="?"))
+    return f"jaxckpt traced {whose} with the arguments that came, in their order: {', '.join(given)}."
+
+
+def _kind(arg: Any) -> str:
+    shape, dtype = getattr(arg, "shape", None), getattr(arg, "dtype", None)
+    return type(arg).__name__ if shape is None or dtype is None else f"{dtype}{list(shape)}"
