@@ -88,7 +88,7 @@ def test_results_name_no_folder_of_the_machine_that_made_them(path):
 
 
 def test_the_reference_has_every_public_name():
-    """The errors are there by their module. `policies` and `schedules` are modules, `Action` one of `jaxckpt.actions`."""
+    """Errors are there by their module; `Action` is one of `jaxckpt.actions`."""
     text = "".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
     errors = {name for name, value in vars(jaxckpt).items() if isinstance(value, type) and issubclass(value, Exception)}
     listed = set(re.findall(r"jaxckpt\.(\w+)$", text, re.MULTILINE))
