@@ -44,11 +44,11 @@ from jaxckpt.core.shared_traces import traced_once
 from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import added, format_bytes
 
-FORMAT = 10
+FORMAT = 11
 """Version of the JSON form."""
-READ_FORMATS = (7, 8, 9, FORMAT)
+READ_FORMATS = (7, 8, 9, 10, FORMAT)
 """Versions that are read. Reports of format 7 have no figures of host memory; plans of formats 7 and 8 have no
-`pools_apart`; tiled stretches of formats 7 to 9 have no `parts`."""
+`pools_apart`; tiled stretches of formats 7 to 9 have no `parts`; plans of formats 7 to 10 have no `arguments`."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ class Plan:
       pools_apart: whether maxima over windows, which make a gradient out of zeros, are written such that the
         compiler does not store these from the forward pass on: see `jaxckpt.core.pooling`. Those in loops and in the
         function's own checkpoints stay as they are. Changes no value.
+      arguments: what the function takes, "name: type[shape]" for each array, as of a plan of the planner; for messages.
       report: what is known of it: see `PlanReport`. None for a plan that no planner made, such as a policy's. Plans are
-        equal, and have one hash, whatever their reports and notes say.
+        equal, and have one hash, whatever their reports, notes and arguments say.
     """
 
     regions: tuple[Region, ...]
@@ -102,6 +103,7 @@ class Plan:
     tiles: tuple[TiledStretch, ...] = ()
     tiled_fingerprint: str = ""
     pools_apart: bool = False
+    arguments: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
@@ -110,6 +112,7 @@ class Plan:
         if rounds != sorted(rounds) or not isinstance(self.tiled_fingerprint, str):
             raise PlanMismatchError(f"tiles must be in the order of their rounds; got {self.tiles!r:.200}. Plan anew.")
         set_fields(self, notes=all_of(self.notes, str, "notes"))
+        set_fields(self, arguments=all_of(self.arguments, str, "arguments"))
         check_flag(self.prevent_cse, "prevent_cse")
         check_flag(self.respect_checkpoints, "respect_checkpoints")
         check_flag(self.pools_apart, "pools_apart")
@@ -224,15 +227,20 @@ class Plan:
                 if stop > len(graph.ops)
                 else ""
             )
-            arguments = [f"{v.dtype}{list(v.shape)}" for v in graph.values if v.kind == "argument"]
+            came = arguments_of(graph)
+            program = (
+                "the program itself differs: by a static argument, training or evaluation mode, or a string or number "
+                "that selects it, or it is another function, such as the training step in the place of its loss"
+            )
+            if not self.arguments:
+                what = f"Arguments that came: {_some(came)}. If the plan was made for these, {program}."
+            elif changed := _changed(self.arguments, came):
+                what = f"Other arguments came: {_some(changed)}."
+            else:
+                what = f"The arguments are those of the plan, so {program}."
             raise PlanMismatchError(
                 f"The plan was made for another function, or other shapes: it fits the program {self.fingerprint}, "
-                f"this one is "
-                f"{graph.fingerprint}{size}. Arguments that came: {_some(arguments)}. If the plan was made for "
-                f"these, the "
-                "program itself differs: by a static argument, training or evaluation mode, or a string or number "
-                "that selects it. "
-                "Make a plan for this function."
+                f"this one is {graph.fingerprint}{size}. {what} Make a plan for this function."
             )
 
     def to_json(self) -> str:
@@ -248,6 +256,7 @@ class Plan:
             "tiles": [asdict(tile) for tile in self.tiles],
             "tiled_fingerprint": self.tiled_fingerprint,
             "pools_apart": self.pools_apart,
+            "arguments": list(self.arguments),
             "report": None if self.report is None else _report_to_json(self.report),
         }
         return sealed(content)
@@ -278,7 +287,13 @@ class Plan:
             plan = cls(regions, fingerprint, raw["prevent_cse"], raw["notes"], loops, raw["respect_checkpoints"])
             tiles = tuple(TiledStretch(**tile) for tile in raw["tiles"])
             apart = raw.get("pools_apart", False)  # formats before 9 have none
-            plan = replace(plan, tiles=tiles, tiled_fingerprint=raw["tiled_fingerprint"], pools_apart=apart)
+            plan = replace(
+                plan,
+                tiles=tiles,
+                tiled_fingerprint=raw["tiled_fingerprint"],
+                pools_apart=apart,
+                arguments=raw.get("arguments", ()),
+            )
             return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
             raise
@@ -562,6 +577,20 @@ SECONDS_BY = {
 
 SHOWN_ARGUMENTS = 10, 10
 """Of many arguments, the numbers of the first and of the last ones that an error lists: the batch comes last."""
+
+
+def arguments_of(graph: Graph) -> list[str]:
+    """Returns what a program takes, each argument as "name: type[shape]"."""
+    return [f"{value.label}: {value.dtype}{list(value.shape)}" for value in graph.values if value.kind == "argument"]
+
+
+def _changed(made_for: Sequence[str], came: Sequence[str]) -> list[str]:
+    """Returns the arguments that are others than the plan's, as text."""
+    missing = "none"
+    counts = [f"{len(came)} arrays (the plan's: {len(made_for)})"] if len(came) != len(made_for) else []
+    pairs = itertools.zip_longest(came, made_for, fillvalue=missing)
+    others = [f"{ours} (the plan's: {theirs.rpartition(': ')[2]})" for ours, theirs in pairs if ours != theirs]
+    return counts + others
 
 
 def _some(arguments: Sequence[str]) -> str:

@@ -86,7 +86,7 @@ def _report(
 ) -> PlanReport:
     unplanned = problem.known_unplanned
     return PlanReport(
-        replace(made, respect_checkpoints=problem.asked.respect_checkpoints),
+        replace(made, respect_checkpoints=problem.asked.respect_checkpoints, arguments=problem.argument_names),
         budget=budget,
         target=problem.target.name,
         predicted=predicted,

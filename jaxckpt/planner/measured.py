@@ -17,7 +17,7 @@ from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace
 from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile
-from jaxckpt.core.plan import Plan
+from jaxckpt.core.plan import Plan, arguments_of
 from jaxckpt.core.shared_traces import SharedTraces
 from jaxckpt.core.units import counted
 from jaxckpt.memory.cache import folder_of
@@ -210,6 +210,11 @@ class Measured:
         used = {index for op in graph.ops for index in op.inputs} | set(graph.body.outputs)
         unused = (value for value in graph.values if value.kind == "argument" and value.index not in used)
         return self.argument_bytes - sum(value.bytes for value in unused)
+
+    @functools.cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        """The function's arguments, with types and shapes."""
+        return tuple(arguments_of(self.graph))
 
     @functools.cached_property
     def divided(self) -> bool:

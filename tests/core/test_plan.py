@@ -99,6 +99,27 @@ def test_a_plan_for_something_else_is_an_error_that_says_what_differs(fun, args)
     assert "float32[" in str(caught.value)
 
 
+def test_a_planners_plan_says_which_arguments_are_others_than_its_own():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T) ** 2)
+
+    w, x = jnp.ones((64, 256)), jnp.ones((512, 64))
+    made = jaxckpt.plan(loss, w, x, budget="100%", target="cpu")
+    loaded = Plan.from_json(made.to_json())
+    assert loaded == made and loaded.arguments == ("args[0]: float32[64, 256]", "args[1]: float32[512, 64]")
+    for plan in (made, loaded):
+        with pytest.raises(PlanMismatchError) as raised:
+            jax.eval_shape(plan.apply(loss), w, x[:300])
+        said = "Other arguments came: args[1]: float32[300, 64] (the plan's: float32[512, 64]). Make a plan"
+        assert said in str(raised.value) and "args[0]" not in str(raised.value)
+        with pytest.raises(
+            PlanMismatchError, match="The arguments are those of the plan, so the program itself differs"
+        ):
+            jax.eval_shape(plan.apply(lambda w, x: loss(w, x) ** 2), w, x)
+    with pytest.raises(PlanMismatchError, match=r"3 arrays \(the plan's: 2\)"):
+        jax.eval_shape(loaded.apply(lambda w, x, y: loss(w, x + y)), w, x, x)
+
+
 def test_apply_keeps_what_the_plan_says_and_recomputes_the_rest():
     second = GRAPH.ops[2].outputs[0]  # the second matmul
     reference = jax.value_and_grad(chain)(X, WS)
