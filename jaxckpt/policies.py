@@ -81,7 +81,13 @@ LENIENT = " Or pass strict=False to the Policy."
 
 
 def _said(predicate: Callable[[Value], Any], value: Value) -> bool:
-    said = predicate(value)
+    try:
+        said = predicate(value)
+    except Exception as error:
+        error.add_note(
+            f"It was raised by the function of a policy's `where`, for {value.label} {value.dtype}{value.shape}."
+        )
+        raise
     try:
         return bool(said)
     except (ValueError, TypeError, jax.errors.JAXTypeError) as error:  # an array: of several, or that is being traced
@@ -181,8 +187,12 @@ def intensity_above(flops_per_byte: float) -> Selector:
 
 
 def where(predicate: Callable[[Value], bool]) -> Selector:
-    """Picks the values for which a function of `jaxckpt.core.graph.Value` (shape, dtype, bytes, tags, primitive,
-    params, ...) is true.
+    """Picks the values for which a function of `jaxckpt.core.graph.Value` is true.
+
+    A value has shape, dtype and bytes, as of one execution; tags; index, its number in the program; primitive, the
+    operation that makes it, with its params, flops, source line and scope (of flax modules and `jax.named_scope`);
+    repeats, how often that runs. So `where(lambda v: v.primitive == "dot_general" and v.index % 2)` picks matmuls by
+    their number, and `where(lambda v: v.shape[-1:] == (4096,))` arrays by a shape.
 
     Two such selectors are equal if they have the same function. A function that is written at each use (`where(lambda
     v: ...)` in a layer's call) is a new function each time, so the layer is traced each time.

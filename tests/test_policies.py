@@ -295,3 +295,10 @@ def test_a_predicate_says_true_or_false(said):
     policy = Policy({where(lambda value: said): SAVE})
     with pytest.raises(ArgumentError, match="predicate must be a function of a Value that returns True or False"):
         jax.grad(jaxckpt.checkpoint(lambda x: jnp.sin(jnp.sin(x)), policy=policy))(1.0)
+
+
+def test_an_error_of_a_predicate_says_of_which_value():
+    policy = jaxckpt.Policy({jaxckpt.where(lambda value: value.shape[-1] > 2): "save"})
+    with pytest.raises(IndexError) as raised:
+        jax.eval_shape(jaxckpt.checkpoint(lambda x: jnp.sin(x.sum()), policy=policy), jnp.ones(3))
+    assert any("a policy's `where`, for" in note and "float32()" in note for note in raised.value.__notes__)

@@ -233,7 +233,8 @@ class Plan:
                 "that selects it, or it is another function, such as the training step in the place of its loss"
             )
             if not self.arguments:
-                what = f"Arguments that came: {_some(came)}. If the plan was made for these, {program}."
+                shapes = [each.rpartition(": ")[2] for each in came]
+                what = f"Arguments that came: {_some(shapes)}. If the plan was made for these, {program}."
             elif changed := _changed(self.arguments, came):
                 what = f"Other arguments came: {_some(changed)}."
             else:

@@ -97,9 +97,10 @@ def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBud
     """
     count = str(asked).strip()
     hint = f"A share of the peak is written '{count}%'. " if count.isdigit() and int(count) <= 100 else ""
+    came = f"{count}, which is " if count.endswith("%") else ""
     return InfeasibleBudgetError(
         f"budget must be more than the arguments alone, {format_bytes(needed)} ({needed} bytes); got "
-        f"{format_bytes(budget)} ({budget} bytes). {hint}"
+        f"{came}{format_bytes(budget)} ({budget} bytes). {hint}"
         "Use fewer parameters, a smaller batch, or shard the arguments over more devices.",
         least_bytes=needed,
         budget_bytes=budget,
