@@ -80,6 +80,7 @@ class Fusing:
         can be.
       sinks_fills: whether an array of one constant, which all iterations of a loop read, is made in the loop's body.
       branches: where results of a `cond` have memory of their own, and are not written to donated arguments.
+      draws: while random bits are drawn, how many arrays as large as these there are besides.
       widens_floats: whether floats of fewer than four bytes are computed in float32.
       split_cores: the number of cores. If a matmul's result has fewer tiles, its contraction is split, and the parts
         are added up. 0 if no contraction is split.
@@ -94,6 +95,7 @@ class Fusing:
     copies_carries: bool = False
     sinks_fills: bool = False
     branches: Branches = Branches.IN_PLACE
+    draws: int = 0
     widens_floats: bool = False
     split_cores: int = 0
 
@@ -366,6 +368,8 @@ def _flatten(
             _events(graph, inner, _given(graph, inner.inputs), platform, _carried(op, inner)) for inner in op.bodies
         ]
         workspace = max((_workspace(op, *each) for each in inside), default=0)
+        if op.primitive in ("random_bits", "threefry2x32"):
+            workspace += FUSING[platform].draws * sum(graph.values[index].bytes for index in op.outputs)
         yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
 
 

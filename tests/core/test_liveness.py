@@ -256,6 +256,15 @@ def test_a_result_takes_the_place_of_a_donated_argument_of_its_shape_and_type_al
     assert estimate_peak(jitted(lambda x, w: (x @ w)[:, :32]), X, W) > MIB + MIB // 2
 
 
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda:h100", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("draw", [jax.random.bits, jax.random.normal, jax.random.bernoulli])
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["key", "raw"])
+def test_random_bits_take_three_arrays_besides_on_a_cpu(target, draw, key):
+    run = lambda key, x: jnp.where(draw(key, shape=x.shape) > 0, x, 0.0)
+    compiled = jaxckpt.measure(run, key, X, target=target, generate_code=False).peak_bytes
+    assert estimate_peak(run, key, X, platform=target.split(":")[0]) == pytest.approx(compiled, rel=0.01)
+
+
 def _layers(p, x):
     for up, down in p:
         x = x + jax.nn.gelu(x @ up) @ down

@@ -17,7 +17,9 @@ class Cpu(Platform):
 
     name = "cpu"
     backend = "cpu"
-    fusing = Fusing(stores_shared=True, delays=False, sinks_fills=True, widens_floats=True, branches=Branches.NO_FLAG)
+    fusing = Fusing(
+        stores_shared=True, delays=False, sinks_fills=True, widens_floats=True, branches=Branches.NO_FLAG, draws=3
+    )
     host_is_apart = False
 
     def parse(self, text: str) -> Place | None:
