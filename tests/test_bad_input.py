@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -217,7 +218,12 @@ def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_argumen
         return jnp.sum(x)
 
     ws = [jnp.eye(16) * 0.5] * 30
-    plan = jaxckpt.plan(chain, ws, X, "train", budget="1GiB", target="cpu", verify=False)
+    made = jaxckpt.plan(chain, ws, X, "train", budget="1GiB", target="cpu", verify=False)
+    with pytest.raises(jaxckpt.PlanMismatchError, match=r"are those of the plan, .*static argument.* evaluation mode"):
+        made.apply(chain)(ws, X, "eval")
+    with pytest.raises(jaxckpt.PlanMismatchError, match=r"2 arrays \(the plan's: 31\), args.* more, none"):
+        made.apply(chain)(ws[:1], X, "train")
+    plan = replace(made, arguments=())  # as of a policy, or of a file from before plans had them
     with pytest.raises(jaxckpt.PlanMismatchError) as caught:
         plan.apply(chain)(ws, X, "eval")
     text = str(caught.value)

@@ -192,6 +192,32 @@ def graph_peak(graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()
     return given + max(live, default=0)
 
 
+def working_bytes(graph: Graph, platform: str) -> int:
+    """Estimates the most bytes that are live at once beside the arguments of a program that runs within another one:
+    what it hands on is not copied.
+    """
+    _, _, live = _program(graph, platform, inner=True)
+    return max(live, default=0)
+
+
+def loses_gradients(graph: Graph) -> bool:
+    """Returns whether a program computes gradients in reverse, and no result depends on any of them."""
+    backward = lambda op: "transpose(" in op.scope
+    if not any(map(backward, graph.walk())) or graph.jaxpr.effects:
+        return False
+    outside = _given(graph, (value.index for value in graph.values if value.kind in ("argument", "constant")))
+    events, _ = _needed_events(graph, graph.body, outside, "cpu")
+    within = (op for event in events if event.path for op in _walk(event.path[-1]))
+    return not any(map(backward, itertools.chain(within, *(event.path for event in events))))
+
+
+def _walk(op: Op) -> Iterator[Op]:
+    yield op
+    for body in op.bodies:
+        for inner in body.ops:
+            yield from _walk(inner)
+
+
 def graph_profile(
     graph: Graph, platform: str = "cuda", donated: Sequence[int] = ()
 ) -> tuple[int, list[tuple[str, int]]]:
@@ -208,9 +234,11 @@ def graph_profile(
     return given, [("/".join(op.scope for op in event.path), each) for event, each in zip(events, live)]
 
 
-def _program(graph: Graph, platform: str, donated: Sequence[int] = ()) -> tuple[int, list[_Event], list[int]]:
+def _program(
+    graph: Graph, platform: str, donated: Sequence[int] = (), *, inner: bool = False
+) -> tuple[int, list[_Event], list[int]]:
     """Returns the bytes of the arguments and constants that are used, what the program does, and the bytes live at each
-    event besides.
+    event besides. `inner`: as of `working_bytes`.
     """
     outside = _given(graph, (value.index for value in graph.values if value.kind in ("argument", "constant")))
     events, results = _needed_events(graph, graph.body, outside, platform)
@@ -220,7 +248,7 @@ def _program(graph: Graph, platform: str, donated: Sequence[int] = ()) -> tuple[
     events = _ordered(events, outside.values(), results, platform, [results[place] for place in pairs])
     results = [slot.owner() for slot in results]
     outputs, copies = _written(graph, outside, events, results, pairs, platform)
-    return given, events, _live(events, outputs, copies)
+    return given, events, _live(events, outputs, () if inner else copies)
 
 
 def _in_place(graph: Graph, donated: Sequence[int]) -> dict[int, int]:

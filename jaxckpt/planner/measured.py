@@ -16,7 +16,7 @@ from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace
-from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile
+from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile, loses_gradients
 from jaxckpt.core.plan import Plan, arguments_of
 from jaxckpt.core.shared_traces import SharedTraces
 from jaxckpt.core.units import counted
@@ -155,6 +155,17 @@ def _with_program(traced: Any) -> Any:
     return traced if hasattr(traced, "jaxpr") else None
 
 
+def _lost_gradients(count: int) -> NotDifferentiableError:
+    """Returns the error for a step that computes gradients and returns `count` arrays that depend on none: the compiler
+    drops the backward pass.
+    """
+    return NotDifferentiableError(
+        "step must return what depends on the gradients, such as the new parameters. The step that it makes computes "
+        f"gradients and returns {counted(count, 'array')} without them, so the compiler drops the backward pass. Return "
+        "the new state; a step that changes modules of nnx is jitted with nnx.jit, not with jax.jit."
+    )
+
+
 class Measured:
     """A function analysed for one step and target. What is compiled or traced of it once is at hand from then on.
 
@@ -247,31 +258,15 @@ class Measured:
         if not scoped:
             self._steps[made] = step, traced
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
+        if made is None and loses_gradients(graph):
+            raise _lost_gradients(len(graph.body.outputs))
         given, profile = graph_profile(graph, self.target.platform, donated_arguments(step, graph, traced))
-        if made is None:
-            self._refuse_lost_gradients(graph, profile)
         peak = given + max((size for _, size in profile), default=0)
         moments = traced_moments(profile, self.model.places) if scoped else {}
+        constants = max(given - self.argument_bytes, 0)
+        moments = {moment: size + constants for moment, size in moments.items()}
         elsewhere = Time(shards.sent.elsewhere, shards.sent.elsewhere)
         return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments)
-
-    def _refuse_lost_gradients(self, graph: Graph, profile: list[tuple[str, int]]) -> None:
-        """Raises NotDifferentiableError where the step computes gradients, and nothing that it returns depends on them:
-        the compiler drops the backward pass.
-
-        Args:
-          graph: of the step.
-          profile: as of `graph_profile`, of what the results depend on.
-        """
-        is_backward = lambda scopes: "transpose(" in scopes
-        lost = any(is_backward(op.scope) for op in graph.walk()) and not any(is_backward(where) for where, _ in profile)
-        if lost and not graph.jaxpr.effects:
-            raise NotDifferentiableError(
-                "step must return what depends on the gradients, such as the new parameters. The step that it makes "
-                f"computes gradients and returns {counted(len(graph.body.outputs), 'array')} without them, so the compiler "
-                "drops the backward pass. Return the new state; a step that changes modules of nnx is "
-                "jitted with nnx.jit, not with jax.jit."
-            )
 
     def _traced_step(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as

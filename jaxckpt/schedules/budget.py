@@ -27,10 +27,11 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
+from jaxckpt.core import liveness
 from jaxckpt.core.constants import ITERATION, LONGEST_RUN, SPLIT_CONTRACTED, SPLIT_TILE, TURN
 from jaxckpt.core.graph import Graph, Op, aval_bytes, graph_of
 from jaxckpt.core.leaves import is_inexact
-from jaxckpt.core.liveness import FUSING, graph_peak
+from jaxckpt.core.liveness import FUSING
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import perturbed
 from jaxckpt.schedules.optimum import (
@@ -245,9 +246,8 @@ def _beside(graph: Graph, platform: str) -> int:
     fusing = FUSING[platform]
     if fusing.widens_floats:
         graph = _widened(graph)
-    given = sum(value.bytes for value in graph.values if value.kind in ("argument", "constant"))
     parts = max((_parts(op, graph, fusing.split_cores) for op in graph.walk()), default=0)
-    return graph_peak(graph, platform) - given + parts
+    return liveness.working_bytes(graph, platform) + parts
 
 
 def _widened(graph: Graph) -> Graph:

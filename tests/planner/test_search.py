@@ -521,6 +521,31 @@ def test_a_step_that_loses_its_gradients_is_refused(budget, returned):
         jaxckpt.plan(loss, *ARGS, budget=budget, target="cpu", step=step)
 
 
+@pytest.mark.parametrize("within", ["scan", "cond", "map", "jit", "custom_vjp"])
+def test_gradients_that_are_taken_within_something_are_not_lost(within):
+    """None of the step's own operations is one of a backward pass."""
+
+    def step(fun):
+        gradient = jax.grad(fun)
+        around = {
+            "scan": lambda weights, x: jax.lax.scan(lambda _, x: (gradient(weights, x), None), weights, x[None])[0],
+            "cond": lambda weights, x: jax.lax.cond(x[0, 0] > 0, gradient, lambda weights, x: weights, weights, x),
+            "map": lambda weights, x: jax.tree.map(jnp.sum, jax.lax.map(lambda x: gradient(weights, x), x[None])),
+            "jit": jax.jit(gradient),
+        }.get(within)
+        if within == "custom_vjp":
+
+            @jax.custom_vjp
+            def around(weights, x):
+                return gradient(weights, x)
+
+            around.defvjp(lambda *args: (gradient(*args), args), lambda args, cotangents: args)
+        return lambda weights, x: around(weights, x)
+
+    found = jaxckpt.plan(loss, *ARGS, budget="100%", target="cpu", step=step)
+    assert found.measured_bytes > sum(leaf.nbytes for leaf in jax.tree.leaves(ARGS))
+
+
 def test_a_step_of_nnx_that_jax_jit_drops_the_updates_of_is_refused():
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     args = model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), jnp.ones((64, 16))
