@@ -58,9 +58,9 @@ class Branches(enum.Enum):
         handed_on = any(body.outputs[place] in body.inputs for body in op.bodies)
         if self is not Branches.NO_FLAG:
             return self is Branches.HANDED_ON and handed_on
-        index = graph.values[op.inputs[0]].equation if op.inputs else None
-        flag = index is not None and str(getattr(index.invars[0].aval, "dtype", "")) == "bool"
-        return not (flag and handed_on)
+        index: Any = graph.values[op.inputs[0]].equation if op.inputs else None
+        of: list[Any] = [] if index is None else index.invars
+        return not (handed_on and bool(of) and str(getattr(of[0].aval, "dtype", "")) == "bool")
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,12 @@ def test_a_donated_argument_takes_one_result_and_is_copied_where_it_is_still_nee
         assert estimate_peak(step, *args, platform=target.split(":")[0]) == pytest.approx(compiled, rel=rel)
 
 
+def test_branches_that_nothing_computed_chooses_are_estimated():
+    """The index of a branch for a platform has no operands."""
+    step = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=lambda x: x)
+    assert estimate_peak(jax.jit(step, donate_argnums=0), X, platform="cpu") >= MIB
+
+
 def test_arguments_that_nothing_reads_do_not_count():
     """`jax.jit` leaves them out."""
     unused = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)

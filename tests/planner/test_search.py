@@ -527,19 +527,15 @@ def test_gradients_that_are_taken_within_something_are_not_lost(within):
 
     def step(fun):
         gradient = jax.grad(fun)
+        with_rule = jax.custom_vjp(gradient)
+        with_rule.defvjp(lambda *args: (gradient(*args), args), lambda args, cotangents: args)
         around = {
             "scan": lambda weights, x: jax.lax.scan(lambda _, x: (gradient(weights, x), None), weights, x[None])[0],
             "cond": lambda weights, x: jax.lax.cond(x[0, 0] > 0, gradient, lambda weights, x: weights, weights, x),
             "map": lambda weights, x: jax.tree.map(jnp.sum, jax.lax.map(lambda x: gradient(weights, x), x[None])),
             "jit": jax.jit(gradient),
-        }.get(within)
-        if within == "custom_vjp":
-
-            @jax.custom_vjp
-            def around(weights, x):
-                return gradient(weights, x)
-
-            around.defvjp(lambda *args: (gradient(*args), args), lambda args, cotangents: args)
+            "custom_vjp": with_rule,
+        }[within]
         return lambda weights, x: around(weights, x)
 
     found = jaxckpt.plan(loss, *ARGS, budget="100%", target="cpu", step=step)
