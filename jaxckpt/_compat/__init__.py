@@ -13,6 +13,7 @@ imported. So if JAX lacks a part, there is one error, which names it. Checks tha
 
 from jaxckpt._compat import needs  # the probe must be first
 from jaxckpt._compat.compiler import (
+    COPIES_BRANCHES,
     CPU_WIDENS_BFLOAT16_LOOPS,
     UNKNOWN_CALL,
     CompileError,

@@ -29,6 +29,11 @@ CPU_WIDENS_BFLOAT16_LOOPS = VERSION < (0, 12)
 row. In 0.12 it does not.
 """
 
+COPIES_BRANCHES = VERSION < (0, 12)
+"""In jax 0.10, XLA for the CPU and for GPUs gives most conditionals results of their own, also where these are written
+to donated arguments. In 0.12 it does not.
+"""
+
 
 def checkpoint_options(platform: str) -> dict[str, str]:
     """Returns the compiler options without which the compiler undoes unrolled checkpointing on a platform.

@@ -18,7 +18,12 @@ class Cpu(Platform):
     name = "cpu"
     backend = "cpu"
     fusing = Fusing(
-        stores_shared=True, delays=False, sinks_fills=True, widens_floats=True, branches=Branches.NO_FLAG, draws=3
+        stores_shared=True,
+        delays=False,
+        sinks_fills=True,
+        widens_floats=True,
+        branches=Branches.NO_FLAG if _compat.COPIES_BRANCHES else Branches.IN_PLACE,
+        draws=3,
     )
     host_is_apart = False
 

@@ -35,7 +35,7 @@ class Cuda(Platform):
         shares_zeros=True,
         accumulates=True,
         sinks_fills=True,
-        branches=Branches.HANDED_ON,
+        branches=Branches.HANDED_ON if _compat.COPIES_BRANCHES else Branches.IN_PLACE,
         split_cores=CHIPS["h100"].gpu["cores"],
     )
 
