@@ -195,7 +195,7 @@ class Graph:
 
     def walk(self) -> Iterator[Op]:
         """Yields every operation, those of bodies after the one that holds them."""
-        yield from _walk(self.body)
+        yield from walk(self.body)
 
     def at(self, address: Sequence[tuple[int, int]]) -> Body:
         """Returns the body at an address: the function's own for (), else the one in so many operations, the outermost
@@ -503,11 +503,12 @@ def _bits(dtype: Any) -> int:
     return 8 if bits is None else int(bits)
 
 
-def _walk(body: Body) -> Iterator[Op]:
+def walk(body: Body) -> Iterator[Op]:
+    """Yields every operation of a body, those of inner bodies after the one that holds them."""
     for op in body.ops:
         yield op
         for inner in op.bodies:
-            yield from _walk(inner)
+            yield from walk(inner)
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+|id=\d+")

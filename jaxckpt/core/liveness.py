@@ -39,7 +39,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import OPERANDS
-from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op, walk
 from jaxckpt.core.lift import trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
@@ -207,15 +207,9 @@ def loses_gradients(graph: Graph) -> bool:
         return False
     outside = _given(graph, (value.index for value in graph.values if value.kind in ("argument", "constant")))
     events, _ = _needed_events(graph, graph.body, outside, "cpu")
-    within = (op for event in events if event.path for op in _walk(event.path[-1]))
-    return not any(map(backward, itertools.chain(within, *(event.path for event in events))))
-
-
-def _walk(op: Op) -> Iterator[Op]:
-    yield op
-    for body in op.bodies:
-        for inner in body.ops:
-            yield from _walk(inner)
+    around = (op for event in events for op in event.path)
+    within = (op for event in events for body in event.path[-1].bodies for op in walk(body))
+    return not any(map(backward, itertools.chain(around, within)))
 
 
 def graph_profile(

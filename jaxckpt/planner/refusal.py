@@ -38,9 +38,10 @@ def no_plan(
     advice = "Use a smaller batch, or shard the arguments over more devices."
     if least is not None:
         found = "found" if verified else "predicted"
+        more = "actions=(RECOMPUTE, SAVE, OFFLOAD), " if measured.target.host_is_apart else ""
         advice = (
-            f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, more "
-            f"actions (OFFLOAD), tile=True, or shard the arguments over more devices."
+            f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, {more}"
+            "or shard the arguments over more devices."
         )
     elif refused:
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
