@@ -12,11 +12,12 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import jax
 
 import jaxckpt
-from jaxckpt._errors import JaxckptError
+from jaxckpt._errors import JaxckptError, nearest
 from jaxckpt.commands import compare, diff, init, measure, output, plan, residuals, show, targets
 from jaxckpt.commands.base import FACTORY, Command, escaped
 from jaxckpt.policies import LENIENT
@@ -33,9 +34,28 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest of what it takes."""
+
+    known: Sequence[str] = ()
+    """Commands, and options of all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = _WRONG.search(message)
+        name = wrong[1].partition("=")[0] if wrong else ""
+        hint = nearest(name, [each for each in self.known if each.startswith("-") == name.startswith("-")])
+        super().error(f"{message}. {hint}" if hint else message)
+
+
+_WRONG = re.compile(r"(?:argument COMMAND: invalid choice: '|unrecognized arguments: )([^' ]+)")
+"""What argparse says of a command or an option that there is not."""
+
+_OPTION = re.compile(r"--[a-z-]+")
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="jaxckpt",
         description="Gradient checkpointing for JAX: what it saves and costs, from compiled programs.",
         epilog=f"{FACTORY}\n{''.join(command.examples for command in COMMANDS.values())}",
@@ -53,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.options(sub)
+    options = {option for sub in commands.choices.values() for option in _OPTION.findall(sub.format_help())}
+    top.known = [*COMMANDS, *sorted(options)]
     return top
 
 

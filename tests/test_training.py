@@ -109,10 +109,13 @@ def test_a_training_step_is_planned_whole_with_its_state_and_donation(file, tmp_
     assert figures["unplanned"]["peak_bytes"] == unplanned.peak_bytes > report.peak_bytes
 
 
-def test_a_step_that_donates_nothing_says_nothing_of_it_and_needs_more(file, tmp_path, capsys):
-    donated, *_ = planned(capsys, tmp_path, f"{file}:make_step", "--budget", "1GiB")
+def test_a_step_that_donates_nothing_needs_more_and_is_told(file, tmp_path, capsys):
+    donated, given, _ = planned(capsys, tmp_path, f"{file}:make_step", "--budget", "1GiB")
     plain, out, _ = planned(capsys, tmp_path, f"{file}:keeps_arguments", "--budget", "1GiB")
-    assert plain["plan"]["donated_bytes"] == 0 and "donated" not in out
+    assert plain["plan"]["donated_bytes"] == 0 and "which results are written to" not in out
+    assert plain["plan"]["donatable_bytes"] == donated["plan"]["donated_bytes"]
+    assert "not donated" in out and "of arguments that the step replaces: jax.jit(step, donate_argnums=...)" in out
+    assert donated["plan"]["donatable_bytes"] == 0 and "not donated" not in given
     assert plain["plan"]["peak_bytes"] >= donated["plan"]["peak_bytes"] + donated["plan"]["donated_bytes"] // 2
 
 

@@ -4,6 +4,7 @@ reports: "args[0]['w']", "batch['x']".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,20 @@ def named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple
     [("args[0]['w']", 1.0), ('args[1]', 2.0), ('mask', 3.0)]
     """
     return [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))]
+
+
+def of_leaf(name: str) -> str:
+    """Returns the name of a leaf, from what JAX calls an argument of a function of leaves by name. Others stay.
+
+    >>> of_leaf("arguments['model.head.bias']"), of_leaf("params['w']")
+    ('model.head.bias', "params['w']")
+    """
+    found = _OF_LEAVES.fullmatch(name)
+    return found[2] if found else name
+
+
+_OF_LEAVES = re.compile(r"arguments\[(['\"])(.*)\1\]")
+"""`arguments` is what such functions call them."""
 
 
 def items(value: Any) -> tuple[Any, ...] | None:

@@ -176,7 +176,7 @@ class _Inliner:
         changed = False
         for eqn in source:
             if call is not None:
-                eqn = _compat.prepend_name_stack(call, eqn)
+                eqn = _undonated(_compat.prepend_name_stack(call, eqn))
             inner = self.written(eqn)
             if inner is not None and (into.constants or not _compat.open_jaxpr(inner).constvars):
                 changed = True
@@ -236,6 +236,13 @@ def _made(results: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
         outvars.append(var if own else _compat.fresh_var(var.aval))
         made.discard(outvars[-1])
     return outvars
+
+
+def _undonated(eqn: Any) -> Any:
+    """Returns an equation within a call without the donation that it may ask for, which JAX does not heed there."""
+    if not any(eqn.params.get("donated_invars", ())):
+        return eqn
+    return eqn.replace(params={**eqn.params, "donated_invars": (False,) * len(eqn.invars)})
 
 
 def checkpointed(eqn: Any) -> Any:

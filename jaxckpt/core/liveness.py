@@ -39,7 +39,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import OPERANDS
-from jaxckpt.core.graph import Body, Graph, Op, walk
+from jaxckpt.core.graph import Body, Graph, Op, Value, walk
 from jaxckpt.core.lift import trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
@@ -158,15 +158,14 @@ def estimate_peak(fun: Callable[..., Any], *args: Any, platform: str = "cuda") -
     1048580
     """
     graph = trace(fun, *args)
-    return graph_peak(graph, platform, donated_arguments(fun, graph))
+    return graph_peak(graph, platform, donated_arguments(graph))
 
 
-def donated_arguments(fun: Callable[..., Any], graph: Graph, traced: Any = None) -> list[int]:
-    """Returns the arguments that a jitted function gives away, as indices of values; none of another function: JAX does
-    not donate those of a jitted function that it calls.
+def donated_arguments(graph: Graph, traced: Any = None) -> list[int]:
+    """Returns the arguments that a jitted function gives away, as indices of values; those of a function that is
+    nothing but a call of one, too. Within a larger program JAX donates none.
 
     Args:
-      fun: the function.
       graph: of its one call, as `jaxckpt.trace` returns it; or of what is in that, if `traced` is given.
       traced: the `jax.stages.Traced` whose program the graph is of.
     """
@@ -174,7 +173,7 @@ def donated_arguments(fun: Callable[..., Any], graph: Graph, traced: Any = None)
     if traced is not None:
         flags = [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
         read = graph.body.inputs[len(graph.body.inputs) - len(flags) :]
-    elif hasattr(fun, "trace") and hasattr(fun, "lower") and len(graph.ops) == 1:
+    elif len(graph.ops) == 1:
         (call,) = graph.ops
         inputs = iter(call.inputs)
         flags = call.params.get("donated_invars", ())
@@ -210,6 +209,45 @@ def loses_gradients(graph: Graph) -> bool:
     around = (op for event in events for op in event.path)
     within = (op for event in events for body in event.path[-1].bodies for op in walk(body))
     return not any(map(backward, itertools.chain(around, within)))
+
+
+def renewed_bytes(graph: Graph, donated: Sequence[int] = ()) -> int:
+    """Returns the bytes of arguments that a program returns the next values of, and that it does not donate: a training
+    step's parameters and optimizer state. A next value has the shape and the type of its argument, and is computed from
+    it element by element; so a gradient is none.
+
+    Args:
+      graph: of the program.
+      donated: the arguments, as indices of values, that results are written to.
+    """
+    outside = _given(graph, (value.index for value in graph.values if value.kind in ("argument", "constant")))
+    events, results = _needed_events(graph, graph.body, outside, "cuda")
+    made = {id(slot): event for event in events for slot in event.outputs}
+    arguments = {id(slot): index for index, slot in outside.items() if graph.values[index].kind == "argument"}
+    paired = _in_place(graph, donated)
+    left = set(arguments.values()) - set(paired.values())
+    renewed = 0
+    for place, index in enumerate(index for index in graph.body.outputs if index is not None):
+        if place in paired or id(results[place]) in arguments:
+            continue
+        value, seen, todo = graph.values[index], set[int](), [results[place]]
+        while todo:
+            slot = todo.pop()
+            if id(slot) in seen or slot.bytes != value.bytes:
+                continue
+            seen.add(id(slot))
+            if (event := made.get(id(slot))) is not None and event.primitive != BARRIER and event.facts.fused:
+                todo += event.inputs
+        like = (arguments[slot] for slot in seen if arguments.get(slot) in left)
+        same = [each for each in like if _like(graph.values[each]) == _like(value)]
+        if same:
+            left.remove(min(same))
+            renewed += value.bytes
+    return renewed
+
+
+def _like(value: Value) -> tuple[Any, Any]:
+    return value.shape, value.dtype
 
 
 def graph_profile(
@@ -255,11 +293,11 @@ def _in_place(graph: Graph, donated: Sequence[int]) -> dict[int, int]:
     left: dict[tuple[Any, Any], list[int]] = {}
     for index in donated:
         value = graph.values[index]
-        left.setdefault((value.shape, value.dtype), []).append(index)
+        left.setdefault(_like(value), []).append(index)
     pairs = {}
     for place, index in enumerate(index for index in graph.body.outputs if index is not None):
         value = graph.values[index]
-        if left.get(key := (value.shape, value.dtype)):
+        if left.get(key := _like(value)):
             pairs[place] = left[key].pop(0)
     return pairs
 

@@ -345,8 +345,13 @@ class Plan:
         """Returns a line for each tiled stretch; with its value for those of the function's own graph."""
         return [outline.tile_line(tile, None if tile.round else graph.values[tile.value]) for tile in self.tiles]
 
+    @property
+    def title(self) -> str:
+        """What the plan is for, in words: the target, if it is known, and the traced program."""
+        return f"Plan{'' if self.target is None else f' on {self.target}'} for the program {self.fingerprint}"
+
     def __str__(self) -> str:
-        lines = [f"Plan for {self.fingerprint}{'' if self.target is None else f' on {self.target}'}"]
+        lines = [self.title]
         figures = {
             "budget": self.budget,
             "predicted": None if self.predicted is None else self.predicted.peak_bytes,
@@ -406,6 +411,8 @@ class PlanReport:
       unplanned: what the compiler said of the step without the plan, where it was compiled; it is not saved.
       measured_bytes: the step's compiled peak.
       donated_bytes: bytes of donated arguments that the compiled step writes its results to.
+      donatable_bytes: bytes of arguments that the step returns the next values of, and does not donate: with
+        `donate_argnums` in its `jax.jit` they need no second place. Not known of steps on several devices.
       unplanned_bytes: the step's compiled peak without the plan.
       overhead: `slowdown`; of a plan that was not compiled, the seconds of recomputation as the planner's model has
         them, over those of the step.
@@ -436,6 +443,7 @@ class PlanReport:
     unplanned: Any = field(default=None, compare=False, repr=False)
     measured_bytes: int | None = None
     donated_bytes: int | None = None
+    donatable_bytes: int | None = None
     unplanned_bytes: int | None = None
     overhead: float | None = None
     flops: int | None = None
@@ -531,6 +539,7 @@ class PlanReport:
                 "flops": self.flops,
                 "seconds": self.seconds,
                 "donated_bytes": self.donated_bytes,
+                "donatable_bytes": self.donatable_bytes,
                 "host_bytes": self.measured_host_bytes,
                 "predicted_host_bytes": self.host_bytes,
                 "host_seconds": self.host_seconds,
@@ -626,6 +635,7 @@ def _typed(raw: Mapping[Any, Any], kinds: Mapping[Any, Any]) -> dict[Any, Any]:
 
 _REPORT: dict[str, Any] = {
     "budget": int, "asked": (int, str), "target": str, "measured_bytes": int, "donated_bytes": int, "unplanned_bytes": int,
+    "donatable_bytes": int,
     "overhead": (int, float), "flops": int, "seconds": (int, float), "unplanned_flops": int,
     "unplanned_seconds": (int, float), "timed_on": str, "host_bytes": int, "measured_host_bytes": int,
     "host_seconds": (int, float), "host_waits": (int, float), "host_share": (int, float), "costs": str,

@@ -212,7 +212,7 @@ def compare(
     for done, (name, fun) in enumerate(steps.items()):
         progress(done, total, f"compiling {name}")
         graph = trace(fun, *args)
-        estimate = None if sharded else graph_peak(graph, resolved.platform, donated_arguments(fun, graph))
+        estimate = None if sharded else graph_peak(graph, resolved.platform, donated_arguments(graph))
         try:
             memory = measure(fun, *args, target=resolved, generate_code=False, cache=cache)
             measured.append((name, memory, estimate, graph.flops))

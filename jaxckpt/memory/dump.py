@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from jaxckpt._errors import UnreadableDumpError
 from jaxckpt.core import garbage
+from jaxckpt.core.argument_names import of_leaf
 from jaxckpt.memory import collectives, hlo
 from jaxckpt.memory.buffers import Assignment, Buffer, Lifetime
 from jaxckpt.memory.platforms import PLATFORMS
@@ -394,7 +395,8 @@ class _Program:
         )
 
     def _operation(self, identity: int) -> str:
-        return next((name for m in self._metadata(identity) if (name := m.text(hlo.MetadataFields.operation))), "")
+        named = (name for m in self._metadata(identity) if (name := m.text(hlo.MetadataFields.operation)))
+        return of_leaf(next(named, ""))
 
     def _metadata(self, identity: int) -> Iterator[Message]:
         """Yields an instruction's metadata, then that of its fusion's root, then that of the instruction whose value it

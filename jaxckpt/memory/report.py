@@ -28,6 +28,7 @@ from jaxckpt._errors import (
     check_flags,
 )
 from jaxckpt.core import lift, shown
+from jaxckpt.core.argument_names import named_leaves
 from jaxckpt.core.constants import NEARLY_FULL
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import counted, format_bytes
@@ -368,11 +369,35 @@ def traced_for(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -
         if is_jitted:
             args, _ = call.restore((args, {}))
             return fun.trace(*args)  # type: ignore[attr-defined]
-        return jax.jit(call.fun).trace(*args)
+        found = jax.jit(call.fun).trace(*args)
+        donated = _donated_within(found.jaxpr)
+        return _donating(call.fun, args, donated) if any(donated) else found
 
     # Traced under the local backend, so that values computed while tracing (jax.ensure_compile_time_eval) have a
     # device.
     return lift.attempt(fun, args, {}, traced)
+
+
+def _donated_within(jaxpr: Any) -> list[bool]:
+    """Returns for each input of a program whether it is donated, where the program is one call of a jitted function:
+    then calling the one is calling the other. Wrappers of `jax.jit`, such as that of equinox, look so.
+    """
+    donated = jaxpr.eqns[0].params.get("donated_invars", ()) if len(jaxpr.eqns) == 1 else ()
+    given = {id(var) for var, flag in zip(jaxpr.eqns[0].invars, donated) if flag} if donated else set()
+    return [id(var) in given for var in jaxpr.jaxpr.invars]
+
+
+def _donating(fun: Callable[..., Any], args: tuple[Any, ...], donated: Sequence[bool]) -> Any:
+    """Returns a function as `jax.jit` traces it with some leaves of its arguments donated: a `jax.stages.Traced`."""
+    leaves, tree = jax.tree.flatten(args)
+    names = [name for name, _ in named_leaves(args, {})]
+
+    def named(**arguments: Any) -> Any:
+        return fun(*jax.tree.unflatten(tree, [arguments[name] for name in names]))
+
+    named.__name__ = named.__qualname__ = lift.title(fun)
+    jitted = jax.jit(named, donate_argnames=[name for name, flag in zip(names, donated) if flag])
+    return jitted.trace(**dict(zip(names, leaves)))
 
 
 def lowered_for(traced: Any, target: Target) -> Any:

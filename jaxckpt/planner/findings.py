@@ -61,6 +61,7 @@ def traced(
         host_share=(host.link + host.waits) / seconds if seconds else 0.0,
         unplanned_flops=problem.plain.flops,
         unplanned_seconds=problem.plain.time.seconds,
+        donatable_bytes=problem.plain.renewed_bytes,
     )
     return replace(found, overhead=found.slowdown).plan
 

@@ -16,7 +16,7 @@ from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
 from jaxckpt.core.lift import trace
-from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile, loses_gradients
+from jaxckpt.core.liveness import donated_arguments, graph_peak, graph_profile, loses_gradients, renewed_bytes
 from jaxckpt.core.plan import Plan, arguments_of
 from jaxckpt.core.shared_traces import SharedTraces
 from jaxckpt.core.units import counted
@@ -80,12 +80,14 @@ class Traced:
       flops: with sharded arguments, of all devices.
       time: by the target's rates, on one device.
       moments: what it needs at each moment of a solution, arguments excluded; none of a step without a plan.
+      renewed_bytes: of a step without a plan, bytes of arguments that it returns the next values of and could donate.
     """
 
     peak_bytes: int
     flops: int
     time: Time
     moments: Mapping[Moment, int] = field(default_factory=dict)
+    renewed_bytes: int = 0
 
 
 @dataclass
@@ -130,7 +132,7 @@ def step_peak(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -
     """Returns the peak that a training step is estimated to have on a target, from its trace alone."""
     traced = _traced(step, args, target)
     graph = _graph_of(traced, step, args)
-    return graph_peak(graph, target.platform, donated_arguments(step, graph, _with_program(traced)))
+    return graph_peak(graph, target.platform, donated_arguments(graph, _with_program(traced)))
 
 
 def step_and_settings(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> tuple[Graph, str]:
@@ -260,13 +262,15 @@ class Measured:
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
         if made is None and loses_gradients(graph):
             raise _lost_gradients(len(graph.body.outputs))
-        given, profile = graph_profile(graph, self.target.platform, donated_arguments(step, graph, traced))
+        donated = donated_arguments(graph, traced)
+        given, profile = graph_profile(graph, self.target.platform, donated)
         peak = given + max((size for _, size in profile), default=0)
         moments = traced_moments(profile, self.model.places) if scoped else {}
         constants = max(given - self.argument_bytes, 0)
         moments = {moment: size + constants for moment, size in moments.items()}
         elsewhere = Time(shards.sent.elsewhere, shards.sent.elsewhere)
-        return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments)
+        renewed = renewed_bytes(graph, donated) if made is None and not self.divided else 0
+        return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments, renewed)
 
     def _traced_step(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as

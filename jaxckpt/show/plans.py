@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from jaxckpt.planner.frontier import Frontier
 
 
+WORTH_SAYING = 0.01
+"""Share of the peak from which bytes that could be donated are told."""
+
 BESIDE = 5
 """Points between a bar, or the line of the budget, and a label."""
 
@@ -54,6 +57,14 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
         cells.append(("kept for the backward pass", format_bytes(report.predicted.kept_bytes), ""))
     if report.donated_bytes:
         cells.append(("donated", format_bytes(report.donated_bytes), "of arguments, which results are written to"))
+    if (unused := report.donatable_bytes or 0) > WORTH_SAYING * (whole or report.budget or 0):
+        cells.append(
+            (
+                "not donated",
+                format_bytes(unused),
+                "of arguments that the step replaces: jax.jit(step, donate_argnums=...)",
+            )
+        )
     if report.host_bytes:
         beside = "" if report.measured_host_bytes is None else f"predicted {format_bytes(report.host_bytes)}"
         there = report.host_bytes if report.measured_host_bytes is None else report.measured_host_bytes
@@ -149,7 +160,7 @@ def _recipe_lines(report: PlanReport) -> str:
 
 
 def _title(report: PlanReport) -> str:
-    return f"Plan for {report.plan.fingerprint}{'' if report.target is None else f' on {report.target}'}"
+    return report.plan.title
 
 
 def _recipe(report: PlanReport) -> str:

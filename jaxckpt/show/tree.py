@@ -51,7 +51,7 @@ def plan_text(plan: Plan, graph: Graph) -> str:
     for loop in plan.loops:
         for some in loop.schedule.iterations(scan_of(loop, tiled).params["length"]):
             kept += _stored(some.actions or {}, tiled, each=True) * some.count if some.kept else 0
-    title = f"Plan for {plan.fingerprint}: {counted(len(list(every_region(plan.regions))), 'region')}"
+    title = f"{plan.title}: {counted(len(list(every_region(plan.regions))), 'region')}"
     lines = _lines(plan, tiled, plan.tile_lines(graph), short=False)
     return "\n".join([f"{title}, {format_bytes(kept)} kept in them", *lines])
 

@@ -13,38 +13,22 @@ import jaxckpt
 
 class Block(eqx.Module):
     norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
+    mlp: eqx.nn.MLP
     dropout: eqx.nn.Dropout
 
-    def __init__(self, key):
-        up, down = jax.random.split(key)
-        self.norm, self.dropout = eqx.nn.LayerNorm(128), eqx.nn.Dropout(0.1)
-        self.up, self.down = eqx.nn.Linear(128, 512, key=up), eqx.nn.Linear(512, 128, key=down)
-
-    def __call__(self, x, key):
-        return x + self.dropout(self.down(jax.nn.gelu(self.up(self.norm(x)))), key=key)
+    def __call__(self, x, *, key):
+        return x + self.dropout(self.mlp(self.norm(x)), key=key)
 
 
-class Model(eqx.Module):
-    blocks: list
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        *keys, last = jax.random.split(key, 9)
-        self.blocks, self.head = [Block(each) for each in keys], eqx.nn.Linear(128, 10, key=last)
-
-    def __call__(self, x, key):
-        for block, each in zip(self.blocks, jax.random.split(key, 8), strict=True):
-            x = block(x, each)
-        return self.head(x)
+def block(key):
+    return Block(eqx.nn.LayerNorm(128), eqx.nn.MLP(128, 128, 512, 1, jax.nn.gelu, key=key), eqx.nn.Dropout(0.1))
 
 
 optimizer = optax.adamw(1e-3)
 
 
 def loss(model, x, y, key):
-    logits = jax.vmap(model)(x, jax.random.split(key, len(x)))
+    logits = jax.vmap(lambda x, key: model(x, key=key))(x, jax.random.split(key, len(x)))
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
@@ -58,11 +42,11 @@ def step_of(loss):  # takes the loss, returns the training step: a plan replaces
 
 
 def make_step():  # returns the loss, the arguments of the training step, and what makes the step
-    keys = jax.random.split(jax.random.key(0), 4)
-    model = Model(keys[0])
+    last, *keys = jax.random.split(jax.random.key(0), 9)
+    model = eqx.nn.Sequential([*map(block, keys), eqx.nn.Linear(128, 10, key=last)])
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    x, y = jax.random.normal(keys[1], (2048, 128)), jax.random.randint(keys[2], 2048, 0, 10)
-    return loss, ((x, y, keys[3]), model, state), step_of
+    x = jax.random.normal(jax.random.key(1), (2048, 128))
+    return loss, ((x, x[:, :10].argmax(1), jax.random.key(2)), model, state), step_of
 
 
 def main():

@@ -44,11 +44,10 @@ def step_of(loss):  # takes the loss, returns the training step: a plan replaces
 
 def make_step():  # returns the loss, the arguments of the training step, and what makes the step
     # The steps donate their arguments, so they get copies of the model's variables.
-    weights = [jax.numpy.copy(each.value) for each in model.trainable_variables]
-    others = [jax.numpy.copy(each.value) for each in model.non_trainable_variables]
-    keys = jax.random.split(jax.random.key(0))
-    x, y = jax.random.normal(keys[0], (2048, 128)), jax.random.randint(keys[1], 2048, 0, 10)
-    return loss, (weights, others, optimizer.init(weights), x, y), step_of
+    variables = model.trainable_variables, model.non_trainable_variables
+    weights, others = ([jax.numpy.copy(each.value) for each in some] for some in variables)
+    x = jax.random.normal(jax.random.key(0), (2048, 128))
+    return loss, (weights, others, optimizer.init(weights), x, x[:, :10].argmax(1)), step_of
 
 
 def main():

@@ -260,7 +260,8 @@ BARE = Plan((NESTED,), GRAPH.fingerprint, False, ("all",))
 FULL = PlanReport(
     BARE, budget=1000, asked="50%", target="cpu", predicted=MemoryEstimate(4, 3, 2, 1), measured_bytes=900,
     unplanned_bytes=2000, overhead=0.25, flops=1100, seconds=1.1, unplanned_flops=1000, unplanned_seconds=1.0,
-    times=(0.5, 0.25), timed_on="cpu", donated_bytes=3, host_bytes=5, measured_host_bytes=6, host_seconds=0.5, host_share=0.25,
+    times=(0.5, 0.25), timed_on="cpu", donated_bytes=3, donatable_bytes=4, host_bytes=5, measured_host_bytes=6,
+    host_seconds=0.5, host_share=0.25,
     host_waits=0.125,
     costs="compiler",
     compiler_options=(("xla_some_passes", "off"),),

@@ -152,6 +152,33 @@ def with_aux(fun):
     return eqx.filter_value_and_grad(fun, has_aux=True)
 
 
+def test_equinoxs_donation_counts():
+    """What `eqx.filter_jit` donates is planned with, and is that of equinox's own program."""
+    network, x = eqx.nn.MLP(64, 64, 256, 6, key=jax.random.key(0)), jnp.linspace(-1, 1, 512 * 64).reshape(512, 64)
+    loss = lambda network, x: jnp.mean(jax.vmap(network)(x) ** 2)
+
+    def step_of(donate, loss=loss):
+        def step(x, network):
+            value, gradients = eqx.filter_value_and_grad(loss)(network, x)
+            return eqx.apply_updates(network, jax.tree.map(lambda g: -0.1 * g, gradients)), value
+
+        return eqx.filter_jit(step, donate=donate)
+
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(network, eqx.is_array)))
+    reports = {each: jaxckpt.measure(step_of(each), x, network) for each in ("none", "all-except-first")}
+    own = step_of("all-except-first").lower(x, network).compile().compiled.memory_analysis()
+    assert reports["all-except-first"].alias_bytes == own.alias_size_in_bytes == weights
+    assert reports["none"].alias_bytes == 0
+    assert reports["all-except-first"].peak_bytes <= reports["none"].peak_bytes - 0.6 * weights
+    assert {buffer.operation for buffer in reports["none"].largest(100) if buffer.kind == "argument"} >= {"x"}
+
+    def planned(donate):
+        return jaxckpt.plan(loss, x, network, budget="1GiB", step=functools.partial(step_of, donate)).report
+
+    assert planned("none").donatable_bytes == planned("all-except-first").donated_bytes == weights
+    assert planned("all-except-first").donatable_bytes == 0
+
+
 @pytest.mark.parametrize(("step", "aux"), [(eqx.filter_value_and_grad, False), (with_aux, True)])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_autocheckpoint_plans_for_equinoxs_own_gradient(step, aux, jit):

@@ -158,7 +158,7 @@ def test_what_was_not_compiled_is_not_told():
 
 def test_a_report_prints_as_a_table_with_what_the_plan_holds():
     shown = str(report((0.5, 0.25)))
-    assert shown.startswith(f"Plan for {GRAPH.fingerprint} on cpu")
+    assert shown.startswith(f"Plan on cpu for the program {GRAPH.fingerprint}")
     for line in (
         "peak without a plan",
         "58.0 MiB  58.0%",
@@ -167,7 +167,11 @@ def test_a_report_prints_as_a_table_with_what_the_plan_holds():
     ):
         assert line in shown, line
     known = str(PlanReport(Plan((Region(0, 6, {made(0): SAVE, made(2): OFFLOAD}),), "x"), overhead=0.125))
-    assert "Plan for x\n" in known and "+12.5%" in known and "1 region: offload 1 value, save 1 value." in known
+    assert (
+        "Plan for the program x\n" in known
+        and "+12.5%" in known
+        and "1 region: offload 1 value, save 1 value." in known
+    )
     assert "fits as it is" in str(PlanReport(Plan((), "x")))
 
 
@@ -175,7 +179,7 @@ def test_a_report_is_a_table_in_a_notebook():
     found = report()._repr_html_()
     assert found.count("<table>") == 1 and "<td>58.0 MiB</td>" in found and "1 region" in found
     odd = PlanReport(Plan((), "<x>"), target="<cpu>")._repr_html_()
-    assert "&lt;x&gt; on &lt;cpu&gt;" in odd and "<cpu>" not in odd
+    assert "on &lt;cpu&gt; for the program &lt;x&gt;" in odd and "<cpu>" not in odd
 
 
 def test_the_picture_of_a_report_has_every_peak_and_the_budget(tmp_path):

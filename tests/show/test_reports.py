@@ -48,7 +48,7 @@ def test_a_plan_writes_a_page_of_its_own_and_shows_in_a_notebook(compiled, tmp_p
 
 def test_a_plan_without_a_report_says_so(tmp_path):
     plan = Plan((), "<x>")
-    assert plan._repr_html_() == "<pre>Plan for &lt;x&gt;</pre>"
+    assert plan._repr_html_() == "<pre>Plan for the program &lt;x&gt;</pre>"
     for write in (plan.plot, plan.to_html):
         with pytest.raises(jaxckpt.ArgumentError, match="plan must be one with a report"):
             write(tmp_path / "plan.png")
