@@ -16,6 +16,7 @@ from jaxckpt._compat.compiler import (
     COPIES_BRANCHES,
     CPU_WIDENS_BFLOAT16_LOOPS,
     UNKNOWN_CALL,
+    UNTILED,
     CompileError,
     CompileRequest,
     checkpoint_options,
@@ -29,6 +30,7 @@ from jaxckpt._compat.compiler import (
     own_options,
     refused_option,
     stopping_options,
+    triton_free_options,
     unknown_option,
     untuned_options,
 )

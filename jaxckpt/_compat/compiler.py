@@ -66,6 +66,17 @@ def untuned_options() -> dict[str, int]:
     return {"xla_gpu_autotune_level": 0}
 
 
+UNTILED = "Couldn't find output tile sizes"
+"""What XLA for GPUs of jax 0.10 says where it has chosen a kernel of Triton for a matmul, and finds no tiles for it:
+rows of a batch of sequences whose length is no multiple of 16. On a device it would try other kernels.
+"""
+
+
+def triton_free_options() -> dict[str, bool]:
+    """Returns the compiler options with which XLA for GPUs takes no kernels of Triton for matmuls."""
+    return {"xla_gpu_enable_triton_gemm": False}
+
+
 def stopping_options(file: pathlib.Path) -> dict[str, str]:
     """Returns the compiler options with which XLA for GPUs fails once it has assigned buffers, without code.
 
@@ -122,7 +133,7 @@ def unknown_option(error: Exception) -> UnsupportedJaxError | None:
     """Returns the error for a compiler that does not know one of jaxckpt's options; None for other errors of the
     compiler.
     """
-    ours = {*dump_options(""), *untuned_options(), *checkpoint_options("cpu")}
+    ours = {*dump_options(""), *untuned_options(), *triton_free_options(), *checkpoint_options("cpu")}
     refused = refused_option(error)
     if refused is None or not refused.unknown or refused.name not in ours:
         return None

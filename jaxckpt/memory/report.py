@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -478,11 +478,15 @@ def _move(sharding: Sharding | None, target: Target) -> Sharding | None:
 def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Any, float]:
     """Returns the compiled program, and the seconds that the compiler took."""
     options = PLATFORMS[target.platform].own_options(target.local) | options
+
+    def compiled(options: dict[str, Any]) -> tuple[Any, float]:
+        start = time.perf_counter()
+        made = lowered.compile(compiler_options=options)
+        return made, time.perf_counter() - start
+
     try:
         with jax.default_device(target.devices[0]), _compat.no_persistent_cache:
-            start = time.perf_counter()
-            compiled = lowered.compile(compiler_options=options)
-            return compiled, time.perf_counter() - start
+            return _remedied(compiled, lowered, options, target)
     except jax.errors.JaxRuntimeError as error:
         refusal = (
             _refusal(str(error), target)
@@ -494,6 +498,33 @@ def compiled_for(lowered: Any, options: dict[str, Any], target: Target) -> tuple
         if refusal is None:
             raise
         raise refusal from error
+
+
+_Made = TypeVar("_Made")
+
+
+def _remedied(
+    compiled: Callable[[dict[str, Any]], _Made], lowered: Any, options: dict[str, Any], target: Target
+) -> _Made:
+    """Returns what a function of the compiler's options returns. Where the compiler fails on what other options avoid,
+    it is tried again with these; and so at once for programs of the same arguments from then on: plans are compared.
+    """
+    platform = PLATFORMS[target.platform]
+    program = target.name, hash(str(lowered.args_info))
+    while True:
+        known = _REMEDIES.get(program, {})
+        try:
+            return compiled(known | options)
+        except (assign.RefusedError, jax.errors.JaxRuntimeError) as error:
+            found = platform.remedy(str(error), target.local)
+            if not found or found.keys() <= known.keys() | options.keys():
+                raise
+            logger.info("the compiler for %s fails; it is tried again with the options %s: %s", target, found, error)
+            _REMEDIES[program] = known | found
+
+
+_REMEDIES: dict[tuple[str, int], dict[str, Any]] = {}
+"""Target and arguments of a program -> the compiler options without which the compiler failed on such programs."""
 
 
 def _unplaced(target: Target) -> ArgumentError:
@@ -540,7 +571,12 @@ def _assign(lowered: Any, options: dict[str, Any], target: Target) -> tuple[Memo
     """
     platform = PLATFORMS[target.platform]
     try:
-        assigned = assign.assign(lowered, platform.own_options(target.local) | options, target)
+        assigned = _remedied(
+            lambda options: assign.assign(lowered, options, target),
+            lowered,
+            platform.own_options(target.local) | options,
+            target,
+        )
     except assign.RefusedError as error:
         if (refusal := _refusal(str(error), target)) is None:
             return None, None  # if it is compiled here, it fails with JAX's error

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import _compat
-from jaxckpt.memory import assign
+from jaxckpt.memory import assign, report
 from jaxckpt.memory.platforms import cuda
 from jaxckpt.memory.platforms.base import Stop
 from jaxckpt.memory.report import measure
@@ -135,3 +135,40 @@ def test_a_compiler_that_does_not_stop_goes_to_the_end_and_the_log_says_so_once(
     assert reports[0] == dataclasses.replace(reports[1], compile_seconds=reports[0].compile_seconds)
     assert len(compiles) == 2
     assert caplog.text.count("runs to the end") == 1
+
+
+def _attention(tokens):
+    def attended(x, w):
+        heads = (x @ w).reshape(4, tokens, 2, 32)
+        shares = jax.nn.softmax(jnp.einsum("bthd,buhd->bhtu", heads, heads))
+        return x + jnp.einsum("bhtu,buhd->bthd", shares, heads).reshape(4, tokens, 64) @ w
+
+    def loss(ws, x):
+        for w in ws:
+            x = attended(x, w)
+        return jnp.sum(x**2)
+
+    return loss, [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4, jax.ShapeDtypeStruct((4, tokens, 64), jnp.float32)
+
+
+def test_attention_over_197_tokens_is_measured_and_planned(monkeypatch, caplog):
+    """Such as that of every vision transformer: XLA of jax 0.10 finds no tiles for its default kernels without a GPU to
+    tune them on.
+    """
+    monkeypatch.setattr(report, "_REMEDIES", {})
+    loss, *args = _attention(197)
+    with caplog.at_level(logging.INFO, "jaxckpt"):
+        stopped, whole = (
+            measure(jax.value_and_grad(loss), *args, target="cuda:h100", generate_code=code, cache=False)
+            for code in (False, True)
+        )
+    assert stopped.stopped and not whole.stopped and stopped.peak_bytes == whole.peak_bytes
+    assert caplog.text.count("it is tried again") <= 1, "programs of the same arguments are compiled alike at once"
+    own = {"xla_gpu_enable_triton_gemm": True}
+    if "it is tried again" in caplog.text:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
+            measure(jax.value_and_grad(loss), *args, target="cuda:h100", compiler_options=own, cache=False)
+    plan = jaxckpt.plan(loss, *args, budget="85%", target="cuda:h100", cache=False)
+    assert plan.regions and plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+    step = jax.value_and_grad(plan.apply(loss))
+    assert measure(step, *args, target="cuda:h100", cache=False).peak_bytes == plan.measured_bytes

@@ -164,6 +164,15 @@ class Platform(abc.ABC):
         """Returns compiler options that `measure` adds, unless the user sets them."""
         return {}
 
+    def remedy(self, text: str, local: bool) -> dict[str, Any]:
+        """Returns compiler options with which its compiler takes a program that it failed on; empty if there are none.
+
+        Args:
+          text: the compiler's error.
+          local: whether the devices are in this machine.
+        """
+        return {}
+
     def has_host_memory(self, local: bool) -> bool:
         """Returns whether its devices can use host memory."""
         return True

@@ -63,6 +63,10 @@ class Cuda(Platform):
         """
         return {} if local else _compat.untuned_options()
 
+    def remedy(self, text: str, local: bool) -> dict[str, Any]:
+        """Returns the options for matmuls without Triton where XLA finds no tiles for one of its default kernels."""
+        return _compat.triton_free_options() if _compat.UNTILED in text and not local else {}
+
     def has_host_memory(self, local: bool) -> bool:
         """Returns whether the GPU is in this machine: JAX's compile-only GPUs have no memory kinds."""
         return local
