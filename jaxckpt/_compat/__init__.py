@@ -121,6 +121,7 @@ from jaxckpt._compat.targets import (
 from jaxckpt._compat.traces import (
     MERGES_SHARDED,
     SCANS_KEEP_RULES,
+    Mapped,
     Tracer,
     alone,
     blank_keys,
@@ -138,6 +139,7 @@ from jaxckpt._compat.traces import (
     jit_is_disabled,
     key_implementation,
     manual_axes,
+    mapped_here,
     may_be_of_sharding,
     shaped_array,
     tangent_aval,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 from jax._src import config, util
@@ -20,6 +22,7 @@ from jax.extend.core.primitives import convert_element_type_p, scan_p
 from jaxckpt._compat.needs import VERSION, unsupported
 
 Tracer = jax.core.Tracer
+Returned = TypeVar("Returned")
 
 cache_in_context = util.cache()
 """Caches a function's results for each configuration of JAX. Arguments must be hashable. (functools does not know JAX's
@@ -182,6 +185,51 @@ def within_named_axes(jaxpr: Any) -> bool:
         return False
     used = {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
     return bool(names & used) or bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What is traced within a jax.shard_map: the mesh, the axes that it maps over, and whether types say how values
+    vary over them.
+    """
+
+    mesh: Any
+    axes: frozenset[str]
+    typed: bool
+
+    @property
+    def devices(self) -> int:
+        """How many devices the axes have."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    def run(self, fun: Callable[[], Returned]) -> Returned:
+        """Returns what `fun()` returns, called where the axes are those of a device."""
+        found: list[Returned] = []
+
+        def call() -> tuple[()]:
+            found.append(fun())
+            return ()
+
+        with alone():
+            mapped = jax.shard_map(
+                call, mesh=self.mesh, in_specs=(), out_specs=(), axis_names=self.axes, check_vma=self.typed
+            )
+            jax.eval_shape(mapped)
+        return found[0]
+
+
+def mapped_here() -> Mapped | None:
+    """Returns the jax.shard_map that is being traced; None where there is none.
+
+    The mesh within it has its axes as manual ones, and JAX has no public function for a mesh with the others.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = frozenset(mesh.manual_axes)
+    if not axes:
+        return None
+    typed = not varying_axes(jax.typeof(jax.lax.axis_index(min(axes)))).empty
+    auto = jax.sharding.AxisType.Auto
+    return Mapped(mesh.update_axis_types(dict.fromkeys(axes, auto)), axes, typed)
 
 
 def is_ref_type(aval: Any) -> bool:

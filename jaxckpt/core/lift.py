@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -259,6 +260,13 @@ def unbound(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..
     """Returns a function and its arguments, a module of nnx that it is bound to or is itself among them."""
     nnx = _nnx()
     return (fun, args) if nnx is None else nnx.unbound(fun, args)
+
+
+def is_jitted(fun: Callable[..., Any]) -> bool:
+    """Returns whether a function is what `jax.jit` or a wrapper of it returns, and can be traced by it. A method of
+    such a function is none: its `trace` is that of the function, which wants the object too.
+    """
+    return not isinstance(fun, types.MethodType) and hasattr(fun, "trace") and hasattr(fun, "lower")
 
 
 def has_objects(tree: Any) -> bool:

@@ -228,7 +228,7 @@ def renewed_bytes(graph: Graph, donated: Sequence[int] = ()) -> int:
     left = set(arguments.values()) - set(paired.values())
     renewed = 0
     for place, index in enumerate(index for index in graph.body.outputs if index is not None):
-        if place in paired or id(results[place]) in arguments:
+        if place in paired or id(results[place]) in arguments or _is_gradient(made.get(id(results[place]))):
             continue
         value, seen, todo = graph.values[index], set[int](), [results[place]]
         while todo:
@@ -244,6 +244,11 @@ def renewed_bytes(graph: Graph, donated: Sequence[int] = ()) -> int:
             left.remove(min(same))
             renewed += value.bytes
     return renewed
+
+
+def _is_gradient(event: _Event | None) -> bool:
+    """Returns whether JAX's reverse mode makes what an operation returns."""
+    return event is not None and any("transpose(" in op.scope for op in event.path)
 
 
 def _like(value: Value) -> tuple[Any, Any]:

@@ -362,7 +362,7 @@ def traced_for(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -
       fun, args: as in `measure`.
     """
     start_backend()
-    is_jitted = hasattr(fun, "trace") and hasattr(fun, "lower")
+    is_jitted = lift.is_jitted(fun)
 
     def traced(call: lift.Taken) -> Any:
         args = jax.tree.map(lambda leaf: abstract(leaf, target), call.args)

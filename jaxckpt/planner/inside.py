@@ -36,6 +36,7 @@ class Inside:
       address: where it lies in the function.
       around: the operations that it lies in, the outermost first.
       outside_bytes: of the values that the function computes around it, on one device.
+      outer: the `jax.shard_map` of the step, in which the function is called; None for none.
     """
 
     graph: Graph
@@ -44,11 +45,12 @@ class Inside:
     address: Address = ()
     around: tuple[Op, ...] = ()
     outside_bytes: int = 0
+    outer: _compat.Mapped | None = None
 
     @property
     def mapped(self) -> bool:
         """Whether it is what one device of several runs."""
-        return any(_is_mapped(op) for op in self.around)
+        return self.outer is not None or any(_is_mapped(op) for op in self.around)
 
     @property
     def active(self) -> frozenset[int]:
@@ -60,18 +62,24 @@ class Inside:
         for op in reversed(self.around):
             if _is_mapped(op):
                 fun = _entered(op, fun)
-        return fun()
+        return fun() if self.outer is None else self.outer.run(fun)
 
 
-def whole(graph: Graph, differentiated: Collection[int], results: Iterable[int | None] | None = None) -> Inside:
+def whole(
+    graph: Graph,
+    differentiated: Collection[int],
+    results: Iterable[int | None] | None = None,
+    outer: _compat.Mapped | None = None,
+) -> Inside:
     """Returns a function, or a body as one, that is planned as it stands.
 
     Args:
       differentiated: as of `Inside`.
       results: as of `Inside`; None for all that comes out.
+      outer: as of `Inside`.
     """
     out = graph.body.outputs if results is None else results
-    return Inside(graph, tuple(differentiated), tuple(index for index in out if index is not None))
+    return Inside(graph, tuple(differentiated), tuple(index for index in out if index is not None), outer=outer)
 
 
 def innermost(found: Inside, share: float = INNERMOST_SHARE) -> Inside:
@@ -95,6 +103,7 @@ def innermost(found: Inside, share: float = INNERMOST_SHARE) -> Inside:
             (*found.address, (op.index, 0)),
             (*found.around, op),
             found.outside_bytes + rest,
+            found.outer,
         )
     return found
 

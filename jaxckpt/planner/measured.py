@@ -80,14 +80,15 @@ class Traced:
       flops: with sharded arguments, of all devices.
       time: by the target's rates, on one device.
       moments: what it needs at each moment of a solution, arguments excluded; none of a step without a plan.
-      renewed_bytes: of a step without a plan, bytes of arguments that it returns the next values of and could donate.
+      renewed_bytes: of a step without a plan, bytes of arguments that it returns the next values of and could donate;
+        None of others, and of steps on several devices.
     """
 
     peak_bytes: int
     flops: int
     time: Time
     moments: Mapping[Moment, int] = field(default_factory=dict)
-    renewed_bytes: int = 0
+    renewed_bytes: int | None = None
 
 
 @dataclass
@@ -144,7 +145,7 @@ def step_and_settings(step: Callable[..., Any], args: tuple[Any, ...], target: T
 
 
 def _traced(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Any:
-    return traced_for(step, args, target) if hasattr(step, "trace") else None
+    return traced_for(step, args, target) if lift.is_jitted(step) else None
 
 
 def _graph_of(traced: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Graph:
@@ -176,7 +177,6 @@ class Measured:
       graph: the function as traced.
       model: its chain of stages with their candidates.
       target: what is planned for.
-      argument_bytes: of the step's arguments, on one device.
       known_unplanned: what `unplanned` returned; None where nobody asked.
       tries: the plans that were compiled, for whatever budgets: (solution, whether as people write it) -> plan.
       lock: to be held while `tries` is read or written, and while the step without a plan is compiled.
@@ -186,7 +186,6 @@ class Measured:
         self.asked, self.graph, self.model = asked, graph, model
         self.fun = asked.fun if asked.respect_checkpoints else without_checkpoints(asked.fun)
         self.args, self.step, self.target = asked.args, asked.step, asked.target
-        self.argument_bytes = device_bytes(lift.leaves(asked.fun, asked.args))
         self.lock = threading.Lock()
         self.known_unplanned: MemoryReport | None = None
         self.tries: dict[tuple[Solution, bool], Try] = {}
@@ -213,11 +212,21 @@ class Measured:
         return tuple(dict.fromkeys(self.model.by_hand()))
 
     @functools.cached_property
+    def argument_bytes(self) -> int:
+        """Bytes of the step's arguments, on one device. Where a mapped step, and not its arguments, says how these lie,
+        the compiled step is asked.
+        """
+        if self.model.mapped and not is_sharded(self.args):
+            with contextlib.suppress(DoesNotFitError):
+                return self.unplanned.argument_bytes
+        return device_bytes(lift.leaves(self.asked.fun, self.args))
+
+    @functools.cached_property
     def used_argument_bytes(self) -> int:
         """Bytes of the arguments that the step uses, on one device: a compiled program is not given the others. Traces
         the step.
         """
-        if is_sharded(self.args):
+        if self.divided:
             return self.argument_bytes
         graph = step_graph(self.step(self.fun), self.args, self.target)
         used = {index for op in graph.ops for index in op.inputs} | set(graph.body.outputs)
@@ -265,11 +274,13 @@ class Measured:
         donated = donated_arguments(graph, traced)
         given, profile = graph_profile(graph, self.target.platform, donated)
         peak = given + max((size for _, size in profile), default=0)
-        moments = traced_moments(profile, self.model.places) if scoped else {}
-        constants = max(given - self.argument_bytes, 0)
-        moments = {moment: size + constants for moment, size in moments.items()}
+        moments: dict[Moment, int] = {}
+        if scoped:
+            constants = max(given - self.argument_bytes, 0)
+            found = traced_moments(profile, self.model.places)
+            moments = {moment: size + constants for moment, size in found.items()}
         elsewhere = Time(shards.sent.elsewhere, shards.sent.elsewhere)
-        renewed = renewed_bytes(graph, donated) if made is None and not self.divided else 0
+        renewed = renewed_bytes(graph, donated) if made is None and not self.divided else None
         return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments, renewed)
 
     def _traced_step(self, step: Callable[..., Any]) -> Any:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxckpt import _compat
 from jaxckpt._errors import NotDifferentiableError
 from jaxckpt.core import lift, purity
 from jaxckpt.core.leaves import is_inexact, is_number
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.planner.calls import abstract as abstract_leaf
 
+Returned = TypeVar("Returned")
+
 
 @dataclass
 class Seen:
     """What a step does with its function: the arguments that it calls it with, which of their leaves it differentiates
-    in, and which leaves of the results it differentiates; `again` says whether it differentiates the gradient too.
+    in, and which leaves of the results it differentiates; `again` says whether it differentiates the gradient too, and
+    `mapped` which `jax.shard_map` of the step it is called within, if any.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -30,6 +34,11 @@ class Seen:
     differentiated: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     again: bool = False
+    mapped: _compat.Mapped | None = None
+
+    def run(self, fun: Callable[[], Returned]) -> Returned:
+        """Returns what `fun()` returns, called where the function can be traced."""
+        return fun() if self.mapped is None else self.mapped.run(fun)
 
 
 def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> Seen:
@@ -46,7 +55,8 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         asked: set[int] = set()
         again: set[int] = set()
         ends: set[int] = set()
-        calls.append((Seen(call.fun, abstract_args, abstract_kwargs), asked, again, ends))
+        seen = Seen(call.fun, abstract_args, abstract_kwargs, mapped=_compat.mapped_here())
+        calls.append((seen, asked, again, ends))
         leaves = [
             _watch(asked, again, place)(leaf) if is_inexact(leaf) else _traced(leaf) if is_number(leaf) else leaf
             for place, leaf in enumerate(leaves)

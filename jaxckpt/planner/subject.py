@@ -32,7 +32,7 @@ from jaxckpt.planner.measured import Asked
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.observe import Seen, observe
 from jaxckpt.planner.settings import PlanSettings
-from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, read
+from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, laid_out, read
 
 logger = logging.getLogger("jaxckpt")
 
@@ -89,16 +89,16 @@ class Subject:
         host_bytes = settings.check_target(target)
         step, seen = _observed(fun, args, settings)
         if not settings.respect_checkpoints:
-            if not has_checkpoints(seen.fun, seen.args, seen.kwargs):
+            if not seen.run(lambda: has_checkpoints(seen.fun, seen.args, seen.kwargs)):
                 logger.warning("%s has no checkpoints: respect_checkpoints=False changes nothing", lift.title(fun))
             seen = replace(seen, fun=bare(seen.fun))
-        self.seen, self.graph = seen, trace(seen.fun, *seen.args, **seen.kwargs)
+        self.seen, self.graph = seen, seen.run(lambda: trace(seen.fun, *seen.args, **seen.kwargs))
         purity.refuse_refs(fun, self.graph)
         if settings.costs == "compiler" and cycles is None:
             cycles = Cycles(target, settings.cache)
         self.asked = Asked(
             fun,
-            args,
+            laid_out(step(fun), args),
             step,
             target,
             settings.respect_checkpoints,
@@ -117,7 +117,7 @@ class Subject:
         graph, seen = self.graph, self.seen
         arguments = [value.index for value in graph.values if value.kind == "argument"]
         differentiated = [arguments[place] for place in seen.differentiated]
-        all_of_it = whole(graph, differentiated, [graph.body.outputs[place] for place in seen.results])
+        all_of_it = whole(graph, differentiated, [graph.body.outputs[place] for place in seen.results], seen.mapped)
         inner, smaller = (innermost(all_of_it, share) for share in (INNERMOST_SHARE, 0.0))
         if inner.address:
             purity.refuse_refs(self.asked.fun, inner.graph)
