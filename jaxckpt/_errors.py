@@ -28,9 +28,13 @@ of them can be pickled and copied.
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import functools
+import inspect
 import pickle
-from collections.abc import Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 
 class JaxckptError(Exception):
@@ -290,11 +294,84 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"There are {', '.join(repr(n) for n in known[:MANY])}{more}."
 
 
+def near_glob(glob: str, paths: Sequence[str]) -> str:
+    """Returns a sentence with the glob nearest to one that matches none of the paths, or with the nearest paths.
+
+    >>> near_glob("block/*", ["blocks", "blocks/0", "blocks/1"])
+    "Did you mean 'blocks/*'?"
+    >>> near_glob("Block_1", ["Block_0", "Block_1/Dense_0"])
+    "Did you mean 'Block_0'?"
+    """
+    parts = glob.split("/")
+    mended = []
+    for level, part in enumerate(parts):
+        names = sorted({path.split("/")[level] for path in paths if path.count("/") >= level})
+        near = difflib.get_close_matches(part, names, n=1, cutoff=0.6)
+        mended.append(part if not near or any(fnmatch.fnmatchcase(name, part) for name in names) else near[0])
+    found = "/".join(mended)
+    if found != glob and any(fnmatch.fnmatchcase(path, found) for path in paths):
+        return f"Did you mean {found!r}?"
+    return did_you_mean(glob, paths)
+
+
 def check_flags(**flags: Any) -> None:
     """Raises `ArgumentError` for an argument that is neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(name, "True or False", flag)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ELSEWHERE = {
+    "use_reentrant": "There is one implementation; leave it out.",
+    "preserve_rng_state": "A key of JAX draws the same numbers again; leave it out.",
+    "context_fn": "Say what is kept by policy=Policy({...}).",
+    "determinism_check": "jaxckpt.verify compares with the function without checkpoints.",
+    "early_stop": "The compiler leaves out what the backward pass does not read; leave it out.",
+    "segments": "segment_size= counts the layers of a segment; 'sqrt' chooses it.",
+    "chunks": "segment_size= counts the layers of a segment; 'sqrt' chooses it.",
+    "checkpoints": "Write schedule=Slots(n), which keeps n carries.",
+    "slots": "Write schedule=Slots(n), which keeps n carries.",
+    "has_aux": "Write step=functools.partial(jax.value_and_grad, has_aux=True).",
+    "argnums": "Write step=functools.partial(jax.value_and_grad, argnums=...).",
+    "donate_argnums": "Give them to jax.jit in the function that makes the step: step=.",
+    "device": "Write target=, such as 'cuda:h100'.",
+    "memory_budget": "Write budget=, such as '4GiB' or '60%'.",
+    "max_memory": "Write budget=, such as '4GiB' or '60%'.",
+}
+"""Arguments of other libraries, and of JAX -> what is written here."""
+
+_MISSING = {"budget": "Write budget='4GiB', '60%' of the peak without a plan, or 'device'."}
+
+
+def explains(fun: F) -> F:
+    """Has a function's error about an argument that it does not have, or must have, say what to write."""
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except TypeError as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            names = inspect.signature(fun).parameters
+            found = _CALLED_WRONG.search(str(error))
+            # Raised by the call itself, and not within the function: by this frame, or that of another such wrapper.
+            frame = None if trace is None else trace.tb_frame
+            ours = frame is not None and str(frame.f_globals.get("__name__")).startswith("jaxckpt.")
+            if found is None or frame is None or not ours or frame.f_code.co_name != "call":
+                raise
+            hint = ELSEWHERE.get(found[1] or "") or _MISSING.get(found[2] or "")
+            keywords = [name for name, each in names.items() if each.kind is each.KEYWORD_ONLY]
+            hint = hint or (nearest(found[1], keywords) if found[1] else "")
+            raise TypeError(f"{error}. {hint}" if hint else str(error)) from None
+
+    return call  # type: ignore[return-value]
+
+
+_CALLED_WRONG = re.compile(r"unexpected keyword argument '(\w+)'|missing 1 required keyword-only argument: '(\w+)'")
 
 
 def refuse_call(others: Sequence[Any], argument: str, instead: str) -> None:
@@ -307,4 +384,5 @@ def refuse_call(others: Sequence[Any], argument: str, instead: str) -> None:
     """
     if others:
         rule, got = "the only argument by position", InWords(f"{len(others)} more")
-        raise ArgumentError(argument, rule, got, f"Call the function that is returned: {instead}.")
+        hint = f"Write policy={others[0]!r}." if isinstance(others[0], str) else ""
+        raise ArgumentError(argument, rule, got, hint or f"Call the function that is returned: {instead}.")

@@ -415,7 +415,10 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
         raise ArgumentError("policy", "a preset's name", policy, did_you_mean(policy, PRESETS))
     if callable(policy) and not isinstance(policy, type):
         return policy  # type: ignore[no-any-return]
-    raise ArgumentError("policy", "None, a Policy, a preset's name, or one of jax.checkpoint_policies", policy)
+    hint = "Write policy=Policy({...})." if isinstance(policy, Mapping) else ""
+    if isinstance(policy, Action):
+        hint = f"Write policy=Policy(default={policy!r}), or name what it is for: Policy({{'tag': {policy!r}}})."
+    raise ArgumentError("policy", "None, a Policy, a preset's name, or one of jax.checkpoint_policies", policy, hint)
 
 
 def from_jax(policy: Callable[..., Any]) -> Policy:

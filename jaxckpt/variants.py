@@ -12,12 +12,21 @@ import jax
 
 from jaxckpt import training
 from jaxckpt._errors import ArgumentError, FactoryError, NotDifferentiableError, did_you_mean
-from jaxckpt.core.lift import trace
+from jaxckpt.core.lift import is_module_class, trace
 from jaxckpt.factories import Factory, call, parameters
 from jaxckpt.memory.compare import check_differentiable
 from jaxckpt.memory.gradient import StepMaker, suited
 from jaxckpt.policies import PRESETS, Policy
 from jaxckpt.transforms.checkpoint import checkpoint
+
+
+def _around(fun: Any, policy: Policy | None) -> Any:
+    """Returns a block with a checkpoint around it: a function, or a class of flax's modules."""
+    if is_module_class(fun):
+        import jaxckpt.flax
+
+        return jaxckpt.flax.checkpoint(fun, policy=policy)
+    return checkpoint(fun, policy=policy)
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,7 @@ def build(
     for variant in chosen:
         more: dict[str, Any] = {}
         if variant.where == "blocks":
-            more["checkpoint"] = functools.partial(checkpoint, policy=variant.policy)
+            more["checkpoint"] = functools.partial(_around, policy=variant.policy)
             if "segment_size" in known or variant.segment_size != 1:
                 more["segment_size"] = variant.segment_size
         else:

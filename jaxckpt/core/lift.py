@@ -293,6 +293,14 @@ def is_model(fun: Any) -> bool:
     return False
 
 
+def is_module_class(fun: Any) -> bool:
+    """Returns whether a function is a class of flax's modules: what a call of it returns is no array."""
+    if not isinstance(fun, type):
+        return False
+    names = {f"{base.__module__}.{base.__qualname__}" for base in fun.__mro__}
+    return bool(names & {"flax.linen.module.Module", "flax.nnx.module.Module"})
+
+
 def snapshot(tree: Any) -> tuple[list[Any], Callable[[], None]]:
     """Returns the arrays in a pytree, those in nnx modules too, and a function that puts back what the modules hold."""
     nnx = _nnx()

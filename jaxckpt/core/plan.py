@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, PlanMismatchError
+from jaxckpt._errors import ArgumentError, PlanMismatchError, refuse_call
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import outline, shown
 from jaxckpt.core.bare import bare
@@ -162,13 +162,14 @@ class Plan:
         """
         return None if self.report is None else self.report.overhead
 
-    def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self, fun: Callable[..., Any], *others: Any) -> Callable[..., Any]:
         """Returns a function with `fun`'s values that keeps and recomputes what the plan says.
 
         Call it in a jitted step: outside of `jax.jit` it is traced at every call. A function, or shapes, that the plan
         was not made for raise `PlanMismatchError`. Modules of nnx among its arguments change as `fun` changes them,
         once a call.
         """
+        refuse_call(others, "fun", "plan.apply(fun)(*args)")
         if not callable(fun):
             raise ArgumentError("fun", "a function, the one that the plan was made for", fun)
         return transformed(self._applied, fun)
@@ -339,6 +340,8 @@ class Plan:
         Raises:
           PlanMismatchError: it is another function's.
         """
+        if not isinstance(graph, Graph):
+            raise ArgumentError("graph", "what jaxckpt.trace(fun, *args) returns", graph)
         return shown.text_of(self, graph)
 
     def tile_lines(self, graph: Graph) -> list[str]:
@@ -516,7 +519,7 @@ class PlanReport:
         """What to compile the planned step with, in words; "" where the target's compiler needs no options, or the plan
         is empty.
         """
-        if not self.compiler_options or not (self.plan.regions or self.plan.loops or self.plan.tiles):
+        if not self.compiler_options or not self.plan.regions:  # loops run again on their own
             return ""
         return "compiler_options=jaxckpt.compiler_options(), else the compiler undoes the plan"
 
@@ -598,7 +601,12 @@ def _changed(made_for: Sequence[str], came: Sequence[str]) -> list[str]:
     """Returns the arguments that are others than the plan's, as text."""
     missing = "none"
     counts = [f"{len(came)} arrays (the plan's: {len(made_for)})"] if len(came) != len(made_for) else []
-    pairs = itertools.zip_longest(came, made_for, fillvalue=missing)
+    ours, theirs = ({each.rpartition(": ")[0]: each for each in given} for given in (came, made_for))
+    if 2 * len(ours.keys() & theirs.keys()) > len(came):  # most names are the same ones
+        names = dict.fromkeys((*ours, *theirs))
+        pairs = [(ours.get(name, f"{name}: {missing}"), theirs.get(name, f": {missing}")) for name in names]
+    else:
+        pairs = list(itertools.zip_longest(came, made_for, fillvalue=missing))
     others = [f"{ours} (the plan's: {theirs.rpartition(': ')[2]})" for ours, theirs in pairs if ours != theirs]
     return counts + others
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, MissingPackageError, refuse_call
+from jaxckpt._errors import ArgumentError, MissingPackageError, explains, refuse_call
 
 try:
     import flax.linen as nn
@@ -37,6 +37,7 @@ from jaxckpt.flax.trees import stack_layers, unstack_layers
 __all__ = ["apply", "checkpoint", "scan_layers", "stack_layers", "unstack_layers"]
 
 
+@explains
 def checkpoint(
     target: Any = None,
     /,

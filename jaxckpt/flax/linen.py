@@ -27,7 +27,7 @@ from typing import Any
 import flax.linen as nn
 
 from jaxckpt._compat import flax as _compat
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, near_glob
 from jaxckpt.core.lift import Lifted, spread, title
 from jaxckpt.flax.functional import (
     Arguments,
@@ -180,7 +180,7 @@ def _ruled(base: type, rules: Rules) -> type:
             with _active(key), nn.intercept_methods(functools.partial(intercept, self.scope.path)):
                 out = fun(self, *args, **kwargs)
             if name == "__call__" and unmatched:
-                near = did_you_mean(min(unmatched), sorted(seen - {""}))
+                near = near_glob(min(unmatched), sorted(seen - {""}))
                 raise ArgumentError("rules", "globs over paths of submodules", min(unmatched), near)
             return out
 

@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxckpt import _compat
 from jaxckpt._compat.flax import is_pytree
-from jaxckpt._errors import ArgumentError, did_you_mean
+from jaxckpt._errors import ArgumentError, near_glob
 from jaxckpt.core.lift import Lifted, spread, title
 from jaxckpt.core.objects import Objects
 from jaxckpt.flax.functional import (
@@ -85,7 +85,7 @@ def apply(model: nnx.Module, rules: Rules) -> nnx.Module:
         if found:
             object.__setattr__(module, "__class__", module_class(type(module), found[0][1]))
     if unmatched:
-        near = did_you_mean(min(unmatched), sorted(modules.keys() - {""}))
+        near = near_glob(min(unmatched), sorted(modules.keys() - {""}))
         raise ArgumentError("rules", "globs over paths of submodules", min(unmatched), near)
     return view
 

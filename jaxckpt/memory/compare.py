@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean
+from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean, explains
 from jaxckpt.core import lift, shown
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import trace
@@ -150,6 +150,7 @@ class Comparison:
         return shown.fragment_of(self)
 
 
+@explains
 @tells("tracing the variants")
 def compare(
     variants: Mapping[str, Callable[..., Any]],

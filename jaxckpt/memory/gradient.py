@@ -145,9 +145,8 @@ def not_a_loss(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> Not
         return None
     kind = f" in a {type(result).__name__}" if result is not None and out and out[0] is not result else ""
     found = ", ".join([*shown[:3], *([f"{len(shown) - 3} more"] if len(shown) > 3 else [])]) or "nothing"
-    hint = (
-        "Reduce it to one scalar, or pass your own step, such as functools.partial(jax.value_and_grad, has_aux=True)."
-    )
+    gradient = "nnx.value_and_grad" if args and lift.has_objects(args[0]) else "jax.value_and_grad"
+    hint = f"Reduce it to one scalar, or pass your own step, such as functools.partial({gradient}, has_aux=True)."
     first = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(args[:1]) if hasattr(leaf, "dtype")]
     if first and shown[-len(first) :] == first:
         hint = "If it is a gradient already, pass the loss itself: the step takes its gradient."

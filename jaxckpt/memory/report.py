@@ -26,6 +26,7 @@ from jaxckpt._errors import (
     UnknownTargetError,
     UnreadableDumpError,
     check_flags,
+    explains,
 )
 from jaxckpt.core import lift, shown
 from jaxckpt.core.argument_names import named_leaves
@@ -223,6 +224,7 @@ class MemoryReport:
 _FIGURES = tuple(f.name for f in dataclasses.fields(MemoryReport) if f.name != "_assignment")
 
 
+@explains
 @tells("tracing the function")
 def measure(
     fun: Callable[..., Any],

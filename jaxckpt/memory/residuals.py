@@ -147,6 +147,8 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
         if isinstance(var, _compat.Literal):
             continue
         origin = made.origin(var)
+        if (whole := made.unshaped(origin)) in arguments:
+            origin = whole
         if origin in found or getattr(var.aval, "dtype", None) == jax.dtypes.float0:
             continue
         name, source = (arguments[origin], "") if origin in arguments else made.describe(origin)
@@ -194,6 +196,14 @@ class _Makers:
             if place is None or isinstance(eqn.invars[place], _compat.Literal):
                 break
             var = eqn.invars[place]
+        return var
+
+    def unshaped(self, var: Any) -> Any:
+        """Returns the variable that `var` has the elements of, in another shape: of an argument, it takes no memory."""
+        while (eqn := self.makers.get(var)) is not None:
+            if _compat.primitive_name(eqn) not in ("reshape", "squeeze", "expand_dims"):
+                break
+            var = self.origin(eqn.invars[0])
         return var
 
     def describe(self, var: Any) -> tuple[str, str]:

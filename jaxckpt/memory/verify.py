@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError
+from jaxckpt._errors import ArgumentError, NotDifferentiableError, VerificationError, explains
 from jaxckpt.actions import Action
 from jaxckpt.core import lift, stored
 from jaxckpt.core.leaves import is_inexact
@@ -103,6 +103,7 @@ class _Difference:
     relative: float
 
 
+@explains
 @tells("tracing the functions")
 def verify(
     fun: Callable[..., Any],

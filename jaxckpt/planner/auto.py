@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast, overload
 
 import jax
 
-from jaxckpt._errors import ArgumentError, check_flags
+from jaxckpt._errors import ArgumentError, check_flags, explains
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core.argument_names import argument_numbers
 from jaxckpt.core.plan import Plan
@@ -82,6 +82,7 @@ def autocheckpoint(
     static_argnums: int | Sequence[int] = (),
     progress: Progress | bool | None = None,
 ) -> Callable[[Callable[..., Any]], Autocheckpointed]: ...
+@explains
 def autocheckpoint(
     fun: Callable[..., Any] | None = None,
     /,

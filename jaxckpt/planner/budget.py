@@ -20,6 +20,7 @@ RULE = (
     "a number of bytes above 0, a size such as '12GiB', a share of the peak without a plan such as '60%', or 'device'"
 )
 _SHARE = re.compile(r"\s*(-?\d+(?:\.\d*)?|-?\.\d+)\s*%\s*")
+_SHORT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([kmgt])i?\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"\s*(0?\.\d+|1\.0*)\s*")
 
 
@@ -88,7 +89,9 @@ def _check_text(budget: str) -> None:
     try:
         count = parse_bytes(budget)
     except ArgumentError:
-        raise ArgumentError("budget", RULE, budget) from None
+        found = _SHORT.fullmatch(budget)
+        hint = f"Did you mean '{found[1]}{found[2].upper()}iB'?" if found else ""
+        raise ArgumentError("budget", RULE, budget, hint) from None
     if _FRACTION.fullmatch(budget):  # bytes are whole, and nobody means one byte
         raise ArgumentError("budget", RULE, budget, f"A share is written with %: '{float(budget):.0%}'.")
     if not count:

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import jax
 
-from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, check_flags
+from jaxckpt._errors import ArgumentError, DoesNotFitError, InfeasibleBudgetError, check_flags, explains
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import shown
 from jaxckpt.core.argument_names import items
@@ -181,6 +181,7 @@ class Frontier:
         return shown.fragment_of(self)
 
 
+@explains
 @tells("analysing the function")
 def frontier(
     fun: Callable[..., Any],

@@ -16,7 +16,7 @@ from jaxckpt.core.leaves import is_inexact, is_number
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.planner.calls import abstract as abstract_leaf
 
-Returned = TypeVar("Returned")
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Seen:
     again: bool = False
     mapped: _compat.Mapped | None = None
 
-    def run(self, fun: Callable[[], Returned]) -> Returned:
+    def run(self, fun: Callable[[], T]) -> T:
         """Returns what `fun()` returns, called where the function can be traced."""
         return fun() if self.mapped is None else self.mapped.run(fun)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, check_flags
+from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, check_flags, explains
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import garbage, lift
 from jaxckpt.core.bare import bare
@@ -42,6 +42,7 @@ from jaxckpt.planner.tiled import Tileable, Tiled, Within
 logger = logging.getLogger("jaxckpt")
 
 
+@explains
 @tells("analysing the function")
 def plan(
     fun: Callable[..., Any],

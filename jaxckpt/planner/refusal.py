@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxckpt._errors import InfeasibleBudgetError, TilingError
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import Op
+from jaxckpt.core.primitives import Holds
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import format_bytes
@@ -47,6 +49,11 @@ def no_plan(
         advice = f"The compiler for {measured.target.name} refused every plan. {advice}"
     if solver:
         advice += f" Only plans of the solver {solver!r} were looked for; solver='chain' looks for more."
+    if measured.asked.respect_checkpoints and any(_is_checkpoint(op) for op in measured.graph.walk()):
+        advice += (
+            " The function has checkpoints of its own, which stay as they are; respect_checkpoints=False "
+            "(--ignore-checkpoints) plans without them."
+        )
     results = _result_bytes(measured)
     below = budget <= measured.argument_bytes + (results or 0)  # the step is traced only if that says nothing
     below = below and budget <= measured.used_argument_bytes + (results or 0)
@@ -106,6 +113,10 @@ def below_arguments(asked: int | str, budget: int, needed: int) -> InfeasibleBud
         least_bytes=needed,
         budget_bytes=budget,
     )
+
+
+def _is_checkpoint(op: Op) -> bool:
+    return primitives.of(op.primitive).holds is Holds.CHECKPOINT
 
 
 def _source(op: Op) -> str:

@@ -220,7 +220,9 @@ def _traced_with(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]
     whose = "the function" if step in PLAIN else "the training step that `step` makes"
     names = [*(lift.signature_of(fun if step in PLAIN else step(fun)) or inspect.Signature()).parameters]
     given = (f"{name}={_kind(arg)}" for name, arg in itertools.zip_longest(names[: len(args)], args, fillvalue="?"))
-    return f"jaxckpt traced {whose} with the arguments that came, in their order: {', '.join(given)}."
+    jaxs = getattr(step, "func", step) in PLAIN and bool(args) and lift.has_objects(args[0])
+    hint = " Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad." if jaxs else ""
+    return f"jaxckpt traced {whose} with the arguments that came, in their order: {', '.join(given)}.{hint}"
 
 
 def _kind(arg: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxckpt._errors import ArgumentError, nearest
 from jaxckpt.core.schedule import LoopCost, LoopSchedule
@@ -40,7 +41,9 @@ def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> 
         return schedule
     if isinstance(schedule, str):
         if schedule not in NAMES:
-            raise ArgumentError(argument, _RULE, schedule, nearest(schedule, NAMES))
+            hint = f"Iterations in a segment are an int: {schedule}." if schedule.isdecimal() else ""
+            hint = hint or ("Write Slots(n) for n carries." if "slot" in schedule.lower() else "")
+            raise ArgumentError(argument, _RULE, schedule, hint or nearest(schedule, NAMES))
         if schedule == "sqrt":
             return segmented(length, sqrt_size(length))
         return nested(length, log_lengths(length)) if schedule == "log" else plain(length, remat=schedule == "every")
@@ -51,7 +54,10 @@ def schedule_of(length: int, schedule: Schedule, argument: str = "schedule") -> 
     given = schedule if isinstance(schedule, (tuple, list)) else ()
     lengths = tuple(n for n in map(as_int, given) if n is not None)
     if not lengths or len(lengths) < len(given):
-        raise ArgumentError(argument, _RULE, schedule)
+        kind: Any = schedule
+        hint = "lax.scan as it is has the schedule 'none'." if kind is None else ""
+        hint = "Write Slots(n) for n carries." if kind is Slots else hint
+        raise ArgumentError(argument, _RULE, schedule, hint)
     if any(n < 1 for n in lengths):
         raise ArgumentError(argument, "of ints of at least 1 where it is a tuple of nested lengths", lengths)
     if math.prod(lengths) < length:

@@ -149,12 +149,13 @@ class Nested(LoopSchedule):
         return (Iterations(self.length, how, actions, self.inner is None),)
 
     def __str__(self) -> str:
-        segments = "".join(f" in {size}s" for size in self.lengths)
+        segments = "".join(f", in segments of {size}" for size in self.lengths)
         if not self._plain.remat:
             how = ", which run again" if segments else " left to JAX"
             return f"{counted(self.length, 'iteration')}{segments}{how}"
         actions = self._plain.actions
-        kept = f", each keeps {counted(len(actions), 'value')}" if actions else ""
+        when = " while its segment runs again" if segments else ""
+        kept = f", each keeps {counted(len(actions), 'value')}{when}" if actions else ""
         return f"{counted(self.length, 'iteration')}{segments}{kept}"
 
     def run(self, scan: ScanRun) -> tuple[Values, Values]:

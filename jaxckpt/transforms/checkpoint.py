@@ -12,13 +12,13 @@ import jax
 import jax.ad_checkpoint
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError, refuse_call
+from jaxckpt._errors import ArgumentError, EffectsError, explains, refuse_call
 from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
 from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
-from jaxckpt.core.lift import anything, is_model, is_operand
+from jaxckpt.core.lift import anything, is_model, is_module_class, is_operand
 from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
@@ -44,6 +44,7 @@ def tag(x: Any, name: str) -> Any:
     return jax.tree.map(lambda leaf: jax.ad_checkpoint.checkpoint_name(leaf, name), x)
 
 
+@explains
 def checkpoint(
     fun: Callable[..., Any] | None = None,
     /,
@@ -100,6 +101,8 @@ def checkpoint(
         )
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
+    if is_module_class(fun):
+        raise ArgumentError("fun", "a function, or an instance", fun, "Of a module class: jaxckpt.flax.checkpoint.")
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
     resolved = policy_of(policy)
@@ -129,12 +132,34 @@ def _checkpointed(
     """Returns a function under a policy; arguments as of `checkpoint`, resolved."""
     is_jaxs, own = policy.as_jax() if isinstance(policy, Policy) else (True, policy)
     if is_jaxs:
-        plain = lambda dynamic: jax.checkpoint(finished_function(dynamic), policy=own, prevent_cse=barriers)
+        plain = lambda dynamic: jax.checkpoint(finished_function(_noting(dynamic)), policy=own, prevent_cse=barriers)
         if static is None and not isinstance(policy, Policy):
             return anything(plain(fun), fun, plain)
         return _calling(fun, static, plain, old=isinstance(policy, Policy))
     assert isinstance(policy, Policy)
     return _calling(fun, static, functools.partial(_by_policy, policy=policy, prevent_cse=barriers), old=True)
+
+
+def _noting(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose errors about values of traced arguments say what to do."""
+
+    @functools.wraps(fun)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            if not any(_TRACED in note for note in getattr(error, "__notes__", ())):
+                error.add_note(
+                    f"{getattr(fun, '__qualname__', fun)} {_TRACED}. If its program depends on the value of an "
+                    "argument (`if train:`, `range(n)`), name that argument in static_argnums or static_argnames of "
+                    "jaxckpt.checkpoint."
+                )
+            raise
+
+    return noting
+
+
+_TRACED = "is checkpointed, so its arguments are traced"
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,15 +221,7 @@ class _Emitted:
 def _emit(
     fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...], args: tuple[Any, ...], kwargs: Any
 ) -> _Emitted:
-    try:
-        graph = trace_with_calls(purity.refusing(fun), args, kwargs)
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note(
-            f"{getattr(fun, '__qualname__', fun)} is checkpointed, so its arguments are traced. If its program "
-            f"depends on the value of an argument "
-            "(`if train:`, `range(n)`), name that argument in static_argnums or static_argnames of jaxckpt.checkpoint."
-        )
-        raise
+    graph = trace_with_calls(_noting(purity.refusing(fun)), args, kwargs)
     purity.refuse_refs(fun, graph)
     consts = _compat.jaxpr_consts(graph.jaxpr)
     if not isinstance(prevent_cse, bool):

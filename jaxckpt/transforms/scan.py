@@ -14,7 +14,7 @@ import jax.ad_checkpoint
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, check_flags
+from jaxckpt._errors import ArgumentError, check_flags, explains
 from jaxckpt.actions import SAVE, Action, action_from
 from jaxckpt.core import surgery
 from jaxckpt.core.finish import finished_function
@@ -34,6 +34,7 @@ from jaxckpt.transforms.checkpoint import checkpoint
 _CARRY = "jaxckpt.scan:carry:"
 
 
+@explains
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
@@ -114,6 +115,9 @@ def scan(
     if budget is not None and schedule != "sqrt":
         raise ArgumentError("schedule", "omitted if a budget is given, because the budget chooses it", schedule)
     policy_of(policy)
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        hint = "A share of the whole step's peak is for jaxckpt.plan(loss, *args, budget='60%'), which plans its scans."
+        raise ArgumentError("budget", "bytes that the scan may take, such as '64MiB'", budget, hint)
     limit = None if budget is None else parse_bytes(budget, "budget")
     known = schedule_of(0, schedule)
     if action.changes and (budget is not None or not known.recodes_carries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,18 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, refuse_call
+from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, explains, refuse_call
 from jaxckpt.core.argument_names import items
 from jaxckpt.core.lift import is_model, result_of
 from jaxckpt.core.units import as_int
 from jaxckpt.transforms.checkpoint import checkpoint
 
+logger = logging.getLogger("jaxckpt")
+
 LayerFunction = Callable[[Any], Any]
 
 
+@explains
 def checkpoint_sequential(
     layers: Sequence[LayerFunction],
     *others: Any,
@@ -60,6 +64,12 @@ def checkpoint_sequential(
         if not callable(layer):
             raise ArgumentError(f"layers[{i}]", "a function x -> x", layer)
     size = segment_length(segment_size, len(layers))
+    if 1 < len(layers) <= size and not checkpoint_last:
+        logger.warning(
+            "checkpoint_sequential checkpoints nothing: its %d layers are one segment, and the last segment has no "
+            "checkpoint. segment_size counts the layers of a segment: give a smaller one, or checkpoint_last=True.",
+            len(layers),
+        )
     if any(map(is_model, layers)):
         return jax.tree_util.Partial(_OfModels(size, policy, checkpoint_last), layers)
     return _sequential(layers, size, policy, checkpoint_last)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError, InWords, JaxckptError
+from jaxckpt._errors import ArgumentError, EffectsError, InWords, JaxckptError, explains
 from jaxckpt.core import lift, purity
 from jaxckpt.core.argument_names import positional
 from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
@@ -32,6 +32,7 @@ from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows, rows_of_tile
 from jaxckpt.core.units import counted
 
 
+@explains
 def tile(
     fun: Callable[..., Any] | None = None, /, *, in_axes: Any, tiles: int, out_axes: Any = 0, parts: int | None = None
 ) -> Callable[..., Any]:
