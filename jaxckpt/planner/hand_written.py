@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,18 @@ def with_last_blocks_left(predictions: Predictions, best: Try) -> Iterator[Solut
     fitting = bisect.bisect_right(left, limit, key=functools.partial(problem.estimate, by_hand=True))
     dearest = best.effort - TINY * problem.plain.time.effort
     yield from itertools.takewhile(lambda each: problem.effort(each, by_hand=True) < dearest, reversed(left[:fitting]))
+
+
+def leanest(problem: Measured, count: int) -> list[Solution]:
+    """Returns the plans as people write them that need least by the model, so many of each cut."""
+    chosen: dict[Solution, None] = {}
+    cuts: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
+    for solution in sorted(problem.by_hand, key=lambda solution: cost(problem.model.chain, solution).peak):
+        cut = tuple((item.start, item.stop) for item in solution)
+        if cuts[cut] < count:
+            chosen[solution] = None
+        cuts[cut] += 1
+    return list(chosen)
 
 
 def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best: Try) -> Solution | None:

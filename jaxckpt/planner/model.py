@@ -69,7 +69,8 @@ class Model:
       mapped: whether that body is what one device of several runs.
       quick, finer: see `jaxckpt.planner.context.Context`.
       active: the values that a derivative goes through.
-      block_ends: the stages at which the blocks of the function begin, and the last ends; see `stages.repeats`.
+      series: the blocks of the function, in each series of equal ones the stages at which they begin, and the last
+        ends; see `stages.series`.
       presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
         what it keeps.
       pools_apart: as of `Plan`.
@@ -84,7 +85,7 @@ class Model:
     fingerprint: str
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
-    block_ends: tuple[int, ...] = ()
+    series: tuple[tuple[int, ...], ...] = ()
     presets: Mapping[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
@@ -103,16 +104,15 @@ class Model:
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
-        for run in _runs(len(self.block_ends) - 1):
-            whole = (len(self.block_ends) - 1) // run * run
-            ends = [*self.block_ends[:whole:run], *self.block_ends[whole:]]
-            if not all(self.chain.segment(a, b).candidates for a, b in itertools.pairwise(ends)):
+        for run in _runs(max(map(len, self.series), default=1) - 1):
+            several = [pair for ends in self.series for pair in itertools.pairwise(_every(run, ends))]
+            if not all(self.chain.segment(a, b).candidates for a, b in several):
                 continue  # too many operations to look at
             for inside, outside in itertools.product(insides, (fastest, leanest)):
-                yield self._around([self._kept(a, b, inside) for a, b in itertools.pairwise(ends)], outside)
+                yield self._around([self._kept(a, b, inside) for a, b in several], outside)
             if run > 1:
-                yield self._around([self._nested(a, b) for a, b in itertools.pairwise(ends)], leanest)
-        pairs = list(itertools.pairwise(self.block_ends))
+                yield self._around([self._nested(a, b) for a, b in several], leanest)
+        pairs = self.blocks
         for name in BLOCK_PRESETS:
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
                 yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
@@ -121,9 +121,14 @@ class Model:
             yield tuple(kept.get(item.start, item) for item in self._left(0, self.chain.length))
 
     @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """The stages of each block of all series: (first, one after the last)."""
+        return [pair for ends in self.series for pair in itertools.pairwise(ends)]
+
+    @property
     def is_unlike(self) -> bool:
         """Whether at most two blocks are repetitions of one another."""
-        return len(self.block_ends) <= 3
+        return max(map(len, self.series), default=0) <= 3
 
     def with_one_more(self, solution: Solution = ()) -> Iterator[Solution]:
         """Yields what people do where blocks are no repetitions of one another, in a program of few stages: a
@@ -163,7 +168,8 @@ class Model:
 
     def _nested(self, start: int, stop: int) -> Keep | Drop:
         """Returns blocks with a checkpoint around all of them, and one around each: nothing is kept."""
-        ends = [end for end in self.block_ends if start <= end <= stop]
+        ends = [end for each in self.series for end in each if each[0] <= start and stop <= each[-1]]
+        ends = [end for end in ends if start <= end <= stop]
         within = tuple(self._kept(a, b, leanest) for a, b in itertools.pairwise(ends))
         return within[0] if len(within) == 1 else Drop(start, stop, within)
 
@@ -177,25 +183,27 @@ class Model:
         self, blocks: Sequence[Keep | Drop], preference: Callable[[Candidate], tuple[float, float]]
     ) -> Solution:
         """Returns blocks with what is before and after them, each stage with the candidate that is preferred."""
-        first, last = blocks[0].start, blocks[-1].stop
-        outside = [self._kept(s, s + 1, preference) for s in range(self.chain.length) if not first <= s < last]
+        covered = {stage for block in blocks for stage in range(block.start, block.stop)}
+        outside = [self._kept(s, s + 1, preference) for s in range(self.chain.length) if s not in covered]
         return tuple(sorted([*outside, *blocks], key=lambda item: item.start))
 
     def by_blocks(self) -> Chain | None:
         """Returns the chain in which each block is a region of its own, as people place checkpoints; None where there
         are no blocks, or no candidates for them.
         """
-        ends = self.block_ends
-        blocks = set(itertools.pairwise(ends))
+        blocks = set(self.blocks)
         if not blocks or not all(self.chain.segment(*each).candidates for each in blocks):
             return None
         segments = dict(self.chain.segments)
         times = [max((each.time for each in segment.candidates), default=0.0) for segment in segments.values()]
         beyond = sum(times) + sum(segment.forward_time for segment in segments.values())  # more than solutions take
+        # What is before a series may be in one region with its first block, and what is after it with its last.
+        outer = [(0, 0, 0), *((ends[-2], ends[-1], ends[0]) for ends in self.series)]
+        nexts = [*((ends[0], ends[1]) for ends in self.series), (self.chain.length, self.chain.length)]
+        between = [(low, a, b, high) for (low, a, _), (b, high) in zip(outer, nexts)]
         for (start, stop), segment in self.chain.segments.items():
-            # What is before the blocks may be in one region with the first of them, and what is after with the last.
-            before, after = start < ends[0] and stop <= ends[1], start >= ends[-2] and stop > ends[-1]
-            if (start, stop) not in blocks and not before and not after:
+            beside = any(low <= start < b and a < stop <= high for low, a, b, high in between)
+            if (start, stop) not in blocks and not beside:
                 left = segment.candidates if stop == start + 1 else ()  # solvers need a candidate for each stage
                 not_taken = tuple(replace(each, time=beyond) for each in left)
                 segments[start, stop] = replace(segment, candidates=not_taken)
@@ -220,12 +228,12 @@ class Model:
         return replace(made, regions=tuple(map(_untied, made.regions)))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        if not isinstance(item, Keep) or item.start in self.block_ends[:-1] or item.left:
+        if not isinstance(item, Keep) or item.left or any(item.start in ends[:-1] for ends in self.series):
             return True
         return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
 
     def _is_block(self, item: Keep | Drop) -> bool:
-        return isinstance(item, Keep) and {item.start, item.stop} <= set(self.block_ends)
+        return isinstance(item, Keep) and any({item.start, item.stop} <= set(ends) for ends in self.series)
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
         candidates = self.chain.segment(start, stop).candidates
@@ -408,11 +416,12 @@ class _Builder:
         of these.
         """
         graph = self.graph
-        blocks = stages.repeats(graph)
-        places = self._cut_places(blocks)
+        series = stages.series(graph)
+        places = self._cut_places(series)
         carried = self._carried(places)
-        self.block_ends = _block_ends(places, blocks)
-        self.blocks = {(places[s], places[t]) for s, t in itertools.pairwise(self.block_ends)}
+        found_series = (_block_ends(places, blocks) for blocks in series)
+        self.series = tuple(ends for ends in found_series if len(ends) > 1)
+        self.blocks = {(places[s], places[t]) for ends in self.series for s, t in itertools.pairwise(ends)}
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
@@ -429,7 +438,7 @@ class _Builder:
             fingerprint=graph.fingerprint,
             shards=self.context.shards,
             loops=self.loops,
-            block_ends=self.block_ends,
+            series=self.series,
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
@@ -457,15 +466,16 @@ class _Builder:
         more = replace(bare, time=bare.time * (1 + TINY), how=InnerRegions(regions, ()))
         return replace(segment, candidates=(*segment.candidates, more))
 
-    def _cut_places(self, blocks: Sequence[int]) -> list[int]:
+    def _cut_places(self, series: Sequence[Sequence[int]]) -> list[int]:
         """Returns where stages begin and end.
 
         Args:
-          blocks: as of `stages.repeats`.
+          series: as of `stages.series`.
         """
+        blocks = sorted({place for each in series for place in each})
         if self.context.cycles is not None:
             # What the compiler says of an operation in a block is kept for its stages: it fuses there as in the step.
-            for start, stop in itertools.pairwise(blocks):
+            for start, stop in (pair for each in series for pair in itertools.pairwise(each)):
                 if self.loops.isdisjoint(range(start, stop)):
                     self._found(start, stop)
         finer = self.context.finer
@@ -602,8 +612,9 @@ class _Builder:
                 break
             known |= new.keys()
             ends += here
-        for run in _runs(len(self.block_ends) - 1):
-            here = [(s, t) for s, t in zip(self.block_ends, self.block_ends[run:]) if t - s > 1 and (s, t) not in ends]
+        for run in _runs(max(map(len, self.series), default=1) - 1):
+            several = [pair for each in self.series for pair in zip(each, each[run:])]
+            here = [(s, t) for s, t in several if t - s > 1 and (s, t) not in ends]
             new = {self._stretch(places[s], places[t])[0]: places[t] - places[s] for s, t in here}
             operations += sum(size for text, size in new.items() if text not in known)
             if operations > 2 * OPERATIONS:
@@ -780,6 +791,12 @@ def _block_ends(places: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]
             runs[-1] = [*(runs[-1] or [stage]), next_stage]
     longest = max(runs, key=len)
     return tuple(longest)
+
+
+def _every(run: int, ends: Sequence[int]) -> list[int]:
+    """Returns the ends of every so many blocks, and those of what is left over, one by one."""
+    whole = (len(ends) - 1) // run * run
+    return [*ends[:whole:run], *ends[whole:]]
 
 
 def _runs(blocks: int) -> list[int]:

@@ -22,7 +22,19 @@ import numpy as np
 
 from jaxckpt import _compat
 from jaxckpt.core import surgery
-from jaxckpt.core.constants import CHEAP, FEW_STAGES, LONG, LOOPS, MOST_STAGES, NEARLY, PERIODS, REPEATED, ROUGH, UNLIKE
+from jaxckpt.core.constants import (
+    CHEAP,
+    FEW_STAGES,
+    LONG,
+    LOOPS,
+    MORE_REPEATED,
+    MOST_STAGES,
+    NEARLY,
+    PERIODS,
+    REPEATED,
+    ROUGH,
+    UNLIKE,
+)
 from jaxckpt.core.graph import Graph, Op, parameters_text
 from jaxckpt.planner.costs import is_dear
 from jaxckpt.planner.held import is_flat, spread
@@ -213,13 +225,40 @@ def repeats(graph: Graph) -> list[int]:
     and of those that cover nearly as many the shortest. The first block is equal to the others although the derivative
     may not pass through what goes into it.
     """
+    return _repeats(graph, _kinds(graph), 0, len(graph.ops), REPEATED)
+
+
+def series(graph: Graph) -> list[list[int]]:
+    """Returns the blocks of a model, and of what is before and after them again blocks of another kind, in order: the
+    encoder's of a decoder's, those of each resolution. Each series as `repeats` returns it.
+    """
+    kinds, found = _kinds(graph), list[list[int]]()
+
+    def look(start: int, stop: int, least: float) -> None:
+        blocks = _repeats(graph, kinds, start, stop, least)
+        if blocks:
+            found.append(blocks)
+            look(start, blocks[0], MORE_REPEATED)
+            look(blocks[-1], stop, MORE_REPEATED)
+
+    look(0, len(graph.ops), REPEATED)
+    return sorted(found)
+
+
+def _kinds(graph: Graph) -> np.ndarray:
+    """Returns a number for each operation, the same for equal ones."""
     texts: dict[int, str] = {}
     numbers: dict[str, int] = {}
-    kinds = np.array([numbers.setdefault(_whole_text(graph, op, texts), len(numbers)) for op in graph.ops])
-    found = [(period, *_longest(kinds[period:] == kinds[:-period])) for period in _periods(graph, kinds)]
-    found = [(period, start, run) for period, start, run in found if run >= period]
+    return np.array([numbers.setdefault(_whole_text(graph, op, texts), len(numbers)) for op in graph.ops])
+
+
+def _repeats(graph: Graph, kinds: np.ndarray, begin: int, end: int, least: float) -> list[int]:
+    """Returns what `repeats` does, of the operations begin..end; `least`: the part of all that blocks must cover."""
+    here = kinds[begin:end]
+    found = [(period, *_longest(here[period:] == here[:-period])) for period in _periods(graph, kinds, begin, end)]
+    found = [(period, start + begin, run) for period, start, run in found if run >= period]
     covered = max((run + period for period, _, run in found), default=0)
-    if covered < REPEATED * len(graph.ops) or not found:
+    if covered < least * len(graph.ops) or not found:
         return []
     period, start, run = min(each for each in found if each[2] + each[0] >= NEARLY * covered)
     live = crossing(graph)
@@ -234,11 +273,11 @@ def repeats(graph: Graph) -> list[int]:
     return list(range(first, start + run + period + 1, period))
 
 
-def _periods(graph: Graph, kinds: np.ndarray) -> list[int]:
-    """Returns distances at which dear operations of one kind come again, the most frequent ones."""
+def _periods(graph: Graph, kinds: np.ndarray, begin: int, end: int) -> list[int]:
+    """Returns distances at which dear operations of one kind come again in begin..end, the most frequent ones."""
     places: dict[int, list[int]] = {}
-    for place, op in enumerate(graph.ops):
-        if is_dear(op):
+    for place in range(begin, end):
+        if is_dear(graph.ops[place]):
             places.setdefault(int(kinds[place]), []).append(place)
     apart = collections.Counter(
         later - place

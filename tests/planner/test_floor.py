@@ -236,6 +236,62 @@ def test_blocks_that_read_stacked_weights_are_equal():
     assert len(blocks) == 7 and len({later - place for place, later in itertools.pairwise(blocks)}) == 1
 
 
+def two_kinds(ws, us, x, y):
+    """An encoder, and a decoder all of whose blocks read what it returns."""
+    for w in ws:
+        x = x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T)
+    for u in us:
+        y = y + jnp.tanh(jax.nn.softmax(y @ u) @ u.T)
+        y = y + jax.nn.softmax(y @ x.T / 10) @ x
+    return jnp.mean(y**2)
+
+
+def test_each_kind_of_blocks_is_a_series():
+    args = jnp.ones((4, 8, 32)), jnp.ones((5, 8, 16)), jnp.ones((16, 8)), jnp.ones((12, 8))
+    graph = trace(two_kinds, *args)
+    first, second = stages.series(graph)
+    assert (len(first), len(second)) == (5, 6) and first[-1] <= second[0]
+    assert stages.repeats(graph) == second, "that with the most operations"
+    for blocks in (first, second):
+        assert len({later - place for place, later in itertools.pairwise(blocks)}) == 1
+    alone = trace(lambda us, x, y: two_kinds([], us, x, y), *args[1:])
+    assert stages.series(alone) == [stages.repeats(alone)]
+
+
+def test_all_kinds_of_blocks_are_checkpointed_as_people_do():
+    """At the peak of a checkpoint around each block of the encoder and of the decoder, a plan computes no more."""
+    rows, width = 1024, 64
+
+    def by_hand(wrap):
+        encode = wrap(lambda w, x: x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T))
+
+        def decode(u, x, y):
+            y = y + jnp.tanh(jax.nn.softmax(y @ u) @ u.T)
+            return y + jax.nn.softmax(y @ x.T / 10) @ x
+
+        decode = wrap(decode)
+
+        def loss(ws, us, x, y):
+            for w in ws:
+                x = encode(w, x)
+            for u in us:
+                y = decode(u, x, y)
+            return jnp.mean(y**2)
+
+        return loss
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    args = [shape(width, 4 * width)] * 5, [shape(width, width)] * 5, shape(rows, width), shape(rows, width)
+    plain, checkpointed = by_hand(lambda block: block), by_hand(jax.checkpoint)
+    budget = jaxckpt.measure(jax.value_and_grad(checkpointed), *args, target="cpu").peak_bytes
+    analysed = problem_of(plain, *args, target="cpu")
+    assert len(analysed.model.series) == 2
+    plan = analysed.plan(budget)
+    assert plan.regions and plan.measured_bytes <= budget < analysed.unplanned.peak_bytes
+    flops = [jaxckpt.count_flops(jax.value_and_grad(fun), *args) for fun in (plan.apply(plain), checkpointed, plain)]
+    assert flops[2] < flops[0] <= flops[1] * 1.001
+
+
 def test_what_repeats_in_a_small_part_of_a_function_is_not_its_blocks():
     def with_tail(operations):
         def fun(*args):

@@ -276,7 +276,7 @@ def test_where_no_plan_fits_one_checkpoint_by_hand_says_what_others_need(problem
 def test_plans_by_blocks_have_a_region_for_each_block():
     made, args = gpt.small(layers=6)
     fresh = problem_of(made, *args, target="cpu")
-    chain, ends = fresh.model.chain, fresh.model.block_ends
+    chain, (ends,) = fresh.model.chain, fresh.model.series
     by_blocks = fresh.model.by_blocks()
     blocks = list(itertools.pairwise(ends))
     assert len(blocks) >= 5
