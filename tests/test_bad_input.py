@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxckpt
 import jaxckpt.flax
@@ -221,13 +224,13 @@ def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_argumen
     made = jaxckpt.plan(chain, ws, X, "train", budget="1GiB", target="cpu", verify=False)
     with pytest.raises(jaxckpt.PlanMismatchError, match=r"are those of the plan, .*static argument.* evaluation mode"):
         made.apply(chain)(ws, X, "eval")
-    with pytest.raises(jaxckpt.PlanMismatchError, match=r"2 arrays \(the plan's: 31\), args.* more, none"):
+    with pytest.raises(jaxckpt.PlanMismatchError, match=r"2 arrays \(the plan's: 31\), ws.*: none .* more, .*none"):
         made.apply(chain)(ws[:1], X, "train")
     plan = replace(made, arguments=())  # as of a policy, or of a file from before plans had them
     with pytest.raises(jaxckpt.PlanMismatchError) as caught:
         plan.apply(chain)(ws, X, "eval")
     text = str(caught.value)
-    assert "float32[16, 16], 11 more, float32[16, 16]" in text, "the first and the last ones"
+    assert "float32[16, 16], 23 more, float32[16, 16]" in text, "the first and the last ones"
     assert "float32[64, 16]. If the plan was made for these, the program itself differs" in text, "the batch comes last"
     assert "static argument" in text and "evaluation mode" in text
     with pytest.raises(jaxckpt.PlanMismatchError, match=r"came: float32\[16, 16\], float32\[64, 16\]\. If"):
@@ -401,3 +404,97 @@ def test_operations_of_other_libraries_are_called_as_jax_does(glob, hint):
     with pytest.raises(ArgumentError) as raised:
         jax.eval_shape(jaxckpt.checkpoint(_tanh_loss, policy=policy), _PARAMS, _BATCH)
     assert hint in str(raised.value) and len(str(raised.value)) < 1000
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x)
+
+
+SCAN = functools.partial(jaxckpt.scan, row, 0.0, jnp.ones(3))
+MISCALLS = {
+    "no budget": (lambda: jaxckpt.autocheckpoint("4GiB"), TypeError, "'budget'. Write budget='4GiB'"),
+    "a typo": (lambda: jaxckpt.plan(loss, WS, X, bugdet="1GiB"), TypeError, "Did you mean 'budget'?"),
+    "torch's": (lambda: jaxckpt.checkpoint(loss, use_reentrant=False), TypeError, "one implementation; leave it out"),
+    "segments": (lambda: jaxckpt.checkpoint_sequential([jnp.sin], segments=2), TypeError, "segment_size= counts"),
+    "slots": (lambda: SCAN(slots=4), TypeError, "schedule=Slots(n)"),
+    "a class": (lambda: jaxckpt.checkpoint(Block), ArgumentError, "jaxckpt.flax.checkpoint"),
+    "by position": (lambda: jaxckpt.flax.checkpoint(Block, "dots"), ArgumentError, "Write policy='dots'"),
+    "a mapping": (lambda: jaxckpt.checkpoint(loss, policy={"a": "save"}), ArgumentError, "policy=Policy({...})"),
+    "an action": (lambda: jaxckpt.checkpoint(loss, policy=jaxckpt.SAVE), ArgumentError, "Policy(default=SAVE)"),
+    "a short unit": (lambda: jaxckpt.plan(loss, WS, X, budget="4G"), ArgumentError, "Did you mean '4GiB'?"),
+    "a share": (lambda: SCAN(budget="50%"), ArgumentError, "jaxckpt.plan(loss, *args, budget='60%')"),
+    "a schedule's class": (lambda: SCAN(schedule=jaxckpt.Slots), ArgumentError, "Slots(n) for n carries"),
+    "a schedule's name": (lambda: SCAN(schedule="slots"), ArgumentError, "Slots(n) for n carries"),
+    "an int as text": (lambda: SCAN(schedule="10"), ArgumentError, "are an int: 10"),
+    "no schedule": (lambda: SCAN(schedule=None), ArgumentError, "'none'"),
+    "arguments": (lambda: jaxckpt.Plan((), "x").apply(loss, WS, X), ArgumentError, "plan.apply(fun)(*args)"),
+    "a function": (lambda: jaxckpt.Plan((), "x").describe(loss), ArgumentError, "jaxckpt.trace(fun, *args)"),
+    "a glob": (
+        lambda: jaxckpt.flax.apply(nnx.Dict(blocks=nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])), {"block/*": None}),
+        ArgumentError,
+        "Did you mean 'blocks/*'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISCALLS)
+def test_what_people_write_instead_is_told_what_to_write(name):
+    call, kind, hint = MISCALLS[name]
+    with pytest.raises(kind, match=re.escape(hint)):
+        call()
+
+
+def test_an_error_of_the_users_own_call_stays_as_it_is():
+    def call(x):
+        return loss(x, use_reentrant=False)
+
+    with pytest.raises(TypeError) as raised:
+        jaxckpt.measure(call, WS)
+    assert str(raised.value) == "loss() got an unexpected keyword argument 'use_reentrant'"
+
+
+def test_checkpoints_that_do_nothing_are_told(caplog):
+    for size, said in ((4, True), (9, True), (2, False)):
+        caplog.clear()
+        jaxckpt.checkpoint_sequential([jnp.sin] * 4, segment_size=size)
+        assert ("checkpoints nothing" in caplog.text) is said
+    caplog.clear()
+    jaxckpt.checkpoint_sequential([jnp.sin] * 4, segment_size=4, checkpoint_last=True)
+    jaxckpt.checkpoint_sequential([jnp.sin])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("policy", [None, "dots", Policy({jaxckpt.op("sin"): "save"})])
+def test_a_flag_that_is_traced_is_told_with_each_policy(policy):
+    layer = jaxckpt.checkpoint(lambda x, train: jnp.sin(x) if train else x, policy=policy)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        jax.grad(layer)(1.0, jnp.array(True))
+    notes = [note for note in raised.value.__notes__ if "static_argnums" in note]
+    assert len(notes) == 1
+
+
+def test_a_loss_of_a_module_with_aux_is_told_the_gradient_of_nnx():
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.1, rngs=nnx.Rngs(1)))
+    with_aux = lambda model, x: (jnp.mean(model(x) ** 2), x)
+    with pytest.raises(NotDifferentiableError, match=r"functools.partial\(nnx.value_and_grad, has_aux=True\)"):
+        jaxckpt.plan(with_aux, model, jnp.ones((2, 4)), **PLAN)
+    jaxs = functools.partial(jax.value_and_grad, has_aux=True)
+    with pytest.raises(TypeError) as raised:
+        jaxckpt.plan(with_aux, model, jnp.ones((2, 4)), **PLAN, step=jaxs)
+    assert any("nnx.value_and_grad" in note for note in raised.value.__notes__)
+
+
+def test_a_budget_below_ones_own_checkpoints_is_told_of_them():
+    def own(ws, x):
+        for w in ws:
+            x = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w))(x, w)
+        return jnp.sum(x)
+
+    args = [jnp.ones((16, 16))] * 4, jnp.ones((512, 16))
+    with pytest.raises(InfeasibleBudgetError, match="respect_checkpoints=False"):
+        jaxckpt.plan(own, *args, budget=70_000, target="cpu")
+    with pytest.raises(InfeasibleBudgetError) as raised:
+        jaxckpt.plan(own, *args, budget=70_000, target="cpu", respect_checkpoints=False)
+    assert "respect_checkpoints" not in str(raised.value)

@@ -277,7 +277,7 @@ def _traced(
 ) -> tuple[Any, Any, Any, list[str]]:
     """Returns the closed jaxpr of a call, the structures of arguments and result, and the arguments' paths."""
     flat, in_tree = jax.tree.flatten((args, kwargs))
-    paths = [name for name, _ in named_leaves(args, kwargs)]
+    paths = sorted(args[0]) if getattr(fun, "by_label", False) else [name for name, _ in named_leaves(args, kwargs)]
     out_tree: list[Any] = []
 
     def flat_fun(*leaves: Any) -> list[Any]:

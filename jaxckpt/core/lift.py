@@ -121,6 +121,7 @@ class Lifted:
             return computed
 
         of_arrays.__name__ = of_arrays.__qualname__ = name
+        of_arrays.by_label = True  # type: ignore[attr-defined]
         self.of_arrays = of_arrays
 
     def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -588,7 +588,7 @@ SECONDS_BY = {
 """Costs -> whose seconds they are, in words."""
 
 
-SHOWN_ARGUMENTS = 10, 10
+SHOWN_ARGUMENTS = 4, 4
 """Of many arguments, the numbers of the first and of the last ones that an error lists: the batch comes last."""
 
 

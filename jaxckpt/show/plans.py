@@ -44,7 +44,8 @@ def plan_cells(report: PlanReport) -> list[tuple[str, str, str]]:
 
     cells = []
     if whole is not None:
-        cells.append(("peak without a plan", format_bytes(whole), ""))
+        without = "a plan" if report.plan.respect_checkpoints else "your checkpoints"
+        cells.append((f"peak without {without}", format_bytes(whole), ""))
     if report.budget is not None:
         cells.append(("budget", format_bytes(report.budget), share(report.budget)))
     if report.peak_bytes is not None:
