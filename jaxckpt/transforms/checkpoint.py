@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,31 +132,38 @@ def _checkpointed(
     """Returns a function under a policy; arguments as of `checkpoint`, resolved."""
     is_jaxs, own = policy.as_jax() if isinstance(policy, Policy) else (True, policy)
     if is_jaxs:
-        plain = lambda dynamic: jax.checkpoint(finished_function(_noting(dynamic)), policy=own, prevent_cse=barriers)
+        plain = lambda dynamic: jax.checkpoint(finished_function(dynamic), policy=own, prevent_cse=barriers)
         if static is None and not isinstance(policy, Policy):
-            return anything(plain(fun), fun, plain)
+            return _noted(anything(plain(fun), fun, plain), fun)
         return _calling(fun, static, plain, old=isinstance(policy, Policy))
     assert isinstance(policy, Policy)
     return _calling(fun, static, functools.partial(_by_policy, policy=policy, prevent_cse=barriers), old=True)
 
 
-def _noting(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose errors about values of traced arguments say what to do."""
+@contextlib.contextmanager
+def _noting(fun: Callable[..., Any]) -> Iterator[None]:
+    """A context in which an error about the value of a traced argument says what to do."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        if not any(_TRACED in note for note in getattr(error, "__notes__", ())):
+            error.add_note(
+                f"{getattr(fun, '__qualname__', fun)} {_TRACED}. If its program depends on the value of an argument "
+                "(`if train:`, `range(n)`), name that argument in static_argnums or static_argnames of "
+                "jaxckpt.checkpoint."
+            )
+        raise
+
+
+def _noted(whole: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a checkpointed function, called in `_noting`; `fun`: without checkpoints."""
 
     @functools.wraps(fun)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fun(*args, **kwargs)
-        except jax.errors.ConcretizationTypeError as error:
-            if not any(_TRACED in note for note in getattr(error, "__notes__", ())):
-                error.add_note(
-                    f"{getattr(fun, '__qualname__', fun)} {_TRACED}. If its program depends on the value of an "
-                    "argument (`if train:`, `range(n)`), name that argument in static_argnums or static_argnames of "
-                    "jaxckpt.checkpoint."
-                )
-            raise
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        with _noting(fun):
+            return whole(*args, **kwargs)
 
-    return noting
+    return checkpointed
 
 
 _TRACED = "is checkpointed, so its arguments are traced"
@@ -221,7 +228,8 @@ class _Emitted:
 def _emit(
     fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...], args: tuple[Any, ...], kwargs: Any
 ) -> _Emitted:
-    graph = trace_with_calls(_noting(purity.refusing(fun)), args, kwargs)
+    with _noting(fun):
+        graph = trace_with_calls(purity.refusing(fun), args, kwargs)
     purity.refuse_refs(fun, graph)
     consts = _compat.jaxpr_consts(graph.jaxpr)
     if not isinstance(prevent_cse, bool):
@@ -261,4 +269,4 @@ def _calling(
             dynamic, args, kwargs = static.closed(args, kwargs)
             return anything(engine(dynamic), dynamic, engine)(*args, **kwargs)
 
-    return checkpointed
+    return _noted(checkpointed, fun)

@@ -630,3 +630,17 @@ def test_a_model_s_static_arguments_and_barriers_are_checked():
         jaxckpt.checkpoint(Powers(W), prevent_cse=(1,))
     within = jax.grad(lambda x: jaxckpt.checkpoint(Powers(W), prevent_cse=(False,), static_argnums=1)(x, 3))(X)
     assert_trees_close(within, jax.grad(lambda x: Powers(W)(x, 3))(X))
+
+
+@pytest.mark.parametrize("policy", [None, "dots", Policy({op("sin"): SAVE})])
+def test_a_function_is_traced_once_for_equal_static_arguments(policy):
+    traced = []
+
+    def fun(x, times):
+        traced.append(times)
+        return jnp.sin(x) * times
+
+    checkpointed = jaxckpt.checkpoint(fun, policy=policy, static_argnums=1)
+    for _ in range(3):
+        jax.grad(lambda x: checkpointed(x, 2))(1.0)
+    assert traced == [2]
