@@ -198,9 +198,9 @@ class Model:
         times = [max((each.time for each in segment.candidates), default=0.0) for segment in segments.values()]
         beyond = sum(times) + sum(segment.forward_time for segment in segments.values())  # more than solutions take
         # What is before a series may be in one region with its first block, and what is after it with its last.
-        outer = [(0, 0, 0), *((ends[-2], ends[-1], ends[0]) for ends in self.series)]
-        nexts = [*((ends[0], ends[1]) for ends in self.series), (self.chain.length, self.chain.length)]
-        between = [(low, a, b, high) for (low, a, _), (b, high) in zip(outer, nexts)]
+        lasts = [(0, 0), *((ends[-2], ends[-1]) for ends in self.series)]
+        firsts = [*((ends[0], ends[1]) for ends in self.series), (self.chain.length, self.chain.length)]
+        between = [(*last, *first) for last, first in zip(lasts, firsts)]
         for (start, stop), segment in self.chain.segments.items():
             beside = any(low <= start < b and a < stop <= high for low, a, b, high in between)
             if (start, stop) not in blocks and not beside:

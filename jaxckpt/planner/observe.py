@@ -23,7 +23,8 @@ T = TypeVar("T")
 class Seen:
     """What a step does with its function: the arguments that it calls it with, which of their leaves it differentiates
     in, and which leaves of the results it differentiates; `again` says whether it differentiates the gradient too, and
-    `mapped` which `jax.shard_map` of the step it is called within, if any.
+    `mapped` which `jax.shard_map` of the step it is called within, if any. `shardings` are those by which the step's
+    `jax.jit` lays out each leaf of its own arguments (`in_shardings`); empty where it says nothing.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -35,6 +36,7 @@ class Seen:
     results: tuple[int, ...] = ()
     again: bool = False
     mapped: _compat.Mapped | None = None
+    shardings: tuple[Any, ...] = ()
 
     def run(self, fun: Callable[[], T]) -> T:
         """Returns what `fun()` returns, called where the function can be traced."""
@@ -71,7 +73,7 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
 
     watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
     try:
-        lift.attempt(step(watched), args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
+        shardings = lift.attempt(step(watched), args, {}, _shardings)
     except TypeError as error:
         if "forward-mode" not in str(error) or not calls:
             raise
@@ -82,7 +84,8 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     twice = any(again for _, _, again, _ in calls)
     for seen, asked, _, ends in calls:
         if asked:
-            return replace(seen, differentiated=tuple(sorted(asked)), results=tuple(sorted(ends)), again=twice)
+            places, of_results = tuple(sorted(asked)), tuple(sorted(ends))
+            return replace(seen, differentiated=places, results=of_results, again=twice, shardings=shardings)
     called = (
         "calls it without taking a gradient, or the result depends on none of the floating-point arrays that it "
         "differentiates: by default those of the first argument"
@@ -91,6 +94,19 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         "step must differentiate the function that it is given, as jax.value_and_grad does; it "
         f"{called if calls else 'does not call it'}. Then there is nothing to keep or to recompute."
     )
+
+
+def _shardings(call: lift.Taken) -> tuple[Any, ...]:
+    """Returns the shardings that a call of a jitted function, and of nothing else, gives its arguments; None for one
+    that it does not lay out.
+    """
+    jaxpr = jax.make_jaxpr(call.fun)(*call.args).jaxpr
+    if not call.whole or len(jaxpr.eqns) != 1:
+        return ()
+    (eqn,) = jaxpr.eqns
+    where = dict(zip(map(id, eqn.invars), eqn.params.get("in_shardings", ())))
+    found = (where.get(id(var)) for var in jaxpr.invars)
+    return tuple(None if _compat.is_unspecified(sharding) else sharding for sharding in found)
 
 
 def _traced(number: Any) -> Any:

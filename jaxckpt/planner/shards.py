@@ -8,7 +8,7 @@ alike, cotangents as what they belong to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _compat
-from jaxckpt.core import lift, primitives, surgery
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import WHOLE_ELEMENTS
 from jaxckpt.core.graph import Body, Graph, Op, aval_bytes
 from jaxckpt.core.leaves import is_number
@@ -210,25 +210,17 @@ def device_bytes(args: Any) -> int:
     return total
 
 
-def laid_out(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns a step's arguments with the shardings that its `jax.jit` was given (`in_shardings`), as shapes: those of
-    arguments that lie nowhere in particular.
+def laid_out(args: tuple[Any, ...], given: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns a step's arguments, those that lie nowhere in particular as shapes with the shardings that the step lays
+    them out by.
+
+    Args:
+      args: of the step.
+      given: for each of their leaves its sharding, or None; empty where the step says nothing.
     """
-    if not lift.is_jitted(step) or lift.has_objects(args):
-        return args
-
-    def given(call: lift.Taken) -> list[Any]:
-        traced = jax.make_jaxpr(call.fun)(*call.args)
-        (eqn, *others), leaves = traced.eqns, jax.tree.leaves(args)
-        known = zip(eqn.invars, eqn.params.get("in_shardings", ()))
-        where = {id(var): sharding for var, sharding in known if not _compat.is_unspecified(sharding)}
-        found = [where.get(id(var)) for var in traced.jaxpr.invars]
-        return [] if others or len(found) != len(leaves) else found
-
-    found = lift.attempt(step, args, {}, given)
     leaves, tree = jax.tree.flatten(args)
-    several = [None if each is None or each.num_devices == 1 else each for each in found]
-    if not any(several):
+    several = [None if each is None or each.num_devices == 1 else each for each in given]
+    if len(several) != len(leaves) or not any(several):
         return args
     placed = [
         leaf

@@ -98,7 +98,7 @@ class Subject:
             cycles = Cycles(target, settings.cache)
         self.asked = Asked(
             fun,
-            laid_out(step(fun), args),
+            laid_out(args, seen.shardings),
             step,
             target,
             settings.respect_checkpoints,
