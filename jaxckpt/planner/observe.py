@@ -48,6 +48,7 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     derivative says that it was asked for.
     """
     calls: list[tuple[Seen, set[int], set[int], set[int]]] = []
+    around = jax.sharding.get_abstract_mesh()  # within a jax.shard_map the caller's, whose types its values have anyway
 
     def watch(call: lift.Taken) -> Any:
         purity.refuse_ref_arguments(fun, call.paths())
@@ -57,7 +58,8 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
         asked: set[int] = set()
         again: set[int] = set()
         ends: set[int] = set()
-        seen = Seen(call.fun, abstract_args, abstract_kwargs, mapped=_compat.mapped_here())
+        mapped = None if jax.sharding.get_abstract_mesh() == around else _compat.mapped_here()
+        seen = Seen(call.fun, abstract_args, abstract_kwargs, mapped=mapped)
         calls.append((seen, asked, again, ends))
         leaves = [
             _watch(asked, again, place)(leaf) if is_inexact(leaf) else _traced(leaf) if is_number(leaf) else leaf
@@ -73,7 +75,8 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
 
     watched = lift.through(purity.refusing(fun), lambda call: call.finish(watch(call)))
     try:
-        shardings = lift.attempt(step(watched), args, {}, _shardings)
+        made = step(watched)
+        lift.attempt(made, args, {}, lambda call: jax.eval_shape(call.fun, *call.args))
     except TypeError as error:
         if "forward-mode" not in str(error) or not calls:
             raise
@@ -85,7 +88,9 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     for seen, asked, _, ends in calls:
         if asked:
             places, of_results = tuple(sorted(asked)), tuple(sorted(ends))
-            return replace(seen, differentiated=places, results=of_results, again=twice, shardings=shardings)
+            return replace(
+                seen, differentiated=places, results=of_results, again=twice, shardings=_shardings(made, args)
+            )
     called = (
         "calls it without taking a gradient, or the result depends on none of the floating-point arrays that it "
         "differentiates: by default those of the first argument"
@@ -96,17 +101,23 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     )
 
 
-def _shardings(call: lift.Taken) -> tuple[Any, ...]:
-    """Returns the shardings that a call of a jitted function, and of nothing else, gives its arguments; None for one
-    that it does not lay out.
+def _shardings(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the shardings that a jitted step gives its arguments, None for one that it does not lay out. It was
+    traced before, and JAX has that trace.
     """
-    jaxpr = jax.make_jaxpr(call.fun)(*call.args).jaxpr
-    if not call.whole or len(jaxpr.eqns) != 1:
+    if not lift.is_jitted(step) or lift.has_objects(args):
         return ()
-    (eqn,) = jaxpr.eqns
-    where = dict(zip(map(id, eqn.invars), eqn.params.get("in_shardings", ())))
-    found = (where.get(id(var)) for var in jaxpr.invars)
-    return tuple(None if _compat.is_unspecified(sharding) else sharding for sharding in found)
+
+    def given(call: lift.Taken) -> tuple[Any, ...]:
+        jaxpr = jax.make_jaxpr(call.fun)(*call.args).jaxpr
+        where = {id(var): each for eqn in jaxpr.eqns for var, each in zip(eqn.invars, eqn.params["in_shardings"])}
+        found = (where.get(id(var)) for var in jaxpr.invars)
+        return tuple(None if _compat.is_unspecified(sharding) else sharding for sharding in found)
+
+    try:
+        return lift.attempt(step, args, {}, given)
+    except ValueError:  # it has compiler options, which JAX allows in no other trace
+        return ()
 
 
 def _traced(number: Any) -> Any:

@@ -27,6 +27,7 @@ from jaxckpt.core.constants import (
     FEW_STAGES,
     LONG,
     LOOPS,
+    MORE_BLOCKS,
     MORE_REPEATED,
     MOST_STAGES,
     NEARLY,
@@ -230,13 +231,14 @@ def repeats(graph: Graph) -> list[int]:
 
 def series(graph: Graph) -> list[list[int]]:
     """Returns the blocks of a model, and of what is before and after them again blocks of another kind, in order: the
-    encoder's of a decoder's, those of each resolution. Each series as `repeats` returns it.
+    encoder's of a decoder's, those of each resolution. Each series as `repeats` returns it; of fewer than three blocks
+    only the first one that is found, since two may begin anywhere.
     """
     kinds, found = _kinds(graph), list[list[int]]()
 
     def look(start: int, stop: int, least: float) -> None:
         blocks = _repeats(graph, kinds, start, stop, least)
-        if blocks:
+        if blocks and (not found or len(blocks) > MORE_BLOCKS):
             found.append(blocks)
             look(start, blocks[0], MORE_REPEATED)
             look(blocks[-1], stop, MORE_REPEATED)

@@ -14,7 +14,7 @@ def test_the_guides_code_runs(tmp_path, monkeypatch, capsys):
     for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
         exec(block, names)
     shown = capsys.readouterr().out
-    assert "Plan for" in shown and "80%" in shown
+    assert "Plan on cuda:h100 for" in shown and "80%" in shown
     assert (tmp_path / "plan.json").exists() and len(list((tmp_path / "plans").iterdir())) == 1
     value, _ = names["step"](*names["args"])
     assert float(value) == pytest.approx(float(names["loss"](*names["args"])), rel=1e-5)
