@@ -458,3 +458,49 @@ def test_errors_of_a_strict_policy_advise_nothing_that_the_command_line_has_not(
         assert cli.main(["compare", f"{factory}:model", "--target", "cpu", "--policy", rule]) == 1
         said = capsys.readouterr().err
         assert hint in said and "strict" not in said
+
+
+LINEN = """
+import flax.linen as nn, jax, jax.numpy as jnp
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(16)(jnp.tanh(nn.Dense(64)(x)))
+
+def by_hand(checkpoint=None):
+    block = Block if checkpoint is None else checkpoint(Block)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(6):
+                x = block()(x)
+            return x
+
+    x = jnp.ones((2048, 16))
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    return lambda params, x: jnp.mean(Net().apply(params, x) ** 2), (params, x)
+"""
+
+
+def test_variants_of_a_linen_class_are_compared(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blocks.py").write_text(LINEN)
+    rows_of = "none", "nothing", "dots"
+    argv = ["compare", "blocks.py:by_hand", "--variants", ",".join(rows_of), "--target", "cpu", "--json", "out.json"]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["variants"]}
+    none, nothing, dots = (next(row for name, row in rows.items() if name.startswith(n)) for n in rows_of)
+    assert nothing["peak_bytes"] < 0.6 * none["peak_bytes"]
+    assert nothing["recompute_flops"] > dots["recompute_flops"] > 0 == none["recompute_flops"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [(["pln", "gpt2"], "Did you mean 'plan'?"), (["plan", "gpt2", "--budget", "1GiB", "--tagret=cpu"], "'--target'")],
+)
+def test_wrong_commands_and_options_name_the_nearest(argv, hint, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    assert hint in capsys.readouterr().err

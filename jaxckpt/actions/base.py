@@ -563,7 +563,9 @@ def action_from(value: Any, argument: str = "action") -> Action:
     if found is None:
         known = [name for name, cls in KINDS.items() if cls.listed]
         rule = f"{'' if argument == 'kind' else 'an action, '}one of {', '.join(known)}"
-        hint = nearest(str(kind), known)
+        hint = nearest(str(kind).lower(), known) or next(
+            (f"Did you mean {name!r}?" for name in known if name in str(kind).lower()), ""
+        )
         if isinstance(value, Mapping) and isinstance(kind, str) and not hint:  # of a file
             hint = f"Import what defines the action {kind!r} first."
         raise ArgumentError(argument, rule, value, hint)

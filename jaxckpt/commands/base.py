@@ -22,8 +22,9 @@ FACTORY is FILE.py:NAME or package.module:NAME, a function that returns
 jax.ShapeDtypeStruct). Its first argument is differentiated. For a training
 step of your own it returns (fun, args, step): step(fun) is the training step,
 and args are the step's arguments (`jaxckpt init` writes such a file). The
-function may take `checkpoint`, a transform that it puts around each segment of
-`segment_size` blocks. Or FACTORY is the name of a model of jaxckpt:
+function may take `checkpoint`, a transform of functions and of flax's classes
+that it puts around each segment of `segment_size` blocks. Or FACTORY is the
+name of a model of jaxckpt:
 {models}.
 """
 """The argument of the commands that take a model. Lines here and below fit in 80 columns."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -424,7 +425,29 @@ def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
-    return attempt(fun, args, kwargs, lambda call: graphs.trace(call.fun, *call.args, **call.kwargs))
+    try:
+        return attempt(fun, args, kwargs, lambda call: graphs.trace(call.fun, *call.args, **call.kwargs))
+    except JaxckptError:
+        raise
+    except Exception as error:
+        if args and not any(_TRACED in note for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_TRACED} {title(fun)} with the arguments that came, in their order: {came(fun, args)}.")
+        raise
+
+
+_TRACED = "jaxckpt traced"
+
+
+def came(fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Returns the arguments that came for a function, as text: "params=dict, x=float32[8, 4]"."""
+    names = [*(signature_of(fun) or inspect.Signature()).parameters]
+    given = itertools.zip_longest(names[: len(args)], args, fillvalue="?")
+    return ", ".join(f"{name}={_kind(arg)}" for name, arg in given)
+
+
+def _kind(arg: Any) -> str:
+    shape, dtype = getattr(arg, "shape", None), getattr(arg, "dtype", None)
+    return type(arg).__name__ if shape is None or dtype is None else f"{dtype}{list(shape)}"
 
 
 def count_flops(fun: Callable[..., Any], *args: Any) -> int:

@@ -4,8 +4,6 @@ be planned.
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -218,13 +216,7 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
 def _traced_with(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """Returns what a user who gave wrong arguments must know of an error in the step."""
     whose = "the function" if step in PLAIN else "the training step that `step` makes"
-    names = [*(lift.signature_of(fun if step in PLAIN else step(fun)) or inspect.Signature()).parameters]
-    given = (f"{name}={_kind(arg)}" for name, arg in itertools.zip_longest(names[: len(args)], args, fillvalue="?"))
+    given = lift.came(fun if step in PLAIN else step(fun), args)
     jaxs = getattr(step, "func", step) in PLAIN and bool(args) and lift.has_objects(args[0])
     hint = " Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad." if jaxs else ""
-    return f"jaxckpt traced {whose} with the arguments that came, in their order: {', '.join(given)}.{hint}"
-
-
-def _kind(arg: Any) -> str:
-    shape, dtype = getattr(arg, "shape", None), getattr(arg, "dtype", None)
-    return type(arg).__name__ if shape is None or dtype is None else f"{dtype}{list(shape)}"
+    return f"jaxckpt traced {whose} with the arguments that came, in their order: {given}.{hint}"
