@@ -299,7 +299,7 @@ def near_glob(glob: str, paths: Sequence[str]) -> str:
 
     >>> near_glob("block/*", ["blocks", "blocks/0", "blocks/1"])
     "Did you mean 'blocks/*'?"
-    >>> near_glob("Block_1", ["Block_0", "Block_1/Dense_0"])
+    >>> near_glob("Blok_0", ["Block_0", "Block_0/Dense_0"])
     "Did you mean 'Block_0'?"
     """
     parts = glob.split("/")

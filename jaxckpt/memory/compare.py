@@ -338,7 +338,7 @@ def _runnable(fun: Callable[..., Any], call: lift.Taken) -> Callable[[], Callabl
     args = jax.device_put(call.args)
     options = compiler_options() or None
     jitted: Callable[..., Any] = jax.jit(call.fun, compiler_options=options)
-    if call.whole and lift.is_jitted(fun):
+    if call.whole and hasattr(fun, "lower"):
         jitted = fun
     first = _copies(args)
     jax.block_until_ready(jitted(*first))

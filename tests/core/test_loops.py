@@ -110,8 +110,7 @@ def test_segments_keep_their_carries_and_no_others():
     def kept(plan):
         return jaxckpt.residuals(lambda ws, x: plan.apply(lambda *a: loss(*a, False))(ws, x), *arguments()).kept_bytes
 
-    weights = LENGTH * WIDTH * WIDTH * 4  # in another shape, which is no other buffer
-    assert kept(each) - kept(segmented) + weights == (12 - 3) * carry
+    assert kept(each) - kept(segmented) == (12 - 3) * carry, "weights in another shape are no other buffer"
 
 
 def test_a_loop_goes_through_json_and_prints():
