@@ -268,9 +268,15 @@ def test_where_no_plan_fits_one_checkpoint_by_hand_says_what_others_need(problem
     assert len(fresh.by_hand) >= 3
     assert search._floor(search.predictions.least) is None
     assert sum(by_hand for _, by_hand in fresh.tries) == 1
+    said = len(hand_written.leanest(fresh, FLOORS))
+    fresh.tries.clear()
+    hopeful = Search(fresh, least, solver, True, lambda *_: None)
+    monkeypatch.setattr(hopeful, "_is_far", lambda solution, by_hand, least: by_hand)
+    assert hopeful._floor(None) is None
+    assert sum(by_hand for _, by_hand in fresh.tries) == said, "what is estimated to fit is compiled, however far"
+    fresh.tries.clear()
     monkeypatch.setattr(Predictions, "predicted_by_hand", lambda self, solution: least)
     assert search._floor(search.predictions.least) is None
-    said = len(hand_written.leanest(fresh, FLOORS))
     assert 3 <= said == sum(by_hand for _, by_hand in fresh.tries), "those predicted to need no more are compiled"
 
 
