@@ -356,7 +356,6 @@ def explains(fun: F) -> F:
             trace = error.__traceback__
             while trace is not None and trace.tb_next is not None:
                 trace = trace.tb_next
-            names = inspect.signature(fun).parameters
             found = _CALLED_WRONG.search(str(error))
             # Raised by the call itself, and not within the function: by this frame, or that of another such wrapper.
             frame = None if trace is None else trace.tb_frame
@@ -364,7 +363,8 @@ def explains(fun: F) -> F:
             if found is None or frame is None or not ours or frame.f_code.co_name != "call":
                 raise
             hint = ELSEWHERE.get(found[1] or "") or _MISSING.get(found[2] or "")
-            keywords = [name for name, each in names.items() if each.kind is each.KEYWORD_ONLY]
+            parameters = inspect.signature(fun).parameters
+            keywords = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
             hint = hint or (nearest(found[1], keywords) if found[1] else "")
             raise TypeError(f"{error}. {hint}" if hint else str(error)) from None
 

@@ -7,6 +7,7 @@ both interfaces. `jax.extend.core` has no function that reads or makes an equati
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from jax._src.sharding_impls import UnspecifiedValue
 from jax.extend import core as _extend_core
 
 from jaxckpt._compat.needs import VERSION, unsupported
+from jaxckpt._compat.traces import returned_within
 
 Var = _extend_core.Var
 Literal = _extend_core.Literal
@@ -204,15 +206,8 @@ def spec_of_parts(eqn: Any, aval: Any) -> Any:
 
 def run_mapped(eqn: Any, fun: Callable[[], Returned]) -> Returned:
     """Returns what `fun()` returns, called where the axes of a jax.shard_map's equation are those of a device."""
-    found: list[Returned] = []
-
-    def call() -> tuple[()]:
-        found.append(fun())
-        return ()
-
     params = {**eqn.params, "in_specs": (), "out_specs": ()}
-    jax.eval_shape(mapped_as(eqn.replace(params=params), call))
-    return found[0]
+    return returned_within(functools.partial(mapped_as, eqn.replace(params=params)), fun)
 
 
 def num_scan_consts_carry(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -187,6 +187,18 @@ def within_named_axes(jaxpr: Any) -> bool:
     return bool(names & used) or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def returned_within(transform: Callable[[Callable[[], tuple[()]]], Any], fun: Callable[[], Returned]) -> Returned:
+    """Returns what `fun()` returns, called while what `transform` makes of a function without arguments is traced."""
+    found: list[Returned] = []
+
+    def call() -> tuple[()]:
+        found.append(fun())
+        return ()
+
+    jax.eval_shape(transform(call))
+    return found[0]
+
+
 @dataclass(frozen=True)
 class Mapped:
     """What is traced within a jax.shard_map: the mesh, the axes that it maps over, and whether types say how values
@@ -197,25 +209,13 @@ class Mapped:
     axes: frozenset[str]
     typed: bool
 
-    @property
-    def devices(self) -> int:
-        """How many devices the axes have."""
-        return math.prod(self.mesh.shape[name] for name in self.axes)
-
     def run(self, fun: Callable[[], Returned]) -> Returned:
         """Returns what `fun()` returns, called where the axes are those of a device."""
-        found: list[Returned] = []
-
-        def call() -> tuple[()]:
-            found.append(fun())
-            return ()
-
+        mapped = functools.partial(
+            jax.shard_map, mesh=self.mesh, in_specs=(), out_specs=(), axis_names=self.axes, check_vma=self.typed
+        )
         with alone():
-            mapped = jax.shard_map(
-                call, mesh=self.mesh, in_specs=(), out_specs=(), axis_names=self.axes, check_vma=self.typed
-            )
-            jax.eval_shape(mapped)
-        return found[0]
+            return returned_within(mapped, fun)
 
 
 def mapped_here() -> Mapped | None:
