@@ -50,7 +50,7 @@ def test_a_template_is_short_and_names_its_file(framework, tmp_path, capsys, mon
     text = (tmp_path / "mine.py").read_text()
     assert "jaxckpt plan mine.py:make_step" in text and "FILE.py" not in text
     training = text[text.index("\nimport jaxckpt\n") + 16 : text.index("def main")].splitlines()
-    assert len([line for line in training if line.strip() and not line.strip().startswith("#")]) <= 24
+    assert len([line for line in training if line.strip() and not line.strip().startswith("#")]) <= 20
     compile(text, "mine.py", "exec")
 
 

@@ -7,21 +7,14 @@ python FILE.py
 import equinox as eqx
 import jax
 import optax
+from equinox import nn
 
 import jaxckpt
 
 
-class Block(eqx.Module):
-    norm: eqx.nn.LayerNorm
-    mlp: eqx.nn.MLP
-    dropout: eqx.nn.Dropout
-
+class Block(nn.Sequential):
     def __call__(self, x, *, key):
-        return x + self.dropout(self.mlp(self.norm(x)), key=key)
-
-
-def block(key):
-    return Block(eqx.nn.LayerNorm(128), eqx.nn.MLP(128, 128, 512, 1, jax.nn.gelu, key=key), eqx.nn.Dropout(0.1))
+        return x + super().__call__(x, key=key)
 
 
 optimizer = optax.adamw(1e-3)
@@ -43,7 +36,8 @@ def step_of(loss):  # takes the loss, returns the training step: a plan replaces
 
 def make_step():  # returns the loss, the arguments of the training step, and what makes the step
     last, *keys = jax.random.split(jax.random.key(0), 9)
-    model = eqx.nn.Sequential([*map(block, keys), eqx.nn.Linear(128, 10, key=last)])
+    blocks = [Block([nn.LayerNorm(128), nn.MLP(128, 128, 512, 1, jax.nn.gelu, key=k), nn.Dropout(0.1)]) for k in keys]
+    model = nn.Sequential([*blocks, nn.Linear(128, 10, key=last)])
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     x = jax.random.normal(jax.random.key(1), (2048, 128))
     return loss, ((x, x[:, :10].argmax(1), jax.random.key(2)), model, state), step_of

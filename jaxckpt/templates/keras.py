@@ -14,16 +14,11 @@ import optax
 
 import jaxckpt
 
-
-def block(x):
-    h = keras.layers.Dense(512, activation="gelu")(keras.layers.LayerNormalization()(x))
-    return x + keras.layers.Dropout(0.1)(keras.layers.Dense(128)(h))
-
-
 keras.utils.set_random_seed(0)
 inputs = x = keras.Input((128,))
 for _ in range(8):
-    x = block(x)
+    h = keras.layers.Dense(512, activation="gelu")(keras.layers.LayerNormalization()(x))
+    x = x + keras.layers.Dropout(0.1)(keras.layers.Dense(128)(h))
 model = keras.Model(inputs, keras.layers.Dense(10)(x))
 optimizer = optax.adamw(1e-3)
 
@@ -43,9 +38,8 @@ def step_of(loss):  # takes the loss, returns the training step: a plan replaces
 
 
 def make_step():  # returns the loss, the arguments of the training step, and what makes the step
-    # The steps donate their arguments, so they get copies of the model's variables.
-    variables = model.trainable_variables, model.non_trainable_variables
-    weights, others = ([jax.numpy.copy(each.value) for each in some] for some in variables)
+    # "+ 0" copies the model's variables: the steps donate their arguments.
+    weights, others = ([v.value + 0 for v in of] for of in (model.trainable_variables, model.non_trainable_variables))
     x = jax.random.normal(jax.random.key(0), (2048, 128))
     return loss, (weights, others, optimizer.init(weights), x, x[:, :10].argmax(1)), step_of
 
