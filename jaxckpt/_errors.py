@@ -33,7 +33,7 @@ import functools
 import inspect
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 
@@ -323,26 +323,70 @@ def check_flags(**flags: Any) -> None:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ELSEWHERE = {
-    "use_reentrant": "There is one implementation; leave it out.",
-    "preserve_rng_state": "A key of JAX draws the same numbers again; leave it out.",
-    "context_fn": "Say what is kept by policy=Policy({...}).",
-    "determinism_check": "jaxckpt.verify compares with the function without checkpoints.",
-    "early_stop": "The compiler leaves out what the backward pass does not read; leave it out.",
-    "segments": "segment_size= counts the layers of a segment; 'sqrt' chooses it.",
-    "chunks": "segment_size= counts the layers of a segment; 'sqrt' chooses it.",
-    "checkpoints": "Write schedule=Slots(n), which keeps n carries.",
-    "slots": "Write schedule=Slots(n), which keeps n carries.",
-    "has_aux": "Write step=functools.partial(jax.value_and_grad, has_aux=True).",
-    "argnums": "Write step=functools.partial(jax.value_and_grad, argnums=...).",
-    "donate_argnums": "Give them to jax.jit in the function that makes the step: step=.",
-    "device": "Write target=, such as 'cuda:h100'.",
-    "memory_budget": "Write budget=, such as '4GiB' or '60%'.",
-    "max_memory": "Write budget=, such as '4GiB' or '60%'.",
+_SEGMENTS = {
+    "segment_size": "segment_size= counts the layers of a segment; 'sqrt' chooses it.",
+    "schedule": "schedule=k keeps the carry of every k-th iteration; 'sqrt' chooses k.",
+    "solver": "A plan chooses the segments of loops itself; leave it out.",
+    "": "Segments are of sequences: checkpoint_sequential(layers, segment_size=k) and scan(..., schedule=k).",
 }
-"""Arguments of other libraries, and of JAX -> what is written here."""
+_SLOTS = {
+    "schedule": "Write schedule=Slots(n), which keeps n carries.",
+    "solver": "A plan chooses the schedules of loops itself; leave it out.",
+    "": "Slots are of loops: jaxckpt.scan(..., schedule=jaxckpt.Slots(n)).",
+}
+_BUDGET = {
+    "budget": "Write budget=, such as '4GiB' or '60%'.",
+    "": "A budget is what jaxckpt.plan and jaxckpt.autocheckpoint take: plan(loss, *args, budget='60%').",
+}
+_AUX = {"step": "Write step=functools.partial(jax.value_and_grad, has_aux=True)."}
+_ARGNUMS = {"step": "Write step=functools.partial(jax.value_and_grad, argnums=...)."}
+_NAMES = {
+    "policy": "Write policy=, such as Policy({'name': SAVE}), for values that jaxckpt.tag(x, 'name') has named.",
+}
 
-_MISSING = {"budget": "Write budget='4GiB', '60%' of the peak without a plan, or 'device'."}
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "use_reentrant": {"": "There is one implementation; leave it out."},
+    "preserve_rng_state": {"": "A key of JAX draws the same numbers again; leave it out."},
+    "context_fn": {"policy": "Say what is kept by policy=Policy({...})."},
+    "determinism_check": {"": "jaxckpt.verify compares with the function without checkpoints."},
+    "early_stop": {"": "The compiler leaves out what the backward pass does not read; leave it out."},
+    "segments": _SEGMENTS,
+    "chunks": _SEGMENTS,
+    "segment_size": _SEGMENTS,
+    "segment_length": _SEGMENTS,
+    "num_segments": _SEGMENTS,
+    "schedule": {key: text for key, text in _SEGMENTS.items() if key != "schedule"},
+    "checkpoints": _SLOTS,
+    "num_checkpoints": _SLOTS,
+    "slots": _SLOTS,
+    "names": _NAMES,
+    "save_names": _NAMES,
+    "offload": {
+        "carry": "Write carry=OFFLOAD for the carries, policy=Policy({'name': OFFLOAD}) for values of an iteration.",
+        "policy": "Write policy=Policy({'name': OFFLOAD}).",
+        "actions": "Write actions=(RECOMPUTE, SAVE, OFFLOAD).",
+    },
+    "prevent_cse": {"": "jaxckpt decides it here; leave it out."},
+    "_split_transpose": {"": "It is an option of lax.scan alone; leave it out."},
+    "has_aux": _AUX,
+    "argnums": _ARGNUMS,
+    "optimizer": {"step": "Put its update into the training step: step=step_of, and the step's arguments."},
+    "loss": {"fun": "The loss is the first argument."},
+    "donate_argnums": {"step": "Give them to jax.jit in the function that makes the step: step=."},
+    "device": {"target": "Write target=, such as 'cuda:h100'."},
+    "memory_budget": _BUDGET,
+    "activation_memory_budget": _BUDGET,
+    "max_memory": _BUDGET,
+    "fraction": _BUDGET,
+}
+"""Argument of other libraries, or of another function here -> argument that the called function has -> what to write
+there; the last, "", is for every function. The first that applies is told.
+"""
+
+_MISSING = {
+    "budget": "Write budget='4GiB', '60%' of the peak without a plan, or 'device'.",
+    "fun": "It takes the function and its arguments at once. jaxckpt.autocheckpoint(budget=...) is the decorator.",
+}
 
 
 def explains(fun: F) -> F:
@@ -362,16 +406,27 @@ def explains(fun: F) -> F:
             ours = frame is not None and str(frame.f_globals.get("__name__")).startswith("jaxckpt.")
             if found is None or frame is None or not ours or frame.f_code.co_name != "call":
                 raise
-            hint = ELSEWHERE.get(found[1] or "") or _MISSING.get(found[2] or "")
-            parameters = inspect.signature(fun).parameters
-            keywords = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-            hint = hint or (nearest(found[1], keywords) if found[1] else "")
-            raise TypeError(f"{error}. {hint}" if hint else str(error)) from None
+            raise TypeError(f"{error}. {hint}" if (hint := _hint(fun, found[1], found[2])) else str(error)) from None
 
     return call  # type: ignore[return-value]
 
 
-_CALLED_WRONG = re.compile(r"unexpected keyword argument '(\w+)'|missing 1 required keyword-only argument: '(\w+)'")
+def _hint(fun: Callable[..., Any], unknown: str | None, missing: str | None) -> str:
+    """Returns what to write instead of an argument that a function does not have, or for one that it must have."""
+    parameters = inspect.signature(fun).parameters
+    named = [name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if unknown is None:
+        return _MISSING.get(missing or "", "")
+    takes_others = any(each.kind is each.VAR_POSITIONAL and name == "args" for name, each in parameters.items())
+    by_position = "Arguments of the function come by position." if takes_others else ""
+    told = [text for has, text in ELSEWHERE.get(unknown, {}).items() if not has or has in named]
+    near = nearest(unknown, named) if len(unknown) > 2 else ""
+    return (told or [near or by_position])[0]
+
+
+_CALLED_WRONG = re.compile(
+    r"unexpected keyword argument '(\w+)'|missing 1 required (?:keyword-only|positional) argument: '(\w+)'"
+)
 
 
 def refuse_call(others: Sequence[Any], argument: str, instead: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from jaxckpt import training
-from jaxckpt._errors import ArgumentError, FactoryError, NotDifferentiableError, did_you_mean
+from jaxckpt._errors import ArgumentError, FactoryError, JaxckptError, NotDifferentiableError, did_you_mean
 from jaxckpt.core.lift import is_module_class, trace
 from jaxckpt.factories import Factory, call, parameters
 from jaxckpt.memory.compare import check_differentiable
-from jaxckpt.memory.gradient import StepMaker, suited
+from jaxckpt.memory.gradient import StepMaker, came_for, suited
 from jaxckpt.policies import PRESETS, Policy
 from jaxckpt.transforms.checkpoint import checkpoint
 
@@ -204,14 +204,21 @@ class Built:
           name: what to call the factory in messages.
         """
         for fun in self.functions.values():
-            if self.step is None:
-                try:
+            try:
+                if self.step is None:
                     check_differentiable(name, fun, self.args)
-                except NotDifferentiableError as error:
-                    hint = "If it is a training step, give the loss inside of it: return (fun, args, step)."
-                    raise NotDifferentiableError(f"{error} {hint}") from error
-            else:
-                training.check_step(name, self.step, fun, self.args)
+                else:
+                    training.check_step(name, self.step, fun, self.args)
+            except NotDifferentiableError as error:
+                if self.step is not None:
+                    raise
+                hint = "If it is a training step, give the loss inside of it: return (fun, args, step)."
+                raise NotDifferentiableError(f"{error} {hint}") from error
+            except JaxckptError:
+                raise
+            except Exception as error:
+                error.add_note(came_for(self.step_or_gradient, fun, self.args))
+                raise
 
 
 def build(

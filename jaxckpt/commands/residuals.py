@@ -10,7 +10,10 @@ from jaxckpt.commands import base, output
 from jaxckpt.commands.base import Command
 from jaxckpt.memory.residuals import residuals
 from jaxckpt.planner.observe import observe
+from jaxckpt.planner.shards import is_sharded, laid_out
 from jaxckpt.show import table
+
+GLOBAL = "The arguments lie over several devices. These are the bytes of whole arrays, of all devices together."
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +26,14 @@ def _run(options: argparse.Namespace) -> None:
     output.check_files(options)
     name, built = base.build_one(options)
     fun, args = built.functions[name], built.args
-    if built.step is not None:
+    if built.step is None:
+        report, divided = residuals(fun, *args), is_sharded(args)
+    else:
         built.check(options.factory)
         seen = observe(fun, built.step, args)
-        fun, args = functools.partial(seen.fun, **seen.kwargs), seen.args
-    report = residuals(fun, *args)
-    output.tell(table.residuals_view(report, None if options.all else 30), built.note())
+        report = seen.run(lambda: residuals(functools.partial(seen.fun, **seen.kwargs), *seen.args))
+        divided = seen.mapped is None and is_sharded(laid_out(args, seen.shardings))
+    output.tell(table.residuals_view(report, None if options.all else 30), GLOBAL if divided else "", built.note())
     output.write(options.json, lambda: json.dumps(report.to_json(), indent=1))
 
 

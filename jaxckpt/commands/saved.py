@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import variants
-from jaxckpt._errors import ArgumentError, PlanMismatchError
+from jaxckpt._errors import ArgumentError, PlanMismatchError, TargetError
 from jaxckpt.commands import base
 from jaxckpt.core import outline
-from jaxckpt.core.bare import bare
 from jaxckpt.core.files import read_whole
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.lift import trace
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport, sealed
 from jaxckpt.core.regions import every_region
+from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.frontier import Frontier, Point, Way
-from jaxckpt.planner.observe import observe
+from jaxckpt.planner.subject import seen_by_planner
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,13 @@ def graph_of(plan: Plan, options: argparse.Namespace) -> Graph:
     loaded = base.load(options)
     built = base.build(options, loaded, variants.variants_for(loaded[0], chosen=["none"]))
     built.check(options.factory)
-    seen = observe(built.functions["none"], built.suited_step("none"), built.args)
-    graph = trace(seen.fun if plan.respect_checkpoints else bare(seen.fun), *seen.args, **seen.kwargs)
+    step = built.suited_step("none")
+    where = None if plan.report is None else plan.report.target
+    try:
+        target_of(where)
+    except TargetError:  # a plan can be looked at where its target's compiler is not installed
+        where = None
+    graph = seen_by_planner(built.functions["none"], built.args, step, where, plan.respect_checkpoints)
     plan.check(graph)
     return graph
 

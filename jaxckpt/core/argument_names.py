@@ -41,13 +41,15 @@ def leaf_name(path: tuple[Any, ...], parameters: Sequence[str] = (), *, keyword:
     return head + jax.tree_util.keystr(tuple(rest))
 
 
-def named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the leaves of a call's arguments, each with its name.
+def named_leaves(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Sequence[str] = ()
+) -> list[tuple[str, Any]]:
+    """Returns the leaves of a call's arguments, each with its name; `parameters` as of `positional`.
 
     >>> named_leaves(({"w": 1.0}, 2.0), {"mask": 3.0})
     [("args[0]['w']", 1.0), ('args[1]', 2.0), ('mask', 3.0)]
     """
-    return [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))]
+    return [(leaf_name(path, parameters), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))]
 
 
 def of_leaf(name: str) -> str:

@@ -36,7 +36,7 @@ CPU_BANDWIDTH = 40e9
 
 # ------------------------------------------------------------------------------------------------ what one device holds
 
-WHOLE_ELEMENTS = 2**16
+WHOLE_ELEMENTS = 2**10
 """A value of an unknown sharding with at most this many elements is assumed to be whole on every device; a larger one
 to be shared equally. No measurement is on record."""
 

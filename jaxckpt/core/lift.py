@@ -207,7 +207,7 @@ def take(
     if not places and all(map(traced, leaves)):
         return Taken(fun, args, kwargs, lambda out: out, lambda given: given, fun, tree)
 
-    names = _names(fun, args)
+    names = parameters_of(fun, args)
     labels = [leaf_name(path, names) for path, _ in flat]
     rest = [place for place in range(len(leaves)) if place not in set(places)]
     name = lambda path: ".".join((labels[places[path[0]]], *map(str, path[1:])))
@@ -553,7 +553,7 @@ def _nnx() -> Any:
     return objects
 
 
-def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+def parameters_of(fun: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     """Returns what to call the positional arguments, all different."""
     signature = signature_of(fun)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

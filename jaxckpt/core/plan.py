@@ -230,14 +230,16 @@ class Plan:
             )
             came = arguments_of(graph)
             program = (
-                "the program itself differs: by a static argument, training or evaluation mode, or a string or number "
-                "that selects it, or it is another function, such as the training step in the place of its loss"
+                "the program itself differs: by a static argument, training or evaluation mode, a mesh, or a string or "
+                "number that selects it, or it is another function, such as the training step in the place of its loss"
             )
             if not self.arguments:
                 shapes = [each.rpartition(": ")[2] for each in came]
                 what = f"Arguments that came: {_some(shapes)}. If the plan was made for these, {program}."
             elif changed := _changed(self.arguments, came):
                 what = f"Other arguments came: {_some(changed)}."
+                if len(came) != len(self.arguments):
+                    what += " A plan is for the loss, and not for the training step: step_of(plan.apply(loss))."
             else:
                 what = f"The arguments are those of the plan, so {program}."
             raise PlanMismatchError(
@@ -330,16 +332,20 @@ class Plan:
                 f"A plan must be a text file that Plan.save wrote; {path} is none. Plan anew."
             ) from error
 
-    def describe(self, graph: Graph) -> str:
+    def describe(self, graph: Graph | None = None) -> str:
         """Returns the plan as a tree in the order in which it runs: what is kept of each part, with bytes, shape and
         source line of every kept value, and what runs again. Parts that repeat are told once, with their number.
 
         Args:
-          graph: `jaxckpt.trace(fun, *args)` of the function that the plan was made for.
+          graph: `jaxckpt.trace(fun, *args)` of the function that the plan was made for. A plan that was just made does
+            not need it; then bytes are those of one device, and shapes those of the function.
 
         Raises:
-          PlanMismatchError: it is another function's.
+          PlanMismatchError: the graph is another function's.
+          ArgumentError: it is none, and the plan is from a file or was written by hand.
         """
+        if graph is None and self.report is not None and self.report.tree:
+            return self.report.tree
         if not isinstance(graph, Graph):
             raise ArgumentError("graph", "what jaxckpt.trace(fun, *args) returns", graph)
         return shown.text_of(self, graph)
@@ -433,6 +439,7 @@ class PlanReport:
       host_share: how full the link is: `host_seconds` over the seconds of the planned step.
       compiler_options: (name, value) of the options of XLA without which the target's compiler undoes checkpoints, as
         `jaxckpt.compiler_options` gives them; empty for most targets.
+      tree: the plan as `Plan.describe` tells it, with bytes of one device; "" of a plan from a file.
       times: median seconds of (the planned step, the step without the plan), where they were run.
       timed_on: name of the backend that ran them.
     """
@@ -462,6 +469,7 @@ class PlanReport:
     host_share: float | None = None
     costs: str = "roofline"
     compiler_options: tuple[tuple[str, str], ...] = ()
+    tree: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.measured is not None:

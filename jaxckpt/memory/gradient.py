@@ -105,6 +105,34 @@ def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> S
     return step if all(inexact) and not needed else functools.partial(_of_inexact, step)
 
 
+STEP_TOO = "If they are those of a training step, give what makes it too: step=step_of; in a factory, return it third."
+"""What to do where the arguments of a training step came without the step."""
+
+
+def came_for(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Returns what a user who gave wrong arguments must know of an error in the step."""
+    plain = step in PLAIN
+    whose = "the function" if plain else "the training step that `step` makes"
+    given = lift.came(fun if plain else step(fun), args)
+    hints = []
+    if getattr(step, "func", step) in PLAIN and args and lift.has_objects(args[0]):
+        hints.append("Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad.")
+    if not plain:
+        hints.append(
+            "jaxckpt.plan takes the arguments of the training step, not of the loss; a `step` of "
+            "jaxckpt.autocheckpoint takes those of the loss."
+        )
+    elif any(map(_is_state, args)):
+        hints.append(STEP_TOO)
+    return " ".join([f"jaxckpt traced {whose} with the arguments that came, in their order: {given}.", *hints])
+
+
+def _is_state(argument: Any) -> bool:
+    """Returns whether an argument is, or holds, the state of an optimizer, by the names of its classes."""
+    named = lambda node: type(node).__name__.endswith("State")
+    return any(map(named, jax.tree.leaves(argument, is_leaf=named)))
+
+
 def _needs_value(step: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Returns whether a step fails because it needs the value of a number that is traced."""
     try:

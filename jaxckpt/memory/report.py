@@ -28,8 +28,8 @@ from jaxckpt._errors import (
     check_flags,
     explains,
 )
-from jaxckpt.core import lift, shown
-from jaxckpt.core.argument_names import named_leaves
+from jaxckpt.core import lift, shown, surgery
+from jaxckpt.core.argument_names import named_leaves, of_leaf
 from jaxckpt.core.constants import NEARLY_FULL
 from jaxckpt.core.shown import Progress, tells
 from jaxckpt.core.units import counted, format_bytes
@@ -94,6 +94,7 @@ class MemoryReport:
     compile_seconds: float
     _assignment: Assignment | None = field(default=None, repr=False, compare=False)
     stopped: bool = False
+    _devices: int = field(default=1, repr=False, compare=False)  # that the program runs on: the figures are of one
 
     def largest(self, count: int = 10) -> tuple[Buffer, ...]:
         """Returns the largest buffers that are live at the peak, the largest first."""
@@ -198,6 +199,8 @@ class MemoryReport:
         ]
 
     def _title(self) -> str:
+        if self._devices > 1:
+            return f"{self.target}, each of {self._devices} devices"
         several = False
         with contextlib.suppress(UnknownTargetError):  # of a platform that another program had added
             target = Target(self.target)
@@ -221,7 +224,7 @@ class MemoryReport:
         )
 
 
-_FIGURES = tuple(f.name for f in dataclasses.fields(MemoryReport) if f.name != "_assignment")
+_FIGURES = tuple(f.name for f in dataclasses.fields(MemoryReport) if not f.name.startswith("_"))
 
 
 @explains
@@ -317,13 +320,14 @@ def measure_traced(
     options = options_for(resolved) if options is None else options
     folder = results.folder_of(cache)
     lowered = lowered_for(traced, resolved)
-    entry = None
+    entry, devices = None, len(_compat.lowered_devices(lowered))
     if folder is not None:
         where = f"{resolved.name} {resolved.row_text}"
         entry = results.entry(folder, lowered, where, devices_of(lift.leaves(fun, args), resolved), options)
         known = results.load(entry, _FIGURES)
         if known is not None and not (generate_code and known.figures["stopped"]):
-            return MemoryReport(**known.figures, _assignment=_read(known.dump, resolved.platform, needed=False))
+            assignment = _read(known.dump, resolved.platform, needed=False)
+            return MemoryReport(**known.figures, _assignment=assignment, _devices=devices)
     report, content = (None, None) if generate_code else _assign(lowered, options, resolved)
     if report is None:
         with tempfile.TemporaryDirectory(prefix="jaxckpt-") as dumps:
@@ -332,7 +336,7 @@ def measure_traced(
         report = _whole(compiled, content, resolved, seconds)
     if entry is not None:
         results.store(entry, results.Answer(report.to_json(), content))
-    return report
+    return dataclasses.replace(report, _devices=devices)
 
 
 def devices_of(args: Sequence[Any], target: Target) -> list[Any]:
@@ -372,34 +376,61 @@ def traced_for(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -
             args, _ = call.restore((args, {}))
             return fun.trace(*args)  # type: ignore[attr-defined]
         found = jax.jit(call.fun).trace(*args)
-        donated = _donated_within(found.jaxpr)
-        return _donating(call.fun, args, donated) if any(donated) else found
+        return _wrapped(found, args, lift.parameters_of(call.fun, args)) or found
 
     # Traced under the local backend, so that values computed while tracing (jax.ensure_compile_time_eval) have a
     # device.
     return lift.attempt(fun, args, {}, traced)
 
 
-def _donated_within(jaxpr: Any) -> list[bool]:
-    """Returns for each input of a program whether it is donated, where the program is one call of a jitted function:
-    then calling the one is calling the other. Wrappers of `jax.jit`, such as that of equinox, look so.
+def _wrapped(found: Any, args: tuple[Any, ...], parameters: Sequence[str]) -> Any:
+    """Returns the jitted function that a program calls with its arguments, where it does nothing else, as `jax.jit`
+    traces it: then calling the one is calling the other, and this is the program that runs, with the donation that it
+    has. Wrappers of `jax.jit`, such as that of equinox, look so. None of other programs.
+
+    Args:
+      found: the program: a `jax.stages.Traced`.
+      args: its arguments, as shapes.
+      parameters: what to call them.
     """
-    donated = jaxpr.eqns[0].params.get("donated_invars", ()) if len(jaxpr.eqns) == 1 else ()
-    given = {id(var) for var, flag in zip(jaxpr.eqns[0].invars, donated) if flag} if donated else set()
-    return [id(var) in given for var in jaxpr.jaxpr.invars]
-
-
-def _donating(fun: Callable[..., Any], args: tuple[Any, ...], donated: Sequence[bool]) -> Any:
-    """Returns a function as `jax.jit` traces it with some leaves of its arguments donated: a `jax.stages.Traced`."""
-    leaves, tree = jax.tree.flatten(args)
-    names = [name for name, _ in named_leaves(args, {})]
+    program = found.jaxpr.jaxpr
+    called = program.eqns[0] if len(program.eqns) == 1 else None
+    if called is None or "donated_invars" not in called.params:
+        return None
+    leaves = dict(zip(program.invars, named_leaves(args, {}, parameters), strict=True))
+    order = [*dict.fromkeys(var for var in called.invars if var in leaves), *leaves]
+    names = {var: _InPlace(of_leaf(leaves[var][0]), place) for place, var in enumerate(dict.fromkeys(order))}
+    constants = dict(zip(program.constvars, found.jaxpr.consts, strict=True))
+    laid_out = [*called.params["in_shardings"], *called.params["out_shardings"]]
 
     def named(**arguments: Any) -> Any:
-        return fun(*jax.tree.unflatten(tree, [arguments[name] for name in names]))
+        read = lambda atom: atom.val if isinstance(atom, _compat.Literal) else known[atom]
+        known = constants | {var: arguments[name] for var, name in names.items()}
+        operands = list(map(read, called.invars))
+        if all(map(_compat.is_unspecified, laid_out)):
+            inner = called.params["jaxpr"]
+            return _compat.eval_jaxpr(_compat.open_jaxpr(inner), _compat.jaxpr_consts(inner), *operands)
+        return surgery.run(called, program.debug_info, operands)
 
-    named.__name__ = named.__qualname__ = lift.title(fun)
-    jitted = jax.jit(named, donate_argnames=[name for name, flag in zip(names, donated) if flag])
-    return jitted.trace(**dict(zip(names, leaves)))
+    named.__name__ = named.__qualname__ = called.params["name"]
+    donated = {names[var] for var, flag in zip(called.invars, called.params["donated_invars"]) if flag and var in names}
+    return jax.jit(named, donate_argnames=donated).trace(**{name: leaves[var][1] for var, name in names.items()})
+
+
+class _InPlace(str):
+    """An argument's name that sorts by the argument's place: JAX sorts arguments by name, and what a program's peak is
+    depends on their order.
+    """
+
+    def __new__(cls, name: str, place: int) -> _InPlace:
+        made = super().__new__(cls, name)
+        made.place = place
+        return made
+
+    place: int
+
+    def __lt__(self, other: str) -> bool:
+        return self.place < other.place if isinstance(other, _InPlace) else str(self) < other
 
 
 def lowered_for(traced: Any, target: Target) -> Any:

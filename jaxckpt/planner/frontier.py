@@ -273,18 +273,8 @@ def sweep(
     progress = progress or silent
     if verify:
         progress(0, total, "compiling the step as it is")
-    shards, cycles = problem.model.shards, problem.asked.cycles
-    unplanned = way(
-        "as it is",
-        problem.fun,
-        problem.args,
-        problem.step,
-        problem.target,
-        peak=unplanned_bytes(problem) if verify else None,
-        compiled=True,
-        shards=shards,
-        cycles=cycles,
-    )
+    peak = unplanned_bytes(problem) if verify else None
+    unplanned = Way("as it is", peak, problem.plain.flops, problem.plain.time.seconds)
     points: dict[int, Point] = {}
     # The least budget first: a plan that was compiled for it is one for those above it too.
     for done, place in enumerate(sorted(range(len(budgets)), key=lambda i: problem.budget_bytes(budgets[i])), start=1):
@@ -297,19 +287,9 @@ def sweep(
     ways = []
     for done, (name, other) in enumerate(others.items(), start=1 + len(budgets)):
         progress(done, total, f"{'compiling' if verify else 'tracing'} {name}")
-        ways.append(
-            way(
-                name,
-                other,
-                problem.args,
-                problem.step,
-                problem.target,
-                compiled=not verify,
-                shards=shards,
-                cycles=cycles,
-                cache=problem.asked.cache,
-            )
-        )
+        made = problem.step(other)
+        peak = compiled_peak(made, problem.args, problem.target, problem.asked.cache) if verify else None
+        ways.append(Way(name, peak, *problem.cost_of(made)))
     progress(total, total, "")
     return Frontier(
         problem.target.name,
@@ -341,9 +321,7 @@ def _point_of(problem: problems.Problem, budget: int | str, bytes_: int, plan: P
     report = plan.report
     assert report is not None, "the planner's plans have reports"
     if report.flops is None:
-        flops, seconds = cost_of(
-            problem.planned(plan), problem.args, problem.target, problem.model.shards, problem.asked.cycles
-        )
+        flops, seconds = problem.cost_of(problem.planned(plan))
         report = replace(report, flops=flops, seconds=seconds, costs=problem.asked.traced_costs)
     return Point(budget, bytes_, replace(report, asked=budget))
 
@@ -390,24 +368,23 @@ def way(
     args: tuple[Any, ...],
     step: Callable[[Callable[..., Any]], Callable[..., Any]],
     target: Target | str,
-    *,
-    peak: int | None = None,
-    compiled: bool = False,
-    shards: Shards = WHOLE,
-    cycles: Cycles | None = None,
-    cache: str | os.PathLike[str] | bool | None = None,
 ) -> Way:
-    """Returns what a way to run the step needs and costs: compiles it, unless it was `compiled`, with that `peak`, or
-    is not to be; `shards` and `cycles` as of `cost_of`, `cache` as of `jaxckpt.measure`.
-    """
+    """Returns what a way to run the step needs, compiled, and what it costs."""
     made = step(fun)
-    if not compiled:
-        try:
-            peak = measure(made, *args, target=target, generate_code=False, cache=cache).peak_bytes
-        except DoesNotFitError as error:
-            peak = error.needed_bytes
-    flops, seconds = cost_of(made, args, target, shards, cycles)
-    return Way(name, peak, flops, seconds)
+    return Way(name, compiled_peak(made, args, target), *cost_of(made, args, target))
+
+
+def compiled_peak(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target | str,
+    cache: str | os.PathLike[str] | bool | None = None,
+) -> int | None:
+    """Returns a step's compiled peak, or what the compiler says that it needs where it does not fit the device."""
+    try:
+        return measure(step, *args, target=target, generate_code=False, cache=cache).peak_bytes
+    except DoesNotFitError as error:
+        return error.needed_bytes
 
 
 def cost_of(

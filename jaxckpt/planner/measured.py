@@ -283,6 +283,14 @@ class Measured:
         renewed = renewed_bytes(graph, donated) if made is None and not self.divided else None
         return Traced(peak, graph.flops, total(map(time, graph.ops)) + elsewhere, moments, renewed)
 
+    def cost_of(self, step: Callable[..., Any]) -> tuple[int, float]:
+        """Returns (FLOPs, seconds) of any step with the same arguments, traced as those of plans are."""
+        shards = self.model.shards
+        traced = self._traced_step(step)
+        graph = trace(step, *self.args) if traced is None else graph_of(traced.jaxpr, rules=True)
+        time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
+        return graph.flops, total(map(time, graph.ops)).seconds + shards.sent.elsewhere
+
     def _traced_step(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as
         within a mapped function, where types say how arrays vary over its mesh.

@@ -16,7 +16,7 @@ import jax
 
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, check_flags, explains
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
-from jaxckpt.core import garbage, lift
+from jaxckpt.core import garbage, lift, shown
 from jaxckpt.core.bare import bare
 from jaxckpt.core.constants import FEW_STAGES
 from jaxckpt.core.graph import Graph
@@ -263,7 +263,8 @@ class Problem(Tileable):
         within = Within(wanted, chosen, verify, progress or silent)
         found = (self.best(within) if self.tiled is None else self.tiled.or_tiled(within)).report
         assert found is not None, "the planner's plans have reports"
-        return replace(found, asked=budget if isinstance(budget, str) else wanted).plan
+        asked = budget if isinstance(budget, str) else wanted
+        return replace(found, asked=asked, tree=shown.text_of(found.plan, self.graph)).plan
 
     def best(self, within: Within) -> Plan:
         """Returns the cheapest plan of this problem, and of `other` where none fits. A plan that only saves and

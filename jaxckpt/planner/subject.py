@@ -20,8 +20,8 @@ from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import trace
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import counted
-from jaxckpt.memory.gradient import PLAIN, StepMaker, made, not_a_loss, suited
-from jaxckpt.memory.targets import target_of
+from jaxckpt.memory.gradient import PLAIN, STEP_TOO, StepMaker, came_for, made, not_a_loss, suited
+from jaxckpt.memory.targets import Target, target_of
 from jaxckpt.planner.collectives import NOTHING, Sent
 from jaxckpt.planner.context import Context, is_quick
 from jaxckpt.planner.cycles import Cycles
@@ -181,6 +181,21 @@ class Subject:
         )
 
 
+def seen_by_planner(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    step: StepMaker,
+    target: Target | str | None,
+    respect_checkpoints: bool = True,
+) -> Graph:
+    """Returns the graph of a function as its step calls it, with the bytes that one device holds; arguments as of
+    `jaxckpt.plan`.
+    """
+    settings = PlanSettings(target=target, step=step, respect_checkpoints=respect_checkpoints)
+    subject = Subject(fun, args, settings, None, None)
+    return subject.shards(subject.bodies().first).applied(subject.graph)
+
+
 def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSettings) -> tuple[StepMaker, Seen]:
     """Returns the step that suits the arguments, and what it does with the function; says which argument is wrong where
     it cannot be traced.
@@ -201,22 +216,13 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
     except TypeError as error:
         if plain and not lift.accepts(fun, args):  # asked when it fails: what is lifted takes more than it says
             rule = f"the arguments of the function, {lift.signature_of(fun)}"
-            raise ArgumentError("args", rule, InWords(counted(len(args), "argument"))) from error
+            raise ArgumentError("args", rule, InWords(counted(len(args), "argument")), STEP_TOO) from error
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
-        error.add_note(_traced_with(settings.step, fun, args))
+        error.add_note(came_for(settings.step, fun, args))
         raise
     except JaxckptError:
         raise
     except Exception as error:
-        error.add_note(_traced_with(settings.step, fun, args))
+        error.add_note(came_for(settings.step, fun, args))
         raise
-
-
-def _traced_with(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Returns what a user who gave wrong arguments must know of an error in the step."""
-    whose = "the function" if step in PLAIN else "the training step that `step` makes"
-    given = lift.came(fun if step in PLAIN else step(fun), args)
-    jaxs = getattr(step, "func", step) in PLAIN and bool(args) and lift.has_objects(args[0])
-    hint = " Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad." if jaxs else ""
-    return f"jaxckpt traced {whose} with the arguments that came, in their order: {given}.{hint}"
