@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -136,17 +137,22 @@ def tagged(glob: str) -> Selector:
     return Selector("tagged", (_glob("tagged's glob", glob),))
 
 
-def op(glob: str) -> Selector:
+def op(glob: str, *others: str) -> Selector:
     """Picks the results of operations whose primitive's name the glob matches: "dot_general", "conv*",
     "custom_vjp_call", "scan".
 
     Args:
       glob: a pattern as in `fnmatch`.
+      *others: more of them; any of them will do.
 
     Raises:
-      ArgumentError: it is no string, or empty.
+      ArgumentError: one of them is no string, or empty.
+
+    >>> op("dot_general", "tanh") == op("dot_general") | op("tanh")
+    True
     """
-    return Selector("op", (_glob("op's glob", glob),))
+    selectors = (Selector("op", (_glob("op's glob", each),)) for each in (glob, *others))
+    return functools.reduce(operator.or_, selectors)
 
 
 def _glob(argument: str, glob: Any) -> str:

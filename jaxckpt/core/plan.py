@@ -273,6 +273,8 @@ class Plan:
           PlanMismatchError: the text is cut short, was edited, or is from another version.
         """
         try:
+            if not text.lstrip().startswith("{"):
+                raise PlanMismatchError("The file must be one that Plan.save wrote; it is something else.")
             raw = json.loads(text)
             if not isinstance(raw, dict) or "format" not in raw:
                 raise PlanMismatchError("The file must be one that Plan.save wrote; it is something else. Plan anew.")
@@ -529,7 +531,7 @@ class PlanReport:
         """
         if not self.compiler_options or not self.plan.regions:  # loops run again on their own
             return ""
-        return "compiler_options=jaxckpt.compiler_options(), else the compiler undoes the plan"
+        return "compiler_options=jaxckpt.compiler_options(), else the compiler may undo the plan"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the figures as plain values, without the plan: bytes, FLOPs, seconds, shares."""

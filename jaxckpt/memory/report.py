@@ -404,9 +404,8 @@ def _wrapped(found: Any, args: tuple[Any, ...], parameters: Sequence[str]) -> An
     laid_out = [*called.params["in_shardings"], *called.params["out_shardings"]]
 
     def named(**arguments: Any) -> Any:
-        read = lambda atom: atom.val if isinstance(atom, _compat.Literal) else known[atom]
         known = constants | {var: arguments[name] for var, name in names.items()}
-        operands = list(map(read, called.invars))
+        operands = [atom.val if isinstance(atom, _compat.Literal) else known[atom] for atom in called.invars]
         if all(map(_compat.is_unspecified, laid_out)):
             inner = called.params["jaxpr"]
             return _compat.eval_jaxpr(_compat.open_jaxpr(inner), _compat.jaxpr_consts(inner), *operands)

@@ -100,7 +100,8 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
     """Returns what `jax.vjp(fun, *args)` keeps for the backward pass.
 
     Args:
-      fun: a function of pytrees of arrays. It is differentiated with respect to every argument of an inexact dtype.
+      fun: a function of pytrees of arrays: the loss, not the training step, of which it would list what a second
+        derivative keeps. It is differentiated with respect to every argument of an inexact dtype.
       *args: arrays, or anything with a shape and a dtype; nothing is computed.
 
     Raises:

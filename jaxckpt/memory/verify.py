@@ -89,10 +89,12 @@ class Verification:
 
     def __str__(self) -> str:
         exact = f"Without {' and '.join(repr(each.action) for each in self.per_action)}, " if self.per_action else ""
-        agree = (
-            f"{exact}{self.leaves} arrays agree within {self.rtol:g}; the worst is {self.worst}: "
-            f"off by {self.max_abs_error:.3g}, {self.max_rel_error:.3g} of its largest value."
+        worst = (
+            f"the worst is {self.worst}: off by {self.max_abs_error:.3g}, {self.max_rel_error:.3g} of its largest value"
+            if self.max_abs_error
+            else "all are equal"
         )
+        agree = f"{exact}{self.leaves} arrays agree within {self.rtol:g}; {worst}."
         return "\n".join([agree, *map(str, self.per_action)])
 
 

@@ -170,6 +170,8 @@ def _widest(measured: Measured, least: int | None, results: int | None, *, stand
     where = f"{stretch}, {largest.primitive}{f' at {place}' if place else ''}"
     text = f"The stretch that needs most memory needs {format_bytes(needed)} at once: {where}."
     rest = 0 if least is None else least - measured.argument_bytes - needed
+    if rest < 0:  # the compiler takes less than the trace says, so that figure would tell nobody anything
+        text = f"The stretch that needs most memory: {where}."
     if rest > needed:  # a leaner stretch would change little
         text += f" {_standing(measured, results)} of the least budget." if standing else ""
         others = "" if results else "gradients, "

@@ -155,7 +155,8 @@ class Nested(LoopSchedule):
             return f"{counted(self.length, 'iteration')}{segments}{how}"
         actions = self._plain.actions
         when = " while its segment runs again" if segments else ""
-        kept = f", each keeps {counted(len(actions), 'value')}{when}" if actions else ""
+        alone = "" if segments else ", each keeps its carry alone"
+        kept = f", each keeps {counted(len(actions), 'value')}{when}" if actions else alone
         return f"{counted(self.length, 'iteration')}{segments}{kept}"
 
     def run(self, scan: ScanRun) -> tuple[Values, Values]:

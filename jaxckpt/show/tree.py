@@ -24,6 +24,8 @@ NAMED = 6
 """Maximum number of kinds of kept values of a region that are listed by name in a short tree,"""
 LISTED = 0.01
 """if they are at least this share of what the region keeps."""
+WIDEST_NAME = 40
+"""Letters of a kept value's name; of a longer one the end."""
 LONGEST_PATTERN = 12
 """A sequence of at most this many regions that repeats is printed once, with its number."""
 
@@ -247,7 +249,9 @@ class _Drawing:
         listed = [line for line in lines[:NAMED] if sum(line[1]) >= least] if self.short else lines
         for (name, array, source), sizes in listed:
             count = f"{len(sizes)} × " if len(sizes) > 1 else ""
-            yield f"{indent}{format_bytes(sum(sizes)):>10}  {count + name:40} {array:26} {source}".rstrip()
+            if len(count + name) > WIDEST_NAME:  # the end of a scope says most
+                name = f"…{name[len(count + name) - WIDEST_NAME + 1 :]}"
+            yield f"{indent}{format_bytes(sum(sizes)):>10}  {count + name:{WIDEST_NAME}} {array:26} {source}".rstrip()
         if rest := lines[len(listed) :]:
             size = format_bytes(sum(sum(sizes) for _, sizes in rest))
             others = sum(len(sizes) for _, sizes in rest)

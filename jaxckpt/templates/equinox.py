@@ -2,6 +2,8 @@
 
 jaxckpt plan FILE.py:make_step --budget 60%
 python FILE.py
+
+For a model with state, such as BatchNorm's: "Models with state" of the equinox page of jaxckpt's docs.
 """
 
 import equinox as eqx

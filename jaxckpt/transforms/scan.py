@@ -5,6 +5,7 @@ The body is traced once, by lax.scan itself. How it runs then is the schedule's:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,16 +23,25 @@ from jaxckpt.core.graph import graph_of, trace
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.schedule import ran
-from jaxckpt.core.units import as_int, parse_bytes
+from jaxckpt.core.units import as_int, format_bytes, parse_bytes
 from jaxckpt.policies import Policy, from_jax, policy_of
 from jaxckpt.schedules import Schedule, schedule_of
 from jaxckpt.schedules.body import take_apart
 from jaxckpt.schedules.fit import fit
 from jaxckpt.transforms.checkpoint import checkpoint
 
+logger = logging.getLogger("jaxckpt")
+
 # The name of carries that are not saved as they are, with a number of its own at each level: a checkpoint moves all
 # that bears its name, in inner segments and in inner scans too, which keep their carries for no longer than they run.
 _CARRY = "jaxckpt.scan:carry:"
+
+
+class _Unasked(str):
+    """The name of the schedule that is taken where none is asked for."""
+
+
+_DEFAULT = _Unasked("sqrt")
 
 
 @explains
@@ -43,7 +53,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
-    schedule: Schedule = "sqrt",
+    schedule: Schedule = _DEFAULT,
     policy: Any = None,
     carry: Action | str = SAVE,
     budget: int | str | None = None,
@@ -79,7 +89,7 @@ def scan(
         recomputation that fits. It bounds the memory that the compiled value and gradient takes in addition to
         arguments, results, their cotangents, and the memory of the scan without a gradient: kept carries, residuals,
         copies, and the working memory of an iteration's backward pass. It holds for every target, and if everything is
-        differentiated that can be.
+        differentiated that can be. The log of "jaxckpt" says which schedule it is (level INFO).
 
     Returns:
       The carry after the last iteration, and the ys with one row an iteration.
@@ -112,7 +122,7 @@ def scan(
     check_flags(reverse=reverse)
     if rowless := [x for x in jax.tree.leaves(xs) if not getattr(x, "shape", ())]:
         raise ArgumentError("xs", "a pytree of arrays with one row an iteration, or None", rowless[0])
-    if budget is not None and schedule != "sqrt":
+    if budget is not None and schedule is not _DEFAULT:
         raise ArgumentError("schedule", "omitted if a budget is given, because the budget chooses it", schedule)
     policy_of(policy)
     if isinstance(budget, str) and budget.strip().endswith("%"):
@@ -137,11 +147,13 @@ def scan(
         policy=policy,
         name=_first_name(taken.body.jaxpr, action),
     )
-    chosen = (
-        schedule_of(taken.body.length, schedule)
-        if limit is None
-        else fit(taken.body, limit, policy=policy is not None).schedule
-    )
+    if limit is None:
+        chosen = schedule_of(taken.body.length, schedule)
+    else:
+        found = fit(taken.body, limit, policy=policy is not None)
+        chosen, runs = found.schedule, found.body_runs / max(taken.body.length, 1)
+        facts = taken.body.length, budget, found.schedule, runs, format_bytes(found.bytes)
+        logger.info("jaxckpt.scan, %d iterations within %s: %s, %.2f runs of each, at most %s", *facts)
     run = lambda consts, init, xs: ran(chosen, replace(call, consts=consts, init=init, xs=xs))
     return taken.finish(*finished_function(run)(call.consts, call.init, call.xs))
 

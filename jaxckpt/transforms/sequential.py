@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, JaxckptError, StructureError, check_flags, explains, refuse_call
+from jaxckpt._errors import ArgumentError, InWords, JaxckptError, StructureError, check_flags, explains, refuse_call
 from jaxckpt.core.argument_names import items
 from jaxckpt.core.lift import is_model, result_of
 from jaxckpt.core.units import as_int
@@ -104,7 +104,10 @@ def _sequential(layers: Sequence[LayerFunction], size: int, policy: Any, checkpo
 
     functions = [run_segment(which) for which in segments]
 
-    def sequence(x: Any) -> Any:
+    def sequence(x: Any, *others: Any) -> Any:
+        if others:
+            hint = "Layers take one pytree, as (x, key), and return the next. Parameters are theirs: bind them first."
+            raise ArgumentError("x", "the only argument: what the first layer takes", InWords("more"), hint)
         given = x
         try:
             for function in functions:

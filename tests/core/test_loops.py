@@ -123,8 +123,9 @@ def test_a_loop_goes_through_json_and_prints():
     assert Plan.from_json(plan.to_json()) == plan
     text = plan.describe(graph)
     assert "8 iterations, in segments of 4" in text and "dot_general" in text
-    assert "8 iterations, in segments of 4, each keeps 1 value while its segment runs again, then 4 iterations" in str(
-        plan
+    assert (
+        "8 iterations, in segments of 4, each keeps 1 value while its segment runs again, then 4 iterations, each"
+        in str(plan)
     )
     stands = Plan((), graph.fingerprint, loops=(Loop(place, in_turn(checkpointed(9), checkpointed(3, remat=False))),))
     assert (
@@ -133,7 +134,7 @@ def test_a_loop_goes_through_json_and_prints():
         != Plan((), graph.fingerprint, loops=(Loop(place, in_turn(checkpointed(9), checkpointed(3))),))
     )
     assert "3 iterations: left to JAX" in stands.describe(graph)
-    assert "9 iterations, then 3 iterations left to JAX" in str(stands)
+    assert "9 iterations, each keeps its carry alone, then 3 iterations left to JAX" in str(stands)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,15 @@ def test_equinoxs_donation_counts():
     own = step_of("all-except-first").lower(x, network).compile().compiled.memory_analysis()
     assert reports["all-except-first"].alias_bytes == own.alias_size_in_bytes == weights
     assert reports["none"].alias_bytes == 0
+    for each, ours in reports.items():
+        own = step_of(each).lower(x, network).compile(compiler_options=jaxckpt.compiler_options())
+        own = own.compiled.memory_analysis()
+        assert [ours.argument_bytes, ours.output_bytes, ours.temp_bytes, ours.alias_bytes] == [
+            own.argument_size_in_bytes,
+            own.output_size_in_bytes,
+            own.temp_size_in_bytes,
+            own.alias_size_in_bytes,
+        ]
     assert reports["all-except-first"].peak_bytes <= reports["none"].peak_bytes - 0.6 * weights
     assert {buffer.operation for buffer in reports["none"].largest(100) if buffer.kind == "argument"} >= {"x"}
 

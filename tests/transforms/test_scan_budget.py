@@ -216,3 +216,13 @@ def test_a_scan_that_is_not_differentiated_takes_any_budget_that_fits() -> None:
         run("much")
     with pytest.raises(ArgumentError, match="schedule must be omitted if a budget is given"):
         run("1GiB", schedule=Slots(3))
+    with pytest.raises(ArgumentError, match="schedule must be omitted if a budget is given"):
+        run("1GiB", schedule="sqrt")  # the default, asked for
+
+
+def test_the_log_says_which_schedule_a_budget_chose(caplog) -> None:
+    caplog.set_level("INFO", logger="jaxckpt")
+    start, xs = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((4096, 4, 8), jnp.float32)
+    jax.eval_shape(lambda *args: scan(lambda c, x: (jnp.tanh(c + x), None), *args, budget="300KB"), start, xs)
+    assert "4096 iterations within 300KB: 4096 iterations, in segments of " in caplog.text
+    assert "2.00 runs of each" in caplog.text
