@@ -62,7 +62,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"jaxckpt {jaxckpt.__version__}, jax {jax.__version__}")
-    top.add_argument("-v", "--verbose", action="store_true", help="log each step, and show the traceback of an error")
+    top.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="log each step, and show the traceback of errors of jaxckpt; those of your code have theirs",
+    )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, UnmatchedTagError, did_you_mean
+from jaxckpt._errors import ArgumentError, InWords, UnmatchedTagError, did_you_mean
 from jaxckpt.actions import OFFLOAD, RECOMPUTE, SAVE, Action, action_from, given
 from jaxckpt.core.graph import Graph, Value
 from jaxckpt.core.plan import Plan, Region
@@ -420,11 +421,22 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
             return PRESETS[policy]
         raise ArgumentError("policy", "a preset's name", policy, did_you_mean(policy, PRESETS))
     if callable(policy) and not isinstance(policy, type):
+        if _is_torchs(policy):
+            hint = "Write policy=Policy({where(lambda value: ...): SAVE}), or name operations: op('dot_general')."
+            raise ArgumentError("policy", "asked about values", InWords("a policy_fn of PyTorch, (ctx, op, ...)"), hint)
         return policy  # type: ignore[no-any-return]
     hint = "Write policy=Policy({...})." if isinstance(policy, Mapping) else ""
     if isinstance(policy, Action):
         hint = f"Write policy=Policy(default={policy!r}), or name what it is for: Policy({{'tag': {policy!r}}})."
     raise ArgumentError("policy", "None, a Policy, a preset's name, or one of jax.checkpoint_policies", policy, hint)
+
+
+def _is_torchs(policy: Callable[..., Any]) -> bool:
+    """Returns whether a function takes what PyTorch asks a policy about; JAX would ask it too, and mean another."""
+    try:
+        return next(iter(inspect.signature(policy).parameters), "") == "ctx"
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
 
 
 def from_jax(policy: Callable[..., Any]) -> Policy:

@@ -217,7 +217,7 @@ class Built:
             except JaxckptError:
                 raise
             except Exception as error:
-                error.add_note(came_for(self.step_or_gradient, fun, self.args))
+                error.add_note(came_for(self.step_or_gradient, fun, self.args, error))
                 raise
 
 

@@ -430,6 +430,11 @@ MISCALLS = {
     "no function": (lambda: jaxckpt.plan(budget="60%"), TypeError, "jaxckpt.autocheckpoint(budget=...) is the dec"),
     "two of a sequence": (lambda: jaxckpt.checkpoint_sequential([jnp.sin] * 4)(X, X), ArgumentError, "the only arg"),
     "a state": (lambda: jaxckpt.plan(loss, WS, X, X, budget="60%"), ArgumentError, "step=step_of"),
+    "torch's policy": (
+        lambda: jaxckpt.checkpoint(loss, policy=lambda ctx, op, *args, **kwargs: True),
+        ArgumentError,
+        "a policy_fn of PyTorch",
+    ),
     "no plan's file": (lambda: jaxckpt.Plan.from_json("import jax"), jaxckpt.PlanMismatchError, "it is something else"),
     "a class": (lambda: jaxckpt.checkpoint(Block), ArgumentError, "jaxckpt.flax.checkpoint"),
     "by position": (lambda: jaxckpt.flax.checkpoint(Block, "dots"), ArgumentError, "Write policy='dots'"),

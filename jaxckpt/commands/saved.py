@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +20,15 @@ from jaxckpt.core.files import read_whole
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport, sealed
 from jaxckpt.core.regions import every_region
+from jaxckpt.core.units import format_bytes
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner.frontier import Frontier, Point, Way
 from jaxckpt.planner.subject import seen_by_planner
+
+logger = logging.getLogger("jaxckpt")
+
+OTHER_ARGUMENTS = 0.02
+"""Arguments of a step that differ by more than this share are those of another step, or lie otherwise."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,13 @@ def graph_of(plan: Plan, options: argparse.Namespace) -> Graph:
         target_of(where)
     except TargetError:  # a plan can be looked at where its target's compiler is not installed
         where = None
-    graph = seen_by_planner(built.functions["none"], built.args, step, where, plan.respect_checkpoints)
+    graph, arguments = seen_by_planner(built.functions["none"], built.args, step, where, plan.respect_checkpoints)
+    planned = None if plan.predicted is None else plan.predicted.argument_bytes
+    if planned is not None and abs(arguments - planned) > OTHER_ARGUMENTS * planned:
+        logger.warning(
+            "the arguments of %s take %s on a device, those of the plan's step %s. The figures are of that step.",
+            options.factory, format_bytes(arguments), format_bytes(planned),
+        )  # fmt: skip
     plan.check(graph)
     return graph
 

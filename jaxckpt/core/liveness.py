@@ -416,7 +416,7 @@ def _flatten(
             continue
         made = [var.aval for var in op.equation.outvars if not isinstance(var, _compat.DropVar)]
         here = (
-            [not _compat.is_on_host(aval) for aval in made]
+            [platform == "cpu" or not _compat.is_on_host(aval) for aval in made]
             if len(made) == len(op.outputs)
             else [True] * len(op.outputs)
         )

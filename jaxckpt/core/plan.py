@@ -239,7 +239,7 @@ class Plan:
             elif changed := _changed(self.arguments, came):
                 what = f"Other arguments came: {_some(changed)}."
                 if len(came) != len(self.arguments):
-                    what += " A plan is for the loss, and not for the training step: step_of(plan.apply(loss))."
+                    what += " If this is the training step: a plan is for its loss, step_of(plan.apply(loss))."
             else:
                 what = f"The arguments are those of the plan, so {program}."
             raise PlanMismatchError(
@@ -273,9 +273,7 @@ class Plan:
           PlanMismatchError: the text is cut short, was edited, or is from another version.
         """
         try:
-            if not text.lstrip().startswith("{"):
-                raise PlanMismatchError("The file must be one that Plan.save wrote; it is something else.")
-            raw = json.loads(text)
+            raw = json.loads(text) if text.lstrip().startswith("{") else None
             if not isinstance(raw, dict) or "format" not in raw:
                 raise PlanMismatchError("The file must be one that Plan.save wrote; it is something else. Plan anew.")
             if raw["format"] not in READ_FORMATS:

@@ -109,13 +109,15 @@ STEP_TOO = "If they are those of a training step, give what makes it too: step=s
 """What to do where the arguments of a training step came without the step."""
 
 
-def came_for(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
+def came_for(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...], error: Exception) -> str:
     """Returns what a user who gave wrong arguments must know of an error in the step."""
     plain = step in PLAIN
     whose = "the function" if plain else "the training step that `step` makes"
     given = lift.came(fun if plain else step(fun), args)
     hints = []
-    if getattr(step, "func", step) in PLAIN and args and lift.has_objects(args[0]):
+    if type(error).__name__ == "TraceContextError":  # nnx's
+        hints.append("Modules of nnx that the function closes over cannot change in it: pass them as arguments.")
+    elif any(map(lift.has_objects, args)):
         hints.append("Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad.")
     if not plain:
         hints.append(

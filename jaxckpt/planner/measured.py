@@ -263,9 +263,7 @@ class Measured:
         step, shards = self.step(self.fun) if made is None else self.planned(made), self.model.shards
         scoped = made is not None and not self.divided  # of several devices a trace does not say what one holds
         with self._shared_traces.another(scoped):
-            traced = self._traced_step(step)
-            with self._one_signature():
-                graph = trace(step, *self.args) if traced is None else graph_of(traced.jaxpr, rules=True)
+            graph, traced = self._graph_of(step)
         if not scoped:
             self._steps[made] = step, traced
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
@@ -285,11 +283,15 @@ class Measured:
 
     def cost_of(self, step: Callable[..., Any]) -> tuple[int, float]:
         """Returns (FLOPs, seconds) of any step with the same arguments, traced as those of plans are."""
-        shards = self.model.shards
-        traced = self._traced_step(step)
-        graph = trace(step, *self.args) if traced is None else graph_of(traced.jaxpr, rules=True)
+        shards, (graph, _) = self.model.shards, self._graph_of(step)
         time = timer(shards.applied(graph), self.target, shards, self.asked.cycles)
         return graph.flops, total(map(time, graph.ops)).seconds + shards.sent.elsewhere
+
+    def _graph_of(self, step: Callable[..., Any]) -> tuple[Graph, Any]:
+        """Returns a step's graph, and what `_traced_step` returns."""
+        traced = self._traced_step(step)
+        with self._one_signature():
+            return trace(step, *self.args) if traced is None else graph_of(traced.jaxpr, rules=True), traced
 
     def _traced_step(self, step: Callable[..., Any]) -> Any:
         """Returns a step as `jax.jit` traces it; None where that is another program than the one that was planned, as

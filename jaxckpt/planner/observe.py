@@ -24,7 +24,8 @@ class Seen:
     """What a step does with its function: the arguments that it calls it with, which of their leaves it differentiates
     in, and which leaves of the results it differentiates; `again` says whether it differentiates the gradient too, and
     `mapped` which `jax.shard_map` of the step it is called within, if any. `shardings` are those by which the step's
-    `jax.jit` lays out each leaf of its own arguments (`in_shardings`); empty where it says nothing.
+    `jax.jit` lays out each leaf of its own arguments (`in_shardings`); empty where it says nothing. `results_over` is
+    the number of devices over which it lays out its results (`out_shardings`); 1 where it does not say.
 
     The function is one of arrays alone: see `jaxckpt.core.lift`.
     """
@@ -37,6 +38,7 @@ class Seen:
     again: bool = False
     mapped: _compat.Mapped | None = None
     shardings: tuple[Any, ...] = ()
+    results_over: int = 1
 
     def run(self, fun: Callable[[], T]) -> T:
         """Returns what `fun()` returns, called where the function can be traced."""
@@ -88,8 +90,14 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     for seen, asked, _, ends in calls:
         if asked:
             places, of_results = tuple(sorted(asked)), tuple(sorted(ends))
+            shardings, over = _shardings(made, args)
             return replace(
-                seen, differentiated=places, results=of_results, again=twice, shardings=_shardings(made, args)
+                seen,
+                differentiated=places,
+                results=of_results,
+                again=twice,
+                shardings=shardings,
+                results_over=over,
             )
     called = (
         "calls it without taking a gradient, or the result depends on none of the floating-point arrays that it "
@@ -101,23 +109,26 @@ def observe(fun: Callable[..., Any], step: StepMaker, args: tuple[Any, ...]) -> 
     )
 
 
-def _shardings(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the shardings that a jitted step gives its arguments, None for one that it does not lay out. It was
-    traced before, and JAX has that trace.
+def _shardings(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+    """Returns the shardings that a jitted step gives its arguments, None for one that it does not lay out, and the
+    number of devices over which it lays out its results. It was traced before, and JAX has that trace.
     """
+    nothing: tuple[tuple[Any, ...], int] = (), 1
     if not lift.is_jitted(step) or lift.has_objects(args):
-        return ()
+        return nothing
 
-    def given(call: lift.Taken) -> tuple[Any, ...]:
+    def given(call: lift.Taken) -> tuple[tuple[Any, ...], int]:
         jaxpr = jax.make_jaxpr(call.fun)(*call.args).jaxpr
         where = {id(var): each for eqn in jaxpr.eqns for var, each in zip(eqn.invars, eqn.params["in_shardings"])}
         found = (where.get(id(var)) for var in jaxpr.invars)
-        return tuple(None if _compat.is_unspecified(sharding) else sharding for sharding in found)
+        results = (each for eqn in jaxpr.eqns for each in eqn.params["out_shardings"])
+        over = (each.num_devices for each in results if not _compat.is_unspecified(each))
+        return tuple(None if _compat.is_unspecified(each) else each for each in found), max(over, default=1)
 
     try:
         return lift.attempt(step, args, {}, given)
     except ValueError:  # it has compiler options, which JAX allows in no other trace
-        return ()
+        return nothing
 
 
 def _traced(number: Any) -> Any:

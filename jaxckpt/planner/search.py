@@ -427,7 +427,8 @@ class Search:
 
     def _predicted_as_it_is(self) -> Plan | None:
         """Returns the empty plan if the step is predicted to fit without one."""
-        peak = self._peak_as_it_is()
+        known = self.problem.known_unplanned  # a share of the peak is of the compiled one
+        peak = self._peak_as_it_is() if known is None else known.peak_bytes
         return None if peak > self.budget else findings.empty(self.problem, self.budget, peak, None)
 
     def _try(self, solution: Solution, *, by_hand: bool = False, corrects: bool = True) -> Try:

@@ -30,7 +30,7 @@ from jaxckpt.planner.measured import Asked
 from jaxckpt.planner.model import Model, build
 from jaxckpt.planner.observe import Seen, observe
 from jaxckpt.planner.settings import PlanSettings
-from jaxckpt.planner.shards import WHOLE, Shards, is_sharded, laid_out, read
+from jaxckpt.planner.shards import WHOLE, Shards, device_bytes, is_sharded, laid_out, read
 
 logger = logging.getLogger("jaxckpt")
 
@@ -92,6 +92,13 @@ class Subject:
             seen = replace(seen, fun=bare(seen.fun))
         self.seen, self.graph = seen, seen.run(lambda: trace(seen.fun, *seen.args, **seen.kwargs))
         purity.refuse_refs(fun, self.graph)
+        if seen.results_over > 1 and not is_sharded(laid_out(args, seen.shardings)):
+            logger.warning(
+                "the step lays its results out over %d devices, and no argument says how it lies: all of them are "
+                "planned whole on each device. jax.eval_shape drops shardings: give jax.ShapeDtypeStruct(shape, dtype, "
+                "sharding=...), or in_shardings to the step's jax.jit.",
+                seen.results_over,
+            )
         if settings.costs == "compiler" and cycles is None:
             cycles = Cycles(target, settings.cache)
         self.asked = Asked(
@@ -187,13 +194,13 @@ def seen_by_planner(
     step: StepMaker,
     target: Target | str | None,
     respect_checkpoints: bool = True,
-) -> Graph:
-    """Returns the graph of a function as its step calls it, with the bytes that one device holds; arguments as of
-    `jaxckpt.plan`.
+) -> tuple[Graph, int]:
+    """Returns the graph of a function as its step calls it, with the bytes that one device holds, and the bytes of the
+    step's arguments there; arguments as of `jaxckpt.plan`.
     """
     settings = PlanSettings(target=target, step=step, respect_checkpoints=respect_checkpoints)
     subject = Subject(fun, args, settings, None, None)
-    return subject.shards(subject.bodies().first).applied(subject.graph)
+    return subject.shards(subject.bodies().first).applied(subject.graph), device_bytes(subject.asked.args)
 
 
 def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSettings) -> tuple[StepMaker, Seen]:
@@ -219,10 +226,10 @@ def _observed(fun: Callable[..., Any], args: tuple[Any, ...], settings: PlanSett
             raise ArgumentError("args", rule, InWords(counted(len(args), "argument")), STEP_TOO) from error
         if plain and (wrong := not_a_loss(lift.title(fun), fun, args)) is not None:
             raise wrong from error
-        error.add_note(came_for(settings.step, fun, args))
+        error.add_note(came_for(settings.step, fun, args, error))
         raise
     except JaxckptError:
         raise
     except Exception as error:
-        error.add_note(came_for(settings.step, fun, args))
+        error.add_note(came_for(settings.step, fun, args, error))
         raise

@@ -40,7 +40,8 @@ def _forward(*_: Any, **__: Any) -> Any:
     raise ForwardModeError(
         "jaxckpt.scan with schedule=Slots(n), or with a budget that chose it, cannot be differentiated in forward "
         "mode (jax.jvp, "
-        f"jax.jacfwd), nor can a plan that has it. {_INSTEAD}"
+        "jax.jacfwd), nor can a plan that has it. In jax.jvp of jax.grad, tangents must be of what jax.grad differentiates "
+        f"in, too: jax.grad(fun, argnums=(0, 1)). {_INSTEAD}"
     )
 
 

@@ -125,3 +125,22 @@ def test_seconds_of_a_sharded_step_are_those_of_one_device():
     assert 0.8 * four.unplanned.seconds < four.points[0].seconds < 2 * four.unplanned.seconds
     assert four.unplanned.seconds < 0.5 * all_on_one.unplanned.seconds
     assert four.unplanned.flops == all_on_one.unplanned.flops
+
+
+def test_a_frontier_and_a_report_count_the_step_as_it_is_in_one_way():
+    """A jitted step with random numbers is another program to JAX when it is traced within another trace."""
+
+    def noisy(ws, x, key):
+        for place, w in enumerate(ws):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, place), 0.9, x.shape)
+            x = x + jnp.where(kept, jax.nn.softmax(x @ w), 0)
+        return jnp.mean(x**2)
+
+    def step_of(loss):
+        return jax.jit(lambda ws, *rest: jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, *rest)))
+
+    args = [jnp.ones((64, 64))] * 4, jnp.ones((512, 64)), jax.random.key(0)
+    found = jaxckpt.frontier(noisy, *args, budgets=("60%",), step=step_of, others={"by hand": noisy})
+    report = jaxckpt.plan(noisy, *args, budget="60%", step=step_of).report
+    assert found.unplanned.seconds == report.unplanned_seconds == found.others[0].seconds
+    assert found.overhead(found.points[0]) == report.slowdown != 0

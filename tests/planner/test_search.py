@@ -803,6 +803,8 @@ def test_a_step_that_fits_as_it_is_counts_among_what_fits():
 
 def test_unverified_too_a_step_that_fits_has_an_empty_plan(problem):
     assert problem.plan("1GiB", verify=False).regions == ()
+    whole = problem.plan("100%", verify=False)  # of the compiled peak, whatever is predicted
+    assert whole.regions == () and whole.report.predicted_bytes == problem.unplanned.peak_bytes
     assert problem.plan(problem.unplanned.peak_bytes // 2, verify=False).regions
 
 

@@ -221,6 +221,21 @@ def make_mapped():
 
 def make_given():
     return whole, shapes(), given
+
+
+def make_replicated():
+    return whole, shapes(), lambda loss: jax.jit(jax.value_and_grad(loss), in_shardings=jax.NamedSharding(mesh, P()))
+
+
+def make_scattered():
+    rows = jax.NamedSharding(mesh, P("d"))
+    return whole, shapes(), lambda loss: jax.jit(jax.grad(loss), out_shardings=rows)
+"""
+OTHER_LAYOUTS = """
+from jaxckpt import cli
+assert cli.main(["plan", "divided.py:make_given", "--budget", "60%", "--output", "plan.json"]) == 0
+assert cli.main(["show", "plan.json", "divided.py:make_replicated"]) == 0
+assert cli.main(["plan", "divided.py:make_scattered", "--budget", "100%"]) == 0
 """
 COMMANDS = """
 import sys
@@ -248,6 +263,17 @@ def test_commands_show_the_plan_of_a_divided_step_again_with_the_same_bytes(fact
     assert trees[0] == trees[1] and trees[0], "bytes of one device, both times"
     assert ("float32[2048, 64]" in listed) == (factory == "make_mapped")
     assert ("bytes of whole arrays" in listed) == (factory == "make_given")
+
+
+def test_arguments_that_lie_otherwise_or_nowhere_are_told(tmp_path):
+    (tmp_path / "divided.py").write_text(IN_A_FILE)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", OTHER_LAYOUTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    other = "the arguments of divided.py:make_replicated take 2.1 MiB on a device, those of the plan's step 544.0 KiB"
+    assert other in done.stderr
+    assert done.stderr.count("the step lays its results out over 4 devices, and no argument says how it lies") == 1
 
 
 SMALL = """

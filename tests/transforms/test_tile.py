@@ -450,6 +450,61 @@ def test_a_custom_reverse_rule_is_used_and_followed():
     assert_trees_close(jax.grad(tiled, (0, 1))(W, X), jax.grad(fun, (0, 1))(W, X), rtol=1e-4)
 
 
+@jax.custom_vjp
+def dense(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _dense_backward(kept, cotangent):
+    x, w, y = kept
+    slope = 3.0 * cotangent * (1 - y * y)  # so that the rule shows
+    return slope @ w.T, x.T @ slope
+
+
+def _dense_forward(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y)
+
+
+dense.defvjp(_dense_forward, _dense_backward)
+
+OF_RULES = {
+    "a mean": lambda w, x: jnp.mean(dense(x, w) ** 2),
+    "a sum": lambda w, x: jnp.sum(dense(x, w)),
+    "one after the other": lambda w, x: jnp.mean(dense(dense(x, w), w) ** 2),
+}
+MODES = {
+    "a gradient": lambda fun, w, x: jax.grad(fun, (0, 1))(w, x),
+    "a hessian": lambda fun, w, x: jax.hessian(fun)(w, x),
+    "forward over reverse": lambda fun, w, x: jax.jvp(lambda w: jax.grad(fun)(w, x), (w,), (w,))[1],
+    "mixed": lambda fun, w, x: jax.jvp(lambda x: jax.grad(fun)(w, x), (x,), (x,))[1],
+    "reverse over reverse": lambda fun, w, x: jax.grad(lambda w: jnp.sum(jax.grad(fun)(w, x) ** 2))(w),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OF_RULES)
+@pytest.mark.parametrize("tiles", [4, 3])
+def test_custom_reverse_rules_are_differentiated_again_as_in_jax(name, mode, tiles):
+    """Forward mode has no rule of a `jax.custom_vjp`: what it differentiates must be what the rules compute."""
+    w, x = 0.1 * jnp.sin(jnp.arange(16.0)).reshape(4, 4), jnp.linspace(-1, 1, 32).reshape(8, 4)
+    of = MODES[mode]
+    tiled = tile(OF_RULES[name], in_axes=(None, 0), tiles=tiles)
+    assert_trees_close(of(tiled, w, x), of(OF_RULES[name], w, x), rtol=1e-4, atol=1e-6)
+
+
+def test_the_planners_tiles_of_custom_reverse_rules_are_differentiated_again():
+    def loss(w, x):
+        for _ in range(3):
+            x = x + dense(x, w)
+        return jnp.mean(x**2)
+
+    w, x = 0.1 * jnp.sin(jnp.arange(16.0)).reshape(4, 4), jnp.linspace(-1, 1, 2048).reshape(512, 4)
+    plan = jaxckpt.plan(loss, w, x, budget="60%", target="cpu", tile=True)
+    assert plan.tiles
+    assert_trees_close(jax.hessian(plan.apply(loss))(w, x), jax.hessian(loss)(w, x), rtol=1e-3, atol=1e-5)
+
+
 def test_a_custom_reverse_rule_has_no_derivative_in_what_it_closes_over():
     def closing(w, x):
         scaled = jax.custom_vjp(lambda y: y + 0 * jnp.sum(w))

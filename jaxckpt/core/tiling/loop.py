@@ -64,7 +64,7 @@ class Tiles:
     ) -> None:
         self.operands, self.results, self.lines = operands, results, lines
         self.total, self.size, self.parts = total, size, parts
-        self.scales, self.rules = scales, rules and not _compat.SCANS_KEEP_RULES
+        self.scales, self.ruled = scales, rules
         found = differentiable(lines, operands)
         self._depends = [found[key] for key in results]
         self._loop = self._with_derivative()
@@ -186,8 +186,11 @@ class Tiles:
 
         return self._finished(self._over(body, self._start(), [])[0])
 
-    def tangents(self, operands: Sequence[Any], moving: dict[int, Any], outs: Sequence[int]) -> _Values:
-        """Returns tangents of results.
+    def tangents(self, operands: Sequence[Any], moving: dict[int, Any], outs: Sequence[int]) -> tuple[_Values, _Values]:
+        """Returns the results, if there are derivatives of the user's in the tiles, and tangents of some results.
+
+        With derivatives of the user's the results are those of their forward rules, as in JAX: another derivative of
+        them is one of these rules' operations, and forward mode has no other.
 
         Args:
           operands: whole.
@@ -201,6 +204,7 @@ class Tiles:
         }
         sums = [place for place in outs if self.results[place][1] == SUM]
         others = [place for place in outs if place not in sums]
+        begin = self._start() if self.ruled else []
 
         def compute(
             state: _Values, fixed: Sequence[Any], whole: dict[int, Any], given: _Values, start: Any, *, size: int
@@ -208,29 +212,32 @@ class Tiles:
             at, taken = self._taken(self._at(start, size), fixed)
             tangents = dict(zip(of_rows, given)) | {p: t.astype(taken[p].dtype) for p, t in whole.items()}
 
-            def some(*values: Any) -> _Values:
+            def some(*values: Any) -> tuple[_Values, _Values]:
                 found = list(taken)
                 for place, value in zip(tangents, values):
                     found[place] = value
                 results = self.tile(at, found)
-                return [results[place] for place in (*sums, *others)]
+                return [results[place] for place in (*sums, *others)], results
 
-            _, found = jax.jvp(some, [taken[place] for place in tangents], list(tangents.values()))
-            added = [old + new.astype(old.dtype) for old, new in zip(state, found)]
-            return added, found[len(sums) :]
+            start_from = [taken[place] for place in tangents]
+            _, found, results = jax.jvp(some, start_from, list(tangents.values()), has_aux=True)
+            values = self._added(at, state[: len(begin)], results) if begin else []
+            added = [old + new.astype(old.dtype) for old, new in zip(state[len(begin) :], found)]
+            return [*values, *added], found[len(sums) :]
 
         def body(at: At, state: _Values, given: _Values) -> tuple[_Values, _Values]:
             run = _checkpoint(functools.partial(compute, size=at.size), prevent_cse=isinstance(at.start, int))
             return run(state, list(operands), of_whole, given, jnp.asarray(at.start, jnp.int32))
 
         avals = [self.results[place][0].aval for place in sums]
-        init = [zeros(aval, wide(aval.dtype)) for aval in avals]
+        init = [*begin, *(zeros(aval, wide(aval.dtype)) for aval in avals)]
         state, more, last = self._over(body, init, [(moving[place], kinds[place]) for place in of_rows])
-        found = dict(zip(sums, state))
+        results = self._finished(state[: len(begin)]) if begin else []
+        found = dict(zip(sums, state[len(begin) :]))
         for i, place in enumerate(others):
             share = self.results[place][1]
             found[place] = self._unstacked(more[i], None if last is None else last[i], share)
-        return [found[place].astype(self.results[place][0].aval.dtype) for place in outs]
+        return results, [found[place].astype(self.results[place][0].aval.dtype) for place in outs]
 
     def gradients(self, operands: Sequence[Any], moving: Sequence[int], loss: int) -> tuple[_Values, _Values]:
         """Returns the results, and the gradients of one of them, a loss, in some operands.
@@ -292,14 +299,16 @@ class Tiles:
                 results = list(loop(*primals))
             elif self.scales and len(outs) == 1 and self._is_loss(outs[0]):
                 gradients = functools.partial(self.gradients, moving=list(moving), loss=outs[0])
-                results, slopes = (_with_rules(gradients) if self.rules else gradients)(primals)
+                by_rules = self.ruled and not _compat.SCANS_KEEP_RULES
+                results, slopes = (_with_rules(gradients) if by_rules else gradients)(primals)
                 products = [_product(slope, tangent) for slope, tangent in zip(slopes, moving.values())]
                 dtype = self.results[outs[0]][0].aval.dtype
                 total = functools.reduce(jnp.add, [each.astype(wide(dtype)) for each in products])
                 found[outs[0]] = total.astype(dtype)
             else:
-                results = list(loop(*primals))
-                found = dict(zip(outs, self.tangents(primals, moving, outs)))
+                results, slopes = self.tangents(primals, moving, outs)
+                found = dict(zip(outs, slopes))
+                results = results if self.ruled else list(loop(*primals))
             avals = [_compat.tangent_aval(result) for result in results]
             return results, [found.get(place, zero(aval)) for place, aval in enumerate(avals)]
 
