@@ -544,6 +544,12 @@ def module_gradient(argument: Any, *, values: bool) -> Callable[..., Any] | None
     return None if nnx is None or not nnx.has_modules(argument) else nnx.gradient(values)
 
 
+def closes_over_objects(error: Exception) -> bool:
+    """Returns whether an error is nnx's, and says that an object changes which the traced function closes over."""
+    nnx = _nnx()
+    return nnx is not None and nnx.is_closed_over(error)
+
+
 def _nnx() -> Any:
     """Returns what knows nnx's objects, once the user has imported flax; before, there are none."""
     if "flax.nnx" not in sys.modules:

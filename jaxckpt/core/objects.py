@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxckpt._compat.flax import IndexMap, RefMap, is_node_module
 from jaxckpt._errors import ArgumentError
@@ -28,6 +29,11 @@ def is_object(leaf: Any) -> bool:
 def has_modules(tree: Any) -> bool:
     """Returns whether there are modules in a pytree, and not only Variables."""
     return any(is_node_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_object))
+
+
+def is_closed_over(error: Exception) -> bool:
+    """Returns whether an error says that an object changes which the traced function closes over."""
+    return isinstance(error, TraceContextError)
 
 
 def gradient(values: bool) -> Callable[..., Any]:

@@ -115,7 +115,7 @@ def came_for(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...], er
     whose = "the function" if plain else "the training step that `step` makes"
     given = lift.came(fun if plain else step(fun), args)
     hints = []
-    if type(error).__name__ == "TraceContextError":  # nnx's
+    if lift.closes_over_objects(error):
         hints.append("Modules of nnx that the function closes over cannot change in it: pass them as arguments.")
     elif any(map(lift.has_objects, args)):
         hints.append("Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad.")

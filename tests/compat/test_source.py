@@ -14,7 +14,7 @@ COMPAT = ROOT / "_compat"
 
 PUBLIC = re.compile(
     r"jax(\.(numpy|random|tree|tree_util|lax|nn|sharding|ad_checkpoint|custom_derivatives|dtypes|errors|typing|stages|memory))?"
-    r"|flax(\.(linen|nnx|core|training\.train_state))?"
+    r"|flax(\.(errors|linen|nnx|core|training\.train_state))?"
 )
 """Modules of JAX and Flax that may be used anywhere, by their public names."""
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,3 +202,10 @@ def test_the_leaves_of_a_model_are_each_counted_once():
     model = Net()
     assert len(leaves(lambda a, b: None, (model, model))) == len(leaves(lambda a: None, (model,)))
     assert kept_bytes(the_plan().apply(loss), Net(), X) < 0.6 * kept_bytes(loss, Net(), X)
+
+
+def test_a_module_that_the_loss_closes_over_is_to_be_an_argument():
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    with pytest.raises(flax.errors.TraceContextError) as caught:
+        jaxckpt.plan(lambda x: jnp.mean(model(x) ** 2), jnp.ones((8, 4)), budget="60%")
+    assert caught.value.__notes__[-1].endswith("pass them as arguments.")
