@@ -37,8 +37,9 @@ CPU_BANDWIDTH = 40e9
 # ------------------------------------------------------------------------------------------------ what one device holds
 
 WHOLE_ELEMENTS = 2**10
-"""A value of an unknown sharding with at most this many elements is assumed to be whole on every device; a larger one
-to be shared equally. No measurement is on record."""
+"""The compiler is not asked how a value with at most this many elements is sharded: it is taken for whole on every
+device. A larger one is taken to be shared equally where nothing is known of it. Judged by a transformer whose queries
+have 65,536 elements (tests/planner/test_steps.py): taken for whole, they cost a plan 10% more time."""
 
 NEARLY_FULL = 0.8
 """A program above this share of a TPU's memory is compiled to the end: its code is in that memory too, and may not fit.
