@@ -126,7 +126,8 @@ def test_diff_of_the_same_and_of_other_programs(files, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not JSON", "does not parse"),
+        ("not JSON", "must be one that Plan.save wrote"),
+        ("{cut short", "does not parse"),
         ("{}", "must be one that Plan.save wrote"),
         (b"\xff\xfe", "it is no text"),
         ("older", "is of format 1; this version reads format"),

@@ -80,6 +80,7 @@ class Fusing:
         can be.
       sinks_fills: whether an array of one constant, which all iterations of a loop read, is made in the loop's body.
       branches: where results of a `cond` have memory of their own, and are not written to donated arguments.
+      host_is_apart: whether the host has memory of its own; else what is moved there stays where it is.
       draws: while random bits are drawn, how many arrays as large as these there are besides.
       widens_floats: whether floats of fewer than four bytes are computed in float32.
       split_cores: the number of cores. If a matmul's result has fewer tiles, its contraction is split, and the parts
@@ -95,6 +96,7 @@ class Fusing:
     copies_carries: bool = False
     sinks_fills: bool = False
     branches: Branches = Branches.IN_PLACE
+    host_is_apart: bool = True
     draws: int = 0
     widens_floats: bool = False
     split_cores: int = 0
@@ -416,7 +418,7 @@ def _flatten(
             continue
         made = [var.aval for var in op.equation.outvars if not isinstance(var, _compat.DropVar)]
         here = (
-            [platform == "cpu" or not _compat.is_on_host(aval) for aval in made]
+            [not FUSING[platform].host_is_apart or not _compat.is_on_host(aval) for aval in made]
             if len(made) == len(op.outputs)
             else [True] * len(op.outputs)
         )

@@ -408,7 +408,7 @@ def test_what_is_offloaded_does_not_count_and_what_is_saved_does():
             x = jnp.tanh(jaxckpt.tag(x @ w, "up"))
         return x
 
-    def peak(action):
+    def peak(action, platform="cuda"):
         wrapped = jaxckpt.checkpoint(block, policy=jaxckpt.Policy({"up": action}))
 
         def loss(ws, x):
@@ -416,10 +416,11 @@ def test_what_is_offloaded_does_not_count_and_what_is_saved_does():
                 x = wrapped(x, ws[i : i + 4])
             return jnp.sum(x * x)
 
-        return estimate_peak(jax.value_and_grad(loss), [W] * 16, X)
+        return estimate_peak(jax.value_and_grad(loss), [W] * 16, X, platform=platform)
 
     assert peak("save") - peak("offload") > 10 * MIB
     assert peak("recompute") <= peak("offload")
+    assert peak("offload", "cpu") >= peak("save", "cpu"), "there the host's memory is the device's"
 
 
 def buffers(written, steps):

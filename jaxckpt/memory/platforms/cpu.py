@@ -23,6 +23,7 @@ class Cpu(Platform):
         sinks_fills=True,
         widens_floats=True,
         branches=Branches.NO_FLAG if _compat.COPIES_BRANCHES else Branches.IN_PLACE,
+        host_is_apart=False,
         draws=3,
     )
     host_is_apart = False
