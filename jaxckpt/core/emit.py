@@ -185,7 +185,8 @@ class _Names:
 
     def __call__(self, index: int) -> str:
         index = self.same.get(index, index)
-        return f"{self.prefix}{index}:{self.graph.values[index].label}"
+        value = self.graph.values[index]
+        return f"{self.prefix}{index}:{value.tags[0] if value.tags else value.label}"  # an argument has a label too
 
     def given(self, index: int, action: Action) -> Action:
         """Returns an action as this program's value can have it: a plan can be for other numbers than these."""

@@ -237,3 +237,13 @@ def test_numbers_that_jax_computes_as_it_traces_again_may_be_kept(fun, planned, 
     ):
         kept = policy.plan(jaxckpt.trace(fun, x)).apply(fun) if planned else jaxckpt.checkpoint(fun, policy=policy)
         np.testing.assert_allclose(jax.grad(kept)(x), jax.grad(fun)(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("action", [jaxckpt.SAVE, jaxckpt.OFFLOAD, jaxckpt.compress("bfloat16")])
+def test_an_input_that_is_tagged_is_listed_by_its_tag_whatever_keeps_it(action):
+    def block(w, x):
+        return jnp.tanh(jnp.tanh(jaxckpt.tag(x, "block_in") @ w) @ w)
+
+    kept = jaxckpt.checkpoint(block, policy=jaxckpt.Policy({"block_in": action}))
+    report = jaxckpt.residuals(lambda w, x: jnp.sum(kept(w, kept(w, x * 2))), jnp.eye(8), jnp.ones((16, 8)))
+    assert [each.name for each in report.residuals if not each.argument] == ["block_in"] * 2
