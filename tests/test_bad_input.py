@@ -515,3 +515,11 @@ def test_a_budget_below_ones_own_checkpoints_is_told_of_them():
     with pytest.raises(InfeasibleBudgetError) as raised:
         jaxckpt.plan(own, *args, budget=70_000, target="cpu", respect_checkpoints=False)
     assert "respect_checkpoints" not in str(raised.value)
+
+
+def test_a_loss_with_more_than_its_value_is_told_of_has_aux():
+    """A step of one's own may differentiate it in whatever way; the error that JAX raises names its results alone."""
+    step = lambda loss: jax.jit(lambda ws, x: jax.value_and_grad(loss)(ws, x))
+    with pytest.raises(TypeError, match="scalar-output") as caught:
+        jaxckpt.plan(lambda ws, x: (loss(ws, x), x), WS, X, budget="60%", step=step)
+    assert "has_aux=True" in caught.value.__notes__[-1]

@@ -119,6 +119,8 @@ def came_for(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...], er
         hints.append("Modules of nnx that the function closes over cannot change in it: pass them as arguments.")
     elif any(map(lift.has_objects, args)):
         hints.append("Modules of nnx are differentiated by nnx.value_and_grad and nnx.grad.")
+    if "scalar-output" in str(error):  # JAX's, and nnx's
+        hints.append("A loss that returns more than its value is differentiated with has_aux=True.")
     if not plain:
         hints.append(
             "jaxckpt.plan takes the arguments of the training step, not of the loss; a `step` of "
