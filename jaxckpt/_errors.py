@@ -338,8 +338,6 @@ _BUDGET = {
     "budget": "Write budget=, such as '4GiB' or '60%'.",
     "": "A budget is what jaxckpt.plan and jaxckpt.autocheckpoint take: plan(loss, *args, budget='60%').",
 }
-_AUX = {"step": "Write step=functools.partial(jax.value_and_grad, has_aux=True)."}
-_ARGNUMS = {"step": "Write step=functools.partial(jax.value_and_grad, argnums=...)."}
 _NAMES = {
     "policy": "Write policy=, such as Policy({'name': SAVE}), for values that jaxckpt.tag(x, 'name') has named.",
 }
@@ -350,17 +348,9 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "context_fn": {"policy": "Say what is kept by policy=Policy({...})."},
     "determinism_check": {"": "jaxckpt.verify compares with the function without checkpoints."},
     "early_stop": {"": "The compiler leaves out what the backward pass does not read; leave it out."},
-    "segments": _SEGMENTS,
-    "chunks": _SEGMENTS,
-    "segment_size": _SEGMENTS,
-    "segment_length": _SEGMENTS,
-    "num_segments": _SEGMENTS,
-    "schedule": {key: text for key, text in _SEGMENTS.items() if key != "schedule"},
-    "checkpoints": _SLOTS,
-    "num_checkpoints": _SLOTS,
-    "slots": _SLOTS,
-    "names": _NAMES,
-    "save_names": _NAMES,
+    **dict.fromkeys(("segments", "chunks", "segment_size", "segment_length", "num_segments", "schedule"), _SEGMENTS),
+    **dict.fromkeys(("checkpoints", "num_checkpoints", "slots"), _SLOTS),
+    **dict.fromkeys(("names", "save_names"), _NAMES),
     "offload": {
         "carry": "Write carry=OFFLOAD for the carries, policy=Policy({'name': OFFLOAD}) for values of an iteration.",
         "policy": "Write policy=Policy({'name': OFFLOAD}).",
@@ -368,16 +358,13 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "prevent_cse": {"": "jaxckpt decides it here; leave it out."},
     "_split_transpose": {"": "It is an option of lax.scan alone; leave it out."},
-    "has_aux": _AUX,
-    "argnums": _ARGNUMS,
+    "has_aux": {"step": "Write step=functools.partial(jax.value_and_grad, has_aux=True)."},
+    "argnums": {"step": "Write step=functools.partial(jax.value_and_grad, argnums=...)."},
     "optimizer": {"step": "Put its update into the training step: step=step_of, and the step's arguments."},
     "loss": {"fun": "The loss is the first argument."},
     "donate_argnums": {"step": "Give them to jax.jit in the function that makes the step: step=."},
     "device": {"target": "Write target=, such as 'cuda:h100'."},
-    "memory_budget": _BUDGET,
-    "activation_memory_budget": _BUDGET,
-    "max_memory": _BUDGET,
-    "fraction": _BUDGET,
+    **dict.fromkeys(("memory_budget", "activation_memory_budget", "max_memory", "fraction"), _BUDGET),
 }
 """Argument of other libraries, or of another function here -> argument that the called function has -> what to write
 there; the last, "", is for every function. The first that applies is told.

@@ -398,8 +398,8 @@ def _wrapped(found: Any, args: tuple[Any, ...], parameters: Sequence[str]) -> An
     if called is None or "donated_invars" not in called.params:
         return None
     leaves = dict(zip(program.invars, named_leaves(args, {}, parameters), strict=True))
-    order = [*dict.fromkeys(var for var in called.invars if var in leaves), *leaves]
-    names = {var: _InPlace(of_leaf(leaves[var][0]), place) for place, var in enumerate(dict.fromkeys(order))}
+    order = dict.fromkeys([*(var for var in called.invars if var in leaves), *leaves])
+    names = {var: _InPlace(of_leaf(leaves[var][0]), place) for place, var in enumerate(order)}
     constants = dict(zip(program.constvars, found.jaxpr.consts, strict=True))
     laid_out = [*called.params["in_shardings"], *called.params["out_shardings"]]
 
@@ -421,12 +421,12 @@ class _InPlace(str):
     depends on their order.
     """
 
+    place: int
+
     def __new__(cls, name: str, place: int) -> _InPlace:
         made = super().__new__(cls, name)
         made.place = place
         return made
-
-    place: int
 
     def __lt__(self, other: str) -> bool:
         return self.place < other.place if isinstance(other, _InPlace) else str(self) < other
