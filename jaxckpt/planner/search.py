@@ -265,18 +265,25 @@ class Search:
         recomputes less.
 
         They are compiled one by one. Each may become the best plan, and then those that do not recompute less drop out.
-        Each also says what estimates are worth.
+        Each also says what estimates are worth: after the first one, those that are predicted to fit are compiled too.
         """
         tried = 0
         least = len(solutions) if self.quick else 1  # tried however many plans are compiled
         times = {solution: cost(self.chain, solution).time for solution in solutions}
-        while tried < least or self.compiles < self.most:
+        while tried < least or self.compiles < QUICK_COMPILES:
             chosen = hand_written.next_by_hand(self.predictions, times, best)
             if chosen is None:
+                break
+            if tried >= least and self.compiles >= self.most and not self._is_predicted_by_hand(chosen):
                 break
             best = self._better(best, self._try(chosen, by_hand=True)) or best
             tried += 1
         return best
+
+    def _is_predicted_by_hand(self, solution: Solution) -> bool:
+        """Whether a solution, written by hand, is predicted to fit, by another one that was compiled."""
+        known = self.predictions.overstated(by_hand=True) is not None
+        return known and self.predictions.predicted_by_hand(solution) <= self.budget
 
     def _or_with_last_blocks_left(self, best: Try) -> Try:
         """Returns the best plan or, where it is as people write it, the same with as many of its last blocks left to

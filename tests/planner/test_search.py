@@ -280,6 +280,35 @@ def test_where_no_plan_fits_one_checkpoint_by_hand_says_what_others_need(problem
     assert 3 <= said == sum(by_hand for _, by_hand in fresh.tries), "those predicted to need no more are compiled"
 
 
+@pytest.mark.parametrize("second", ["predicted to fit", "predicted to miss"])
+def test_after_checkpoints_by_hand_that_missed_those_predicted_to_fit_are_compiled(problem, monkeypatch, second):
+    """Of a large program that was compiled as often as one search may: the first misses, as was estimated."""
+    fresh = problem_of(loss, *ARGS, target="cpu")
+    fresh.model = replace(fresh.model, quick=False)
+    fresh.known_unplanned, budget = problem.unplanned, problem.unplanned.peak_bytes
+    search = Search(fresh, budget, fresh.solver("chain"), True, lambda *_: None)
+    written = sorted({fresh.effort(s, by_hand=True): s for s in fresh.by_hand}.items())
+    (_, cheapest), (_, next_one), *_, (dear, slowest) = written
+    lean = (fresh.argument_bytes + cost(fresh.model.chain, slowest).peak) / budget
+    said = {cheapest: 1.0005, next_one: 0.99 if second == "predicted to fit" else 1.001}
+    share = lambda solution, by_hand: said.get(solution, 3.0) if by_hand else lean
+    monkeypatch.setattr(fresh, "estimate", lambda s, by_hand=False: round(share(s, by_hand) * budget))
+
+    def compiled(plan):
+        [key] = [key for key in ((slowest, False), *((s, True) for s in said)) if fresh.plan_of(*key) == plan]
+        return replace(problem.unplanned, peak_bytes=round(share(*key) * budget))
+
+    monkeypatch.setattr(fresh, "measure_planned", compiled)
+    best = replace(search._try(slowest), effort=2 * dear)
+    search.compiles = search.most
+    found = search._or_by_hand(best, fresh.by_hand)
+    tried = [solution for solution, by_hand in fresh.tries if by_hand]
+    if second == "predicted to fit":
+        assert tried == [cheapest, next_one] and found.solution == next_one
+    else:
+        assert tried == [cheapest] and found is best
+
+
 def test_plans_by_blocks_have_a_region_for_each_block():
     made, args = gpt.small(layers=6)
     fresh = problem_of(made, *args, target="cpu")
