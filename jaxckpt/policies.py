@@ -305,11 +305,12 @@ class Policy:
     def regions(self, graph: Graph) -> tuple[Region, ...]:
         """Returns the decisions of `decide` as one region around the whole function.
 
-        With values on the host it is tied: else compilers leave the gradients of many layers for later, and have in
-        memory at once what these are computed from, fetched.
+        With values on the host or in another form it is tied: else compilers leave the gradients of many layers for
+        later, and have in memory at once what these are computed from, fetched and restored.
         """
         actions = self.decide(graph)
-        return (Region(0, len(graph.ops), actions, tied=any(action.on_host for action in actions.values())),)
+        tied = any(action.on_host or action.changes for action in actions.values())
+        return (Region(0, len(graph.ops), actions, tied=tied),)
 
     def plan(self, graph: Graph, *, prevent_cse: bool = True) -> Plan:
         """Returns the decisions of `decide` as a plan."""
@@ -346,10 +347,16 @@ class Policy:
                     f"derivative or a while "
                     "loop; JAX can keep nothing from there. Tag the function's result instead."
                 )
+            rule, _, place = glob.rpartition("/")
+            of_rule = place.isdigit() and any(fnmatch.fnmatchcase(tag.rpartition("/")[0], rule) for tag in graph.tags)
+            hint = (
+                f"If place {place} of what that rule keeps is an argument of it, tag the argument before the call."
+                if of_rule
+                else "Tag a value with jaxckpt.tag(x, name)."
+            )
             raise UnmatchedTagError(
                 f"Policy: the tag glob {glob!r} matches no tag of the traced function. "
-                f"{did_you_mean(glob, graph.tags)} "
-                f"Tag a value with jaxckpt.tag(x, name).{LENIENT}"
+                f"{did_you_mean(glob, graph.tags)} {hint}{LENIENT}"
             )
 
     def __repr__(self) -> str:

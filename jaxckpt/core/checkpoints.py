@@ -13,9 +13,10 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt.actions import Action
-from jaxckpt.core import inline, reads, shared_traces, surgery
+from jaxckpt.core import inline, primitives, reads, shared_traces, surgery
 from jaxckpt.core.constants import MUCH
 from jaxckpt.core.graph import Body, Graph, aval_bytes
+from jaxckpt.core.primitives import Result
 from jaxckpt.core.reads import Flat
 from jaxckpt.core.regions import Address, Loop, Region, kept_actions
 from jaxckpt.core.tie import tied
@@ -92,7 +93,7 @@ class NamedProgram:
         """
         read: dict[Any, list[Any]] = {}
         for var in surgery.used(eqns):
-            for base in self._bases(var) if var in self.parts else ():
+            for base in self._bases(var) if var in self.parts and not self._is_whole(var) else ():
                 read.setdefault(base, []).append(var)
         size = lambda variables: sum(aval_bytes(var.aval) for var in variables)
         most = [var for base, shown in read.items() if size(shown) >= MUCH * size([base]) for var in shown]
@@ -103,6 +104,10 @@ class NamedProgram:
             most += [var for var in surgery.used([eqn]) if var in self.parts]
         showing = (eqn for place in sorted(self.shown) for eqn in self.groups[place])
         return [*(eqn for eqn in showing if id(eqn) in inside), *eqns]
+
+    def _is_whole(self, var: Any) -> bool:
+        """Whether a view is what it shows, under another type: outside it takes nothing."""
+        return primitives.of(_compat.primitive_name(self.parts[var])).result is Result.SAME
 
     def _bases(self, var: Any) -> set[Any]:
         """Returns the inputs that a view shows a part of."""
@@ -136,12 +141,13 @@ def whole_region(region: Region, program: NamedProgram) -> Flat:
         eqns = program.folded([eqn for group in program.groups for eqn in group])
         inner = functools.partial(surgery.evaluate, surgery.with_equations(program.body.jaxpr, eqns))
     away = any(action.on_host for action in region.actions.values())
+    apart = away or any(action.changes for action in region.actions.values())
     # In a loop the order is given; a barrier would hold one more value.
-    ties = region.tied and away and any(jax.tree.leaves(program.prevent_cse))
+    ties = region.tied and apart and any(jax.tree.leaves(program.prevent_cse))
 
     def made() -> Flat:
-        fun = checkpointed(inner, region, program.names, program.prevent_cse, waits=ties, ties=ties)
-        return tied(fun, ()) if region.tied and not away else fun
+        fun = checkpointed(inner, region, program.names, program.prevent_cse, waits=ties and away, ties=ties)
+        return tied(fun, ()) if region.tied and not apart else fun
 
     return program.part(made, region.start, region.stop, region, ())
 

@@ -43,7 +43,7 @@ from jaxckpt.core.graph import Body, Graph, Op, Value, walk
 from jaxckpt.core.lift import trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
-BARRIER = "optimization_barrier"
+_BARRIER = "optimization_barrier"
 
 
 class Branches(enum.Enum):
@@ -238,7 +238,7 @@ def renewed_bytes(graph: Graph, donated: Sequence[int] = ()) -> int:
             if id(slot) in seen or slot.bytes != value.bytes:
                 continue
             seen.add(id(slot))
-            if (event := made.get(id(slot))) is not None and event.primitive != BARRIER and event.facts.fused:
+            if (event := made.get(id(slot))) is not None and not event.facts.barrier and event.facts.fused:
                 todo += event.inputs
         like = (arguments[slot] for slot in seen if arguments.get(slot) in left)
         same = [each for each in like if _like(graph.values[each]) == _like(value)]
@@ -490,7 +490,7 @@ def _call(
     operands = dict(zip(op.inputs, inputs))
     if barrier:
         behind = {index: _Memory(entry.bytes) for index, entry in operands.items()}
-        yield _Event(BARRIER, list(operands.values()), list(behind.values()), 0, (*around, op))
+        yield _Event(_BARRIER, list(operands.values()), list(behind.values()), 0, (*around, op))
         slots.update(behind)
         operands = behind
     # A body's inputs are the operands themselves, or values of their own; a literal operand takes no memory.
@@ -531,7 +531,7 @@ def _at_first_use(
     order = []
     for time, event in reversed(list(enumerate(events))):
         place = time
-        if event.primitive != BARRIER and event.facts.fused and event.inputs and event.outputs:
+        if not event.facts.barrier and event.facts.fused and event.inputs and event.outputs:
             use = min(first.get(id(slot), len(events)) for slot in event.outputs)
             if time < use <= there[time]:
                 place = use
@@ -551,7 +551,7 @@ def _updates_at_once(events: list[_Event], in_place: list[_Memory]) -> list[_Eve
     updates = set()
     for time, event in reversed(list(enumerate(events))):
         made = {id(slot) for slot in event.outputs}
-        if event.primitive != BARRIER and event.facts.fused and made & leads and not made & others:
+        if not event.facts.barrier and event.facts.fused and made & leads and not made & others:
             updates.add(time)
             leads.update(id(slot) for slot in event.inputs)
         else:
@@ -584,9 +584,9 @@ def _last_needs(events: list[_Event], results: Iterable[_Memory]) -> dict[int, t
         last = time
         if event.facts.fused:
             last = max((needs[id(slot)][0] for slot in event.outputs if id(slot) in needs), default=time)
-        after = event.outputs if event.primitive == BARRIER else ()  # each is an operand
+        after = event.outputs if event.facts.barrier else ()  # each is an operand
         for slot, made in itertools.zip_longest(event.inputs, after[: len(event.inputs)]):
-            if event.primitive == BARRIER:
+            if event.facts.barrier:
                 last = time if made is None else needs.get(id(made), (time, time, time))[0]
             before, by, other = needs.get(id(slot), (-1, time, -1))
             if by == time:
@@ -610,7 +610,7 @@ def _there_until(events: list[_Event], needs: Mapping[int, tuple[int, int, int]]
             last, by, other = needs.get(id(slot), (-1, -1, -1))
             until.append(max(through.get(id(slot), -1), other if by == time else last))
         there.append(min(until, default=-1))
-        if event.primitive == BARRIER:
+        if event.facts.barrier:
             through.update((id(after), last) for after, last in zip(event.outputs, until))
         elif event.facts.fused:
             through.update((id(slot), there[time]) for slot in event.outputs)
@@ -689,7 +689,7 @@ def _decide(events: list[_Event], results: list[_Memory]) -> None:
     for slot in results:
         slot.stored = True
     for event in reversed(events):
-        if event.primitive == BARRIER:
+        if event.facts.barrier:
             for before, after in zip(event.inputs, event.outputs):
                 before.stored = after.stored = True
                 after.inside = before

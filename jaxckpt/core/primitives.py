@@ -108,6 +108,7 @@ class Primitive:
         `jax.custom_vjp`.
       opaque: whether no action can be given to the values of these.
       flat: whether its derivative is zero: see `is_flat`.
+      barrier: whether it returns its operands when all of them are there.
       elementwise: whether element i of each result is computed from elements i of its operands, which have the result's
         shape, a 1 in place of some of its sizes, or no axis: so any axis passes through it. `core/tiling/axes.py` has
         the rules of the others.
@@ -131,6 +132,7 @@ class Primitive:
     backward_rule: bool = False
     opaque: bool = False
     flat: bool = False
+    barrier: bool = False
     elementwise: bool = False
 
     @property
@@ -207,10 +209,14 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("dynamic_slice", _FREE),
     ("real imag reduce_precision", replace(_FREE, elementwise=True)),
     ("sharding_constraint", replace(_FREE, elementwise=True, lays_out=True)),
-    ("pvary preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),
+    ("pvary", replace(_FREE, shows=True, result=Result.SAME)),
+    ("preduced reduced_vary_cast vary_unreduced_cast reshard axis_index", _FREE),
     ("random_seed random_wrap random_unwrap", _FREE),
     ("random_clone", replace(_FREE, elementwise=True)),
-    ("optimization_barrier", Primitive(rules.free, dear=False, result=Result.SAME, asks_result=False)),
+    (
+        "optimization_barrier jaxckpt_tie",
+        Primitive(rules.free, dear=False, result=Result.SAME, asks_result=False, barrier=True),
+    ),
     ("device_put layout_constraint", Primitive(rules.free, dear=False, asks_result=False)),
     ("create_token after_all", Primitive(rules.free, dear=False)),
     ("gather", Primitive(rules.free, Kernel.ROOT, dear=False, asks_result=False)),

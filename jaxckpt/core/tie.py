@@ -46,7 +46,9 @@ def _jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
 def _transpose(cotangents: Any, *operands: Any) -> list[Any]:
     # What nobody needs is gone by now. Zeros that are left are made: up to jax 0.12 scans cannot be transposed for
     # stacked ones.
-    return _held(*map(_compat.instantiate_zeros, cotangents))
+    made = list(map(_compat.instantiate_zeros, cotangents))
+    # Within `jax.shard_map` JAX's barrier makes its values vary over the axes of all.
+    return _held(*made) if len(_alike(dict(enumerate(made)))) < 2 else tie(*made)
 
 
 def _drop_unused(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -79,10 +81,10 @@ def tied(fun: Callable[..., list[Any]], parts: Collection[int]) -> Callable[...,
         small = {place: x for place, x in enumerate(inputs) if place not in moving and _is_small(x)}
         for places in _alike({**moving, **small}):
             if not any(place in moving for place in places):
-                continue
-            shown = [place for place in places if place in parts and place in moving]
-            whole = [place for place in places if place not in shown]
-            held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
+                small = {place: x for place, x in small.items() if place not in places}
+        shown = [place for place in moving if place in parts]
+        whole = [place for place in sorted({**moving, **small}) if place not in shown]
+        held.update(zip([*whole, *shown], _hold([inputs[i] for i in whole], [inputs[i] for i in shown])))
         return fun(*(held.get(place, x) for place, x in enumerate(inputs)))
 
     return call
@@ -98,15 +100,12 @@ def _is_small(x: Any) -> bool:
 
 def tied_tangents(tangents: Sequence[Any]) -> list[Any]:
     """Returns tangents whose cotangents are passed on only when all of them are there."""
-    held: dict[int, Any] = {}
-    for places in _alike(dict(enumerate(tangents))):
-        held.update(zip(places, tie(*(tangents[place] for place in places))))
-    return [held[place] for place in range(len(tangents))]
+    return tie(*tangents) if tangents else []
 
 
 def _alike(arrays: Mapping[int, Any]) -> Collection[list[int]]:
-    """Returns the places of arrays that can share a barrier: within `jax.shard_map` those that vary over the same axes,
-    since a barrier makes its values vary over the axes of all, and their tangents not.
+    """Returns the places of arrays that can share a barrier of JAX's: within `jax.shard_map` those that vary over the
+    same axes, since it makes its values vary over the axes of all.
     """
     found: dict[Any, list[int]] = {}
     for place, x in arrays.items():
@@ -116,8 +115,13 @@ def _alike(arrays: Mapping[int, Any]) -> Collection[list[int]]:
 
 @jax.custom_jvp
 def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
-    """Returns values behind one barrier, and those that are shown as they are. Their tangents are behind one."""
-    return [*(jax.lax.optimization_barrier(values) if values else ()), *shown]
+    """Returns values behind one barrier for each kind of `_alike`, and those that are shown as they are. The tangents
+    of all are behind one.
+    """
+    held: dict[int, Any] = {}
+    for places in _alike(dict(enumerate(values))):
+        held.update(zip(places, jax.lax.optimization_barrier([values[place] for place in places])))
+    return [*(held[place] for place in range(len(values))), *shown]
 
 
 def _hold_tangents(primals: Any, tangents: Any) -> Any:

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt import _compat
 from jaxckpt.actions import Cost
 from jaxckpt.core import primitives
 from jaxckpt.core.constants import MATRIX, VECTOR, WEIGHT
 from jaxckpt.core.graph import Body, Graph, Op
-from jaxckpt.core.liveness import BARRIER
-from jaxckpt.core.primitives import Kernel
+from jaxckpt.core.primitives import Holds, Kernel
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.shards import WHOLE, Shards
@@ -71,7 +71,7 @@ def roofline(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycle
     rates, bandwidth, devices = target.flops, target.bandwidth, shards.devices
     ops = list(graph.walk())
     wanted = wanted_whole(graph)
-    read = _read_bytes(graph, ops, wanted)
+    read = _read_bytes(graph, wanted)
     turned = _turned(graph, ops)
 
     def seconds(op: Op) -> float:
@@ -136,7 +136,7 @@ def behind_barrier(graph: Graph, target: Target) -> Callable[[int], Time]:
     anyway.
     """
     wanted = wanted_whole(graph)
-    makers, read = _elsewhere(graph, wanted), _read_bytes(graph, list(graph.walk()), wanted)
+    makers, read = _elsewhere(graph, wanted), _read_bytes(graph, wanted)
 
     def time(index: int) -> Time:
         op = makers.get(index)
@@ -216,13 +216,23 @@ def wanted_whole(graph: Graph) -> Collection[int]:
                     wanted.update(index for index, _ in ends if index is not None)
                 mark(inner)
             whole = facts.kernel is Kernel.OWN
-            if op.primitive != BARRIER and passes(graph, op):
+            if facts.holds is Holds.MAPPED:  # what its two programs compute is one program for the compiler
+                wanted.update(outer for outer, own in _entering(op) if own in wanted)
+                whole = False
+            if not facts.barrier and passes(graph, op):
                 whole = op.outputs[0] in wanted
             if whole:
                 wanted.update(op.inputs)
 
     mark(graph.body)
     return wanted
+
+
+def _entering(op: Op) -> list[tuple[int, int]]:
+    """Returns the operands of a `jax.shard_map`, each with the value that it is in its body."""
+    given = iter(op.inputs)
+    passed = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
+    return [(outer, own) for outer, own in zip(passed, op.bodies[0].inputs, strict=True) if outer is not None]
 
 
 def _turned(graph: Graph, ops: Sequence[Op]) -> Collection[Op]:
@@ -238,7 +248,7 @@ def _turned(graph: Graph, ops: Sequence[Op]) -> Collection[Op]:
     return {op for op in turned if op.inputs[0] in made and readers[op.inputs[0]] == 1}
 
 
-def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Callable[[int], int]:
+def _read_bytes(graph: Graph, wanted: Collection[int]) -> Callable[[int], int]:
     """Returns the function that says how many bytes are read to read a value: those of what it is computed from, where
     it is fused.
     """
@@ -247,10 +257,27 @@ def _read_bytes(graph: Graph, ops: Sequence[Op], wanted: Collection[int]) -> Cal
     def bytes_of(index: int) -> int:
         return read.get(index, graph.values[index].bytes)
 
-    for op in ops:
-        if primitives.of(op.primitive).fused:
-            sources = sum(map(bytes_of, set(op.inputs)))
-            read.update((i, min(sources, graph.values[i].bytes)) for i in op.outputs if i not in wanted)
+    def passed_on(index: int, own: int) -> None:
+        if own not in wanted:  # outside it is the array of all devices, inside the part of one
+            share = graph.values[own].bytes / max(graph.values[index].bytes, 1)
+            read[own] = round(share * bytes_of(index))
+
+    def look(body: Body) -> None:
+        for op in body.ops:
+            facts = primitives.of(op.primitive)
+            mapped = facts.holds is Holds.MAPPED
+            for outer, own in _entering(op) if mapped else ():
+                passed_on(outer, own)
+            for inner in op.bodies:
+                look(inner)
+            for result, outer in zip(op.bodies[0].outputs, op.outputs) if mapped else ():
+                if result is not None:
+                    passed_on(result, outer)
+            if facts.fused:
+                sources = sum(map(bytes_of, set(op.inputs)))
+                read.update((i, min(sources, graph.values[i].bytes)) for i in op.outputs if i not in wanted)
+
+    look(graph.body)
     return bytes_of
 
 

@@ -102,6 +102,31 @@ def test_the_tpu_holds_none_of_it(form):
     assert away.peak_bytes <= none.peak_bytes + 3 * UP / LAYERS
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("cuda:h100", marks=pytest.mark.cuda),
+        pytest.param("cuda:h100x8", marks=pytest.mark.cuda),
+        pytest.param("tpu:v5e:2x2", marks=pytest.mark.tpu),
+    ],
+)
+def test_in_shard_map_nothing_of_a_layer_waits_for_the_gradients_of_weights_that_devices_add_up(target):
+    """Weights are the same on all devices and rows are not: what goes on to the layer before waits for both."""
+    devices = target_of(target).count
+    mesh = target_of(target).mesh((devices,), ("d",))
+    shaped = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    args = tuple([shaped(P(), *shape[1:])] * LAYERS for shape in SHAPES), shaped(P("d"), devices * ROWS, WIDTH)
+
+    def temporaries(action, check):
+        part = lambda ws, x: lax.psum(layers("unrolled", action)(ws, x), "d")
+        loss = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check)
+        return jaxckpt.measure(jax.value_and_grad(loss), *args, target=target, generate_code=False).temp_bytes
+
+    away = temporaries(OFFLOAD, True)
+    assert away <= temporaries(OFFLOAD, False) + UP / LAYERS
+    assert away <= temporaries(RECOMPUTE, True) + 3 * UP / LAYERS
+
+
 def tiled(shape):
     """Returns a shape as a TPU lays it out: in tiles of 8 x 128."""
     return [-(-side // tile) * tile for side, tile in zip(shape, [*[1] * (len(shape) - 2), 8, 128][-len(shape) or 2 :])]

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxckpt.core import primitives
 from jaxckpt.core.graph import trace
 from jaxckpt.core.liveness import estimate_peak
 from jaxckpt.memory.targets import target_of
@@ -113,6 +114,22 @@ def test_a_checkpoints_program_weighs_what_its_operations_weigh():
 def test_a_barrier_holds_no_second_copy():
     peak = estimate_peak(lambda x: jnp.sum(jnp.sort(lax.optimization_barrier(x))), X)
     assert peak == pytest.approx(estimate_peak(lambda x: jnp.sum(jnp.sort(x)), X), rel=0.01)
+
+
+def test_what_two_shard_maps_compute_is_one_program():
+    """JAX splits a differentiated `jax.shard_map` into two: what the second one computes from the first one's values is
+    not written between them. Without the collectives the step takes what it takes on one device.
+    """
+    mesh = jax.sharding.AbstractMesh((1,), ("d",))
+    loss = lambda w, x: jnp.sum(jnp.sin(jax.nn.gelu(x @ w) @ w.T))
+    mapped = jax.shard_map(lambda w, x: lax.psum(loss(w, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    times = []
+    for fun in (loss, mapped):
+        graph = trace(jax.value_and_grad(fun), W, X)
+        time = roofline(graph, H100)
+        flat = [op for op in graph.walk() if not op.bodies and not primitives.of(op.primitive).collective]
+        times.append(sum(map(time, flat)))
+    assert times[1] == pytest.approx(times[0], rel=0.01)
 
 
 @pytest.mark.tpu
