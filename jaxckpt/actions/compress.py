@@ -72,6 +72,7 @@ class Compress(Action):
 
     kind = "compress"
     example = 'compress("int8")'
+    words = (*FORMS, "narrow")
     changes = True
 
     def __new__(cls, form: Any = None, block: Any = BLOCK, key: Any = None) -> Any:
@@ -225,7 +226,8 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     the largest of the form; it is a float32 (a float64 for float64). No finite number becomes infinite: with "bfloat16"
     a number beyond its largest (of float64 values, and the last 2^-8 of float32's range) comes back as that one.
     Infinities and NaN come back as they are, but as NaN with "float8_e4m3fn", "int8" and "int4"; they do not disturb
-    their neighbours. Values that the form does not make smaller are saved as they are: scalars, integers, keys, complex
+    their neighbours. "int8" and "int4" restore numbers near zero as 0, and a relu of 0 passes no gradient: keep its
+    mask too. Values that the form does not make smaller are saved as they are: scalars, integers, keys, complex
     numbers, and numbers that are no wider.
 
     "narrow" keeps integers in the narrowest dtype that holds all that they can be, as far as the program shows it:

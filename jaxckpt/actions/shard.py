@@ -118,7 +118,7 @@ class Shard(Action):
         own = getattr(getattr(aval, "sharding", None), "mesh", None)
         scope = jax.sharding.get_abstract_mesh()
         mesh = scope if own is None or own.empty else own
-        if mesh.empty:
+        if scope.empty:  # also where arrays bring theirs: JAX asks for it there
             hint = "Call the function, and differentiate it, inside of `with jax.set_mesh(mesh):`."
             raise ArgumentError("spec", f"used where a mesh is in scope, to keep {_shown(aval)}", self, hint)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -160,7 +160,9 @@ def shard(spec: PartitionSpec | tuple[Any, ...] | list[Any] | str) -> Action:
     The axes are those of the mesh in scope (`with jax.set_mesh(mesh):`, or inside of `jax.shard_map`):
 
     - Automatic axes: a sharding constraint, and the compiler gathers what is read. Name all axes of a dimension
-      (`P(("data", "model"))` where it is distributed over "data" already); dimensions of None stay as they are.
+      (`P(("data", "model"))` where it is distributed over "data" already); dimensions of None stay as they are. What
+      is restored lies as a `jax.lax.with_sharding_constraint` says that makes the value, right before its tag. Without
+      one the compiler chooses, and may compute what follows on whole arrays.
     - Explicit axes: `jax.sharding.reshard`, there and back. The axes come on top of those that the type names.
     - Manual axes, inside of `jax.shard_map`: a slice of what the device has, and an `all_gather`. This needs
       `check_vma=True` (the default), by which JAX knows that the value is replicated.

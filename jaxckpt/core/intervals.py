@@ -274,6 +274,13 @@ def _scattered(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range |
     return _hull([operands[0], operands[2]])
 
 
+def _added(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
+    """An element of the operand, and at most one number of each window of updates."""
+    base, windows = operands[0], math.prod(eqn.invars[1].aval.shape[:-1])
+    more = _times(operands[2], windows, 0)
+    return None if base is None or more is None else (base[0] + more[0], base[1] + more[1])
+
+
 def _own(operands: Ranges, eqn: Any) -> list[Range | None]:
     """Each result is made of the elements of the operand in its place."""
     return list(operands)
@@ -302,6 +309,7 @@ _ROWS: tuple[tuple[str, RangeRule], ...] = (
     ("concatenate stack pad", _all),
     ("dynamic_update_slice", _some(0, 1)),
     ("scatter", _scattered),
+    ("scatter-add", _added),
     ("select_n", _selected),
     ("lt", _compared(_below, _turned(_not_above))),
     ("le", _compared(_not_above, _turned(_below))),

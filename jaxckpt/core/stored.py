@@ -229,6 +229,7 @@ class _Storing:
         env.update(zip(jaxpr.invars, args))
         found: StoredValues = {}
         again: set[Any] = set()  # values that a marker returned
+        layouts = _layouts(jaxpr)
         # What the derivative of these reads, and so what is kept of them, has zeros where they say nothing.
         lower = {eqn.outvars[0] for eqn in jaxpr.eqns if primitives.of(_compat.primitive_name(eqn)).lower}
         for special, eqns in _stretches(jaxpr):
@@ -272,7 +273,10 @@ class _Storing:
                 else:
                     assert kept is not None, "the forward pass kept what is marked"
                     there = self._fetched(kept[name]) if action.on_host else kept[name]
-                    env[eqn.outvars[0]] = _checked(action, action.decode(there, value.aval), value.aval)
+                    restored = _checked(action, action.decode(there, value.aval), value.aval)
+                    if value in layouts:
+                        (restored,) = surgery.run(layouts[value], jaxpr.debug_info, [restored])
+                    env[eqn.outvars[0]] = restored
             again.add(eqn.outvars[0])
         return [_read(env, atom) for atom in jaxpr.outvars], found
 
@@ -456,6 +460,21 @@ def _waiting_tangents(primals: Any, tangents: Any) -> Any:
 
 
 _waiting.defjvp(_waiting_tangents, symbolic_zeros=True)
+
+
+def _layouts(jaxpr: Any) -> dict[Any, Any]:
+    """Returns value -> the equation that makes it and says how the devices divide it, a sharding constraint: what is
+    restored of the value has that layout too. Names are left out.
+    """
+    found: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        if primitives.of(_compat.primitive_name(eqn)).lays_out:
+            found[eqn.outvars[0]] = eqn
+        elif _compat.equation_name(eqn) is not None:
+            source = eqn.invars[0]
+            if not isinstance(source, _compat.Literal) and source in found:
+                found[eqn.outvars[0]] = found[source]
+    return found
 
 
 def _stretches(jaxpr: Any) -> Iterator[tuple[bool, list[Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, ArgumentError, Plan, Policy, Target, compress, shard, tag
@@ -114,6 +117,43 @@ def test_encoded_values_are_kept_on_the_host(fun, form):
     np.testing.assert_allclose(gradient, small, rtol=1e-4, atol=1e-4)
     moved = str(jax.make_jaxpr(jax.grad(found[away]))(W, X)).count("Host")
     assert moved > str(jax.make_jaxpr(jax.grad(found[compress(form)]))(W, X)).count("Host") == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["in", "up"])
+def test_eight_gpus_save_what_one_saves_in_unrolled_layers(name):
+    """XLA puts off the gradients of weights that devices add up: a layer's are computed before the layer before."""
+
+    def temporaries(target):
+        mesh = Target(target).mesh((Target(target).count,), ("d",))
+        shaped = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        weights = [(shaped(P(), 256, 1024), shaped(P(), 1024, 256))] * 8
+        x = shaped(P("d"), 2048 * Target(target).count, 256)
+        block = lambda x, w: jnp.tanh(tag(x, "in") + jnp.sin(jax.nn.gelu(tag(tag(x, "in") @ w[0], "up")) @ w[1]))
+        layer = jaxckpt.checkpoint(block, policy=Policy({name: compress("int8")}))
+        loss = lambda ws, x: jnp.mean(functools.reduce(layer, ws, x) ** 2)
+        return jaxckpt.measure(jax.value_and_grad(loss), weights, x, target=target, generate_code=False).temp_bytes
+
+    assert temporaries("cuda:h100x8") < 1.2 * temporaries("cuda:h100")
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("scan", [True, False])
+def test_scales_take_their_bytes_on_a_tpu_s_host(scan):
+    """Rows of 32 scales would be padded to 128."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 512, 4096), (4, 4096, 512), (1024, 512))]
+    layer = lambda x, w: (x + jax.nn.gelu(tag(x @ w[0], "up")) @ w[1], None)
+    body = jaxckpt.checkpoint(layer, policy=Policy({"up": AWAY}), prevent_cse=not scan)
+
+    def loss(up, down, x):
+        if scan:
+            return jnp.sum(jax.lax.scan(body, x, (up, down))[0].astype(jnp.float32))
+        for w in zip(up, down):
+            x, _ = body(x, w)
+        return jnp.sum(x.astype(jnp.float32))
+
+    found = jaxckpt.measure(jax.grad(loss), *shapes, target="tpu:v5e:2x2", generate_code=False)
+    assert found.host_bytes == pytest.approx(4 * AWAY.host_bytes(value((1024, 4096), "bfloat16")), rel=0.01)
 
 
 def test_plans_hold_them():

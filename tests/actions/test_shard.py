@@ -125,6 +125,40 @@ def test_specs_that_are_none(spec):
         shard(spec)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("before_the_tag", [True, False])
+def test_what_is_restored_lies_as_a_constraint_beside_the_tag_says(before_the_tag: bool) -> None:
+    """Else the compiler computes the rest of the block on all rows: it took as much as without the action."""
+    mesh = Target("cuda:h100x8").mesh((2, 4), ("data", "model"))
+    shaped = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    rows = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", None)))
+    args = (
+        (shaped(P(None, None, "model"), 12, 128, 512), shaped(P(None, "model"), 12, 512, 128)),
+        shaped(P("data"), 8192, 128),
+    )
+
+    def temporaries(action):
+        def block(x, w):
+            x = tag(rows(x), "in") if before_the_tag else rows(tag(x, "in"))
+            return rows(jnp.tanh(x + jnp.sin(rows(jax.nn.gelu(x @ w[0]) @ w[1])))), None
+
+        body = jaxckpt.checkpoint(block, policy=Policy({"in": action}), prevent_cse=False)
+        step = jax.value_and_grad(lambda ws, x: jnp.mean(jax.lax.scan(body, x, ws)[0] ** 2))
+        with jax.set_mesh(mesh):
+            return jaxckpt.measure(step, *args, target="cuda:h100x8", generate_code=False).temp_bytes
+
+    inputs = 12 * 8192 // 2 * 128 * 4  # on one device
+    assert temporaries(SAVE) - temporaries(shard(P(("data", "model")))) > 0.7 * (1 - 1 / 4) * inputs
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_the_arguments_alone_is_none_in_scope(kind: AxisType) -> None:
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(kind,))
+    x = jax.device_put(ONES[1], NamedSharding(mesh, P()))
+    with pytest.raises(ArgumentError, match="used where a mesh is in scope.*set_mesh"):
+        gradient(shard("model"), x=x)
+
+
 def test_meshes_that_do_not_fit():
     with pytest.raises(ArgumentError, match="used where a mesh is in scope.*set_mesh"):
         gradient(shard("model"))
