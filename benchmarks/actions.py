@@ -117,7 +117,7 @@ def table(results: dict[str, dict[str, dict[str, int]]]) -> str:
         f'Value and gradient of {LAYERS} MLP layers ({ROWS} x {WIDTH}, hidden {4 * WIDTH}, bfloat16). "up", the value',
         "before the gelu, is kept by each action. Bytes in MiB, read from the compiled program. Expected: what the form",
         "needs, with float32 scales for each 128 numbers. A TPU holds the scales of the device on the chip, so they are",
-        "not counted here; on its host rows of 32 scales are padded to 128. In unrolled layers the peak is where the",
+        "not counted here. In unrolled layers the peak is where the",
         "gradients are, when most of what is kept has gone, or lies in the memory of gradients that are not yet computed.",
         "Masks are of 16 layers with relu and dropout; the program that is compiled for a TPU has no buffer for saved ones",
         "and computes them again. Command: `python -m benchmarks.actions`.",
