@@ -276,8 +276,8 @@ def _scattered(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range |
 
 def _added(operands: Ranges, eqn: Any, params: Mapping[str, Any]) -> Range | None:
     """An element of the operand, and at most one number of each window of updates."""
-    base, windows = operands[0], math.prod(eqn.invars[1].aval.shape[:-1])
-    more = _times(operands[2], windows, 0)
+    base, count = operands[0], math.prod(eqn.invars[1].aval.shape[:-1])
+    more = _times(operands[2], count, 0)
     return None if base is None or more is None else (base[0] + more[0], base[1] + more[1])
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxckpt import _compat
 from jaxckpt._errors import EffectsError
 from jaxckpt.core import primitives, stored, surgery
+from jaxckpt.core.forward import forward_pass
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.tie import tied_tangents
 
@@ -52,18 +53,13 @@ def redirect(closed: Any) -> Any:
     """Returns the jaxpr with the reads of a value that the emitter names, those behind the name, as reads of the name's
     result.
     """
-    return _Redirect(bool(stored.lossy_actions(_compat.open_jaxpr(closed)))).jaxpr(closed)
+    return _Redirect().jaxpr(closed)
 
 
 class _Redirect:
-    """Does each inner jaxpr once, so that what was shared stays shared.
+    """Does each inner jaxpr once, so that what was shared stays shared."""
 
-    Args:
-      rounds: whether some value of the program comes back rounded, and so what is computed of it again.
-    """
-
-    def __init__(self, rounds: bool) -> None:
-        self.rounds = rounds
+    def __init__(self) -> None:
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def jaxpr(self, original: Any) -> Any:
@@ -73,7 +69,7 @@ class _Redirect:
 
     def _redirected(self, original: Any) -> Any:
         opened = _compat.open_jaxpr(original)
-        names = _names(opened.eqns, self.rounds)
+        names = _names(opened.eqns)
         inside = {id(eqn): self._inside(eqn) for eqn in opened.eqns}
         if not names and all(new is eqn for eqn, new in zip(opened.eqns, inside.values())):
             return original
@@ -105,9 +101,9 @@ class _Redirect:
         return surgery.with_programs(_compat.batched_reverse_rule(eqn), self.jaxpr)
 
 
-def _names(eqns: Sequence[Any], rounds: bool) -> dict[Any, tuple[list[Any], Any]]:
+def _names(eqns: Sequence[Any]) -> dict[Any, tuple[list[Any], Any]]:
     """Returns for each value that the emitter names (equations that do it, result): one, or those for both parts of a
-    complex value. With `rounds` (see `_Redirect`), none for a value that is compared with what it is computed of.
+    complex value. None for a value that is compared with what it is computed of.
     """
     found: dict[Any, tuple[list[Any], Any]] = {}
     makers: dict[Any, Any] = {}
@@ -115,7 +111,7 @@ def _names(eqns: Sequence[Any], rounds: bool) -> dict[Any, tuple[list[Any], Any]
         makers.update(dict.fromkeys(eqn.outvars, eqn))
         name = _compat.equation_name(eqn)
         if name is not None and name.startswith(INTERNAL) and not isinstance(eqn.invars[0], _compat.Literal):
-            if not (rounds and _is_compared(eqn, makers)):
+            if not _is_compared(eqn, makers):
                 found[eqn.invars[0]] = [eqn], eqn.outvars[0]
         elif _compat.primitive_name(eqn) == "complex":
             named = [makers.get(var) for var in eqn.invars if not isinstance(var, _compat.Literal)]
@@ -130,8 +126,9 @@ def _names(eqns: Sequence[Any], rounds: bool) -> dict[Any, tuple[list[Any], Any]
 
 
 def _is_compared(naming: Any, makers: Mapping[Any, Any]) -> bool:
-    """Whether an equation names a value that the derivative of its own operation compares with the operands. Where one
-    of them comes back rounded, that one runs the operation again; it needs the operands in any case.
+    """Whether an equation names a value that the derivative of its own operation compares with the operands. That one
+    runs the operation again; it needs the operands in any case. If these are computed again, or come back rounded, they
+    may differ from before in the last digit, and none would be equal to the value that was kept.
     """
     maker = makers.get(naming.invars[0])
     return maker is not None and primitives.of(_compat.primitive_name(maker)).compares
@@ -201,7 +198,7 @@ def call_reading_names(closed: Any, waits: bool, ties: bool, loops: int) -> Flat
         within = _loops.value >= loops  # it is differentiated in the loop in which it is called
         given = tied_tangents(given) if ties and within else given
         if marked:
-            results, kept = stored.run_storing(closed, primals, waits and within)
+            results, kept = stored.run_storing(forward(), primals, waits and within)
             flat = stored.run_with(both, kept, [*primals, *given])
         else:
             flat = _compat.eval_jaxpr(_compat.open_jaxpr(both), _compat.jaxpr_consts(both), *primals, *given)
@@ -210,6 +207,10 @@ def call_reading_names(closed: Any, waits: bool, ties: bool, loops: int) -> Flat
         return results, [
             next(out) if flag else zero(_compat.tangent_aval(result)) for result, flag in zip(results, out_moving)
         ]
+
+    @functools.cache
+    def forward() -> Any:
+        return forward_pass(closed)
 
     @functools.cache
     def differentiated(moving: tuple[bool, ...]) -> tuple[Any, list[bool]]:
@@ -259,7 +260,7 @@ def needs_redirection(eqn: Any, results: Collection[int]) -> bool:
     facts = primitives.of(primitive)
     if facts.holds is Holds.RULE:
         return True  # a rule of the user's: most compute the result and use it
-    if not facts.asks_result:
+    if not facts.asks_result or facts.compares:
         return False
     avals = tuple(var.aval for var in eqn.invars)
     try:

@@ -27,13 +27,9 @@ import jax.numpy as jnp
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.finish import finished, finished_program
+from jaxckpt.core.forward import TITLE, varies
 from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
-
-TITLE = "jaxckpt_rule@"
-"""What begins the name of the function that stands in a rule's place; the rest says what rule it is, as encoded
-JSON.
-"""
 
 PRIMITIVE = "custom_vjp_call"
 KERNELS = ("pallas_call", "ffi_call")
@@ -63,7 +59,9 @@ class Rule:
 
     @property
     def title(self) -> str:
-        """The rule as the name of a function: parameters of operations do not last, names of functions do."""
+        """The rule as the name of a function, encoded JSON: parameters of operations do not last, names of functions
+        do.
+        """
         return TITLE + base64.urlsafe_b64encode(json.dumps(dataclasses.astuple(self)).encode()).decode()
 
     @classmethod
@@ -153,7 +151,7 @@ def _open(eqn: Any) -> Any:
     what such a rule keeps depends on what is differentiated, and JAX remembers only what the last trace of it kept.
     """
     rule = _compat.custom_rule(finished(eqn))
-    if rule.symbolic_zeros or any(map(_varies, eqn.invars)):
+    if rule.symbolic_zeros or any(map(varies, eqn.invars)):
         return None
     flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]
     try:
@@ -162,12 +160,6 @@ def _open(eqn: Any) -> Any:
         return None
     forward = _forward(eqn, rule, traced, forwards)
     return None if forward is None else _in_place(eqn, rule, forward)
-
-
-def _varies(var: Any) -> bool:
-    """Whether an array varies over axes of a `jax.shard_map` that is being traced."""
-    plain = _compat.varying_axes(_compat.shaped_array((), jnp.float32))
-    return _compat.varying_axes(var.aval) not in (None, plain)
 
 
 def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:

@@ -1,0 +1,93 @@
+"""The forward pass of a program that is being differentiated: forward rules in the place of functions with rules.
+
+Where JAX differentiates a `jax.custom_vjp` it runs the forward rule, as operations like all others. So a second
+derivative goes through these: the rule's residuals have derivatives too, and forward mode works. A program that stores
+what a derivative reads has to be the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxckpt import _compat
+from jaxckpt.core import primitives, surgery
+from jaxckpt.core.primitives import Holds
+
+TITLE = "jaxckpt_rule@"
+"""What begins the name of the function that stands in an opened rule's place: see `core/rules.py`."""
+
+
+def forward_pass(closed: Any) -> Any:
+    """Returns the closed jaxpr with the forward rule of each `jax.custom_vjp` in its place, in loops, branches and
+    calls too; itself where it has none.
+
+    Rules with `symbolic_zeros`, and those inside of a `jax.shard_map`, stay as they are: see `core/rules.py`.
+    """
+    return _Forward().jaxpr(closed)
+
+
+class _Forward:
+    """Does each inner jaxpr once, so that what was shared stays shared."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, tuple[Any, Any]] = {}
+
+    def jaxpr(self, original: Any) -> Any:
+        if id(original) not in self.done:
+            self.done[id(original)] = (original, self._changed(original))  # holds it, so that its id stays its own
+        return self.done[id(original)][1]
+
+    def _changed(self, original: Any) -> Any:
+        program = _compat.open_jaxpr(original)
+        eqns = [self._equation(eqn) for eqn in program.eqns]
+        if all(new is eqn for eqn, new in zip(program.eqns, eqns)):
+            return original
+        rebuilt = _compat.rewritten(program, eqns, list(program.outvars))
+        return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
+
+    def _equation(self, eqn: Any) -> Any:
+        name = _compat.primitive_name(eqn)
+        facts = primitives.of(name)
+        if name == "custom_vjp_call":
+            return _by_its_forward_rule(eqn) or eqn
+        if name == "custom_jvp_call" and _compat.jaxpr_title(eqn.params["call_jaxpr"]).startswith(TITLE):
+            return _called(eqn, eqn.params["call_jaxpr"], 0, 0)
+        if facts.entered and facts.holds not in (Holds.MAPPED, Holds.RULE):
+            return surgery.with_programs(eqn, self.jaxpr)
+        return eqn
+
+
+def _by_its_forward_rule(eqn: Any) -> Any:
+    """Returns the forward rule of a `jax.custom_vjp` as a call; None where it stays as it is."""
+    rule = _compat.custom_rule(eqn)
+    if rule.symbolic_zeros or any(map(varies, eqn.invars)):
+        return None
+    try:
+        traced, _ = rule.trace([jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]])
+    except Exception:  # the user's: JAX says what is wrong with the rule where it is differentiated
+        return None
+    program = _compat.open_jaxpr(traced)
+    if program.effects:
+        return None
+    return _called(eqn, traced, rule.num_consts, len(program.outvars) - len(eqn.outvars))
+
+
+def _called(eqn: Any, closed: Any, skipped: int, first: int) -> Any:
+    """Returns a call of a closed jaxpr in the place of an equation: without the first `skipped` operands, and with the
+    results from the `first` one on.
+    """
+    program, consts = _compat.open_jaxpr(closed), _compat.jaxpr_consts(closed)
+    run = jax.jit(lambda *operands: _compat.eval_jaxpr(program, consts, *operands[skipped:])[first:])
+    traced = _compat.open_jaxpr(jax.make_jaxpr(run)(*(var.aval for var in eqn.invars)))
+    if len(traced.eqns) != 1 or len(traced.eqns[0].invars) != len(eqn.invars):
+        return eqn  # it holds arrays of its own, which have no place in this program
+    return traced.eqns[0].replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def varies(var: Any) -> bool:
+    """Whether an array varies over axes of a `jax.shard_map` that is being traced."""
+    plain = _compat.varying_axes(_compat.shaped_array((), jnp.float32))
+    return _compat.varying_axes(var.aval) not in (None, plain)
