@@ -6,6 +6,7 @@ import bisect
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -112,6 +113,12 @@ class Model:
                 yield self._around([self._kept(a, b, inside) for a, b in several], outside)
             if run > 1:
                 yield self._around([self._nested(a, b) for a, b in several], leanest)
+        if (
+            self.quick
+            and len(self.necks) > 2
+            and set(pairs := list(itertools.pairwise(self.necks))) != set(self.blocks)
+        ):
+            yield self._around([self._bare(a, b) for a, b in pairs], fastest)
         pairs = self.blocks
         for name in BLOCK_PRESETS:
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
@@ -124,6 +131,26 @@ class Model:
     def blocks(self) -> list[tuple[int, int]]:
         """The stages of each block of all series: (first, one after the last)."""
         return [pair for ends in self.series for pair in itertools.pairwise(ends)]
+
+    @functools.cached_property
+    def necks(self) -> list[int]:
+        """The stages at which least crosses, between the first and the last: where blocks in a row begin and end, equal
+        or not. An argument crosses if it is used on both sides: in the first block the residual stream is one.
+        """
+        graph, length = self.graph, self.chain.length
+        crossing = [0] * (length + 1)
+        for value in graph.values:
+            if value.kind == "argument":
+                uses = [place for place, op in enumerate(graph.ops) if value.index in op.inputs]
+                for stage in range(1, length) if uses else ():
+                    if uses[0] < self.places[stage] <= uses[-1]:
+                        crossing[stage] += value.bytes
+        for stage in range(1, length):
+            crossing[stage] += self.chain.output(0, stage, length)
+        levels = [(size, list(level)) for size, level in itertools.groupby(range(1, length), crossing.__getitem__)]
+        sizes = [math.inf, *(size for size, _ in levels), math.inf]
+        least = [level for i, (size, level) in enumerate(levels) if size < min(sizes[i], sizes[i + 2])]
+        return [0, *itertools.chain.from_iterable(least)]
 
     @property
     def is_unlike(self) -> bool:

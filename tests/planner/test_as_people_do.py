@@ -108,6 +108,40 @@ def test_a_plan_at_the_peak_of_a_checkpoint_around_each_block(kind):
         assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def attention(w, x):
+    q, k, v = jnp.split(x.reshape(4, -1, WIDTH) @ w[0], 3, -1)
+    return x + (jax.nn.softmax(q @ k.swapaxes(1, 2) / 8, -1) @ v).reshape(x.shape) @ w[1]
+
+
+def wide(w, x):
+    return x + jax.nn.gelu(x @ w[0]) @ w[1]
+
+
+def chosen(w, x):
+    return lax.cond(jnp.sum(w[0]) > 0, lambda x: x + jnp.tanh(x @ w[0]), lambda x: x * 2, x)
+
+
+PARTS = {attention: ((64, 192), (64, 64)), wide: ((64, 256), (256, 64)), chosen: ((64, 64),)}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "blocks",
+    [(attention, wide), (wide, attention), (chosen, wide)],
+    ids=["attention first", "attention second", "branches"],
+)
+def test_blocks_in_turn_are_blocks_of_their_own(blocks):
+    """Twice each: what repeats is the pair, and a checkpoint around each needs one block's values less."""
+    shaped = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    args = [[shaped(part) for part in PARTS[block]] for block in blocks * 2], shaped((512, WIDTH))
+    by_hand = model(blocks * 2, jax.checkpoint)
+    peak = jaxckpt.measure(jax.value_and_grad(by_hand), *args, target="cpu", generate_code=False).peak_bytes
+    plan = jaxckpt.plan(model(blocks * 2), *args, budget=peak, target="cpu")
+    planned = plan.apply(model(blocks * 2))
+    assert plan.measured_bytes <= peak
+    assert jaxckpt.count_flops(jax.grad(planned), *args) <= 1.001 * jaxckpt.count_flops(jax.grad(by_hand), *args)
+
+
 @jax.custom_vjp
 def sine(w, x):
     return jnp.sin(x @ w)

@@ -120,7 +120,7 @@ def test_what_two_shard_maps_compute_is_one_program():
     """JAX splits a differentiated `jax.shard_map` into two: what the second one computes from the first one's values is
     not written between them. Without the collectives the step takes what it takes on one device.
     """
-    mesh = jax.sharding.AbstractMesh((1,), ("d",))
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     loss = lambda w, x: jnp.sum(jnp.sin(jax.nn.gelu(x @ w) @ w.T))
     mapped = jax.shard_map(lambda w, x: lax.psum(loss(w, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     times = []

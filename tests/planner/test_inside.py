@@ -101,7 +101,7 @@ def test_a_plan_lies_in_the_body_fits_and_recomputes_less_than_each_block(fun, w
 @pytest.mark.compile
 def test_an_action_of_ones_own_keeps_values_of_a_mapped_function():
     wrapped = mapped(unrolled)
-    plan = jaxckpt.plan(wrapped, WS, X, budget="50%", target="cpu", actions=("recompute", "save", HALF))
+    plan = jaxckpt.plan(wrapped, WS, X, budget="45%", target="cpu", actions=("recompute", "save", HALF))
     assert plan.measured_bytes <= plan.budget
     assert any(action == HALF for region in plan.regions for action in region.actions.values())
     assert_trees_close(jax.grad(plan.apply(wrapped))(WS, X), jax.grad(wrapped)(WS, X), rtol=2e-2, atol=1e-3)
@@ -358,7 +358,7 @@ def test_weights_that_all_devices_have_are_planned_for_in_shard_map_as_under_jit
     over = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     plans = {fun: jaxckpt.plan(fun, *args, budget="40%", target=target) for fun in (over, loss)}
     assert all(plan.measured_bytes <= plan.budget for plan in plans.values())
-    assert plans[over].overhead == pytest.approx(plans[loss].overhead, abs=0.05) and plans[over].overhead > 0
+    assert plans[over].overhead == pytest.approx(plans[loss].overhead, abs=0.1) and plans[over].overhead > 0
     graph = trace(jax.value_and_grad(plans[over].apply(over)), *args)
     again = [op for op in graph.walk() if op.primitive in ("remat2", "checkpoint") and op.params["differentiated"]]
     sums = lambda ops: sum(op.primitive == "psum_invariant" for op in ops)
