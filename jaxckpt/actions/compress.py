@@ -141,9 +141,10 @@ class Compress(Action):
         if form.most is None:
             limit = float(jnp.finfo(form.dtype).max)  # rounding takes no number from there to infinity
             return jnp.where(finite, jnp.clip(self._rounded(wide, x), -limit, limit), wide).astype(form.dtype)
-        largest = _in_blocks(jnp.abs(jnp.where(finite, wide, 0)), self.block).max(-1)
+        block = min(self.block, max(x.shape[-1], 1))
+        largest = _in_blocks(jnp.abs(jnp.where(finite, wide, 0)), block).max(-1)
         scales = jnp.clip(largest / form.most, *_scales_from_to(wide.dtype, form.most))
-        scaled = wide / _spread(scales, self.block, x.shape[-1])
+        scaled = wide / _spread(scales, block, x.shape[-1])
         numbers = self._rounded(jnp.clip(scaled, -form.most, form.most), x)
         numbers = jnp.where(finite, jnp.clip(numbers, -form.most, form.most), scaled)
         if not form.uniform:
@@ -180,7 +181,7 @@ class Compress(Action):
         elif form.bits == 8:
             numbers = lax.bitcast_convert_type(numbers, form.dtype)
         numbers = numbers.astype(scales.dtype)
-        return (numbers * _spread(scales, self.block, last)).astype(like.dtype)
+        return (numbers * _spread(scales, min(self.block, max(last, 1)), last)).astype(like.dtype)
 
     def error(self, dtype: Any) -> float:
         """Returns the largest error of a restored number, its rounding to the dtype counted: relative to itself; for
@@ -225,6 +226,7 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     A block is `block` neighbours on the last axis, which `block` need not divide. Its scale takes its largest number to
     the largest of the form; it is a float32 (a float64 for float64). No finite number becomes infinite: with "bfloat16"
     a number beyond its largest (of float64 values, and the last 2^-8 of float32's range) comes back as that one.
+    (Of float64 values, what is below some 1e-38 comes back as 0 with it.)
     Infinities and NaN come back as they are, but as NaN with "float8_e4m3fn", "int8" and "int4"; they do not disturb
     their neighbours. "int8" and "int4" restore numbers near zero as 0, and a relu of 0 passes no gradient: keep its
     mask too. Values that the form does not make smaller are saved as they are: scalars, integers, keys, complex

@@ -366,7 +366,7 @@ def test_an_action_that_puts_a_value_aside_is_refused():
             return ASIDE[-1]
 
     try:
-        with pytest.raises(EffectsError, match=r"encode \(of ASIDE\) must not put traced values.* into ASIDE\[1\]"):
+        with pytest.raises(EffectsError, match=r"encode \(of ASIDE\) must not put traced values.* into ASIDE\[0\]"):
             jax.grad(jaxckpt.checkpoint(loss, policy=Policy({"hidden": Aside()})))(W, X)
     finally:
         del KINDS["aside"]
@@ -476,6 +476,7 @@ def test_an_action_as_text(text, action):
     ("text", "message"),
     [
         ("save(int8)", "with a parameter only if it has one; got 'save\\(int8\\)'"),
+        ("int8", "one of recompute, save.* got 'int8'. Write compress\\('int8'\\)"),
         ("compres(int8)", "one of recompute, save.* got 'compres'. Did you mean 'compress'"),
         ("compress(int9)", "form must be one of .* got 'int9'"),
         ("compress(int8", "one of recompute, save"),

@@ -516,6 +516,11 @@ def test_the_guides_code_prints_what_the_guide_says(capsys):
     assert capsys.readouterr().out.split() == expected.split()
 
 
+def test_a_residual_that_is_an_argument_of_its_rule_is_tagged_before_the_call():
+    with pytest.raises(jaxckpt.UnmatchedTagError, match="'flash/0' matches no tag.*If place 0 of what that rule keeps"):
+        jaxckpt.checkpoint(flash, policy=Policy({"flash/0": SAVE}))(*(inputs().reshape(LENGTH, HEADS, -1),) * 3)
+
+
 @jax.custom_vjp
 def doubled(x, w):
     return 2 * jnp.tanh(x @ w)
