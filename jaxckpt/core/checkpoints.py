@@ -93,7 +93,7 @@ class NamedProgram:
         """
         read: dict[Any, list[Any]] = {}
         for var in surgery.used(eqns):
-            for base in self._bases(var) if var in self.parts and not self._is_whole(var) else ():
+            for base in self._bases(var) if var in self.parts else ():
                 read.setdefault(base, []).append(var)
         size = lambda variables: sum(aval_bytes(var.aval) for var in variables)
         most = [var for base, shown in read.items() if size(shown) >= MUCH * size([base]) for var in shown]
@@ -104,10 +104,6 @@ class NamedProgram:
             most += [var for var in surgery.used([eqn]) if var in self.parts]
         showing = (eqn for place in sorted(self.shown) for eqn in self.groups[place])
         return [*(eqn for eqn in showing if id(eqn) in inside), *eqns]
-
-    def _is_whole(self, var: Any) -> bool:
-        """Whether a view is what it shows, under another type: outside it takes nothing."""
-        return primitives.of(_compat.primitive_name(self.parts[var])).result is Result.SAME
 
     def _bases(self, var: Any) -> set[Any]:
         """Returns the inputs that a view shows a part of."""
@@ -240,13 +236,51 @@ def _part(
     if region is not None and region.regions:
         fun = _stretch(start, stop, region.regions, program, inputs, outputs)
     else:
-        jaxpr = surgery.stretch(program.folded(eqns), inputs, outputs, program.body.jaxpr)
-        fun = functools.partial(surgery.evaluate, jaxpr)
+        fun = _evaluated(program, eqns, inputs, outputs)
     if region is None:
         return fun
+    casts = _casts(program, eqns) if region.tied and region.checkpoint and not region.regions else []
+    if casts:
+        fun = _tied_behind(casts, program, eqns, inputs, outputs)
     fun = checkpointed(fun, region, program.names, program.prevent_cse, waits=region.tied)
+    if casts or not region.tied:
+        return fun
     views = [place for place, var in enumerate(inputs) if var in program.parts]
-    return tied(fun, views) if region.tied else fun
+    return tied(fun, views)
+
+
+def _evaluated(program: NamedProgram, eqns: list[Any], inputs: list[Any], outputs: list[Any]) -> Flat:
+    jaxpr = surgery.stretch(program.folded(eqns), inputs, outputs, program.body.jaxpr)
+    return functools.partial(surgery.evaluate, jaxpr)
+
+
+def _casts(program: NamedProgram, eqns: list[Any]) -> list[Any]:
+    """Returns the views of a region that are what they show, under another type, and the views that these read."""
+    found: list[Any] = []
+    read: set[Any] = set()
+    for eqn in reversed(eqns):
+        if not any(var in program.parts for var in eqn.outvars):
+            continue
+        is_same = primitives.of(_compat.primitive_name(eqn)).result is Result.SAME
+        if is_same or not read.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            read.update(surgery.used([eqn]))
+    return found[::-1]
+
+
+def _tied_behind(
+    casts: list[Any], program: NamedProgram, eqns: list[Any], inputs: list[Any], outputs: list[Any]
+) -> Flat:
+    """Returns the function of a region whose inputs are tied behind casts by which they come to vary over the devices
+    of a `jax.shard_map`. The transpose of a cast is a sum over the devices, for which nothing waits then. The casts
+    are in the checkpoint: outside, what it keeps of a weight would be a copy for each device.
+    """
+    rest = [eqn for eqn in eqns if not any(eqn is cast for cast in casts)]
+    behind = surgery.used(rest)
+    body = _evaluated(program, rest, behind, outputs)
+    parts = [place for place, var in enumerate(behind) if var in program.parts]
+    shown = surgery.stretch(casts, inputs, behind, program.body.jaxpr)
+    return lambda *args: tied(body, parts)(*surgery.evaluate(shown, *args))
 
 
 def _cuts(start: int, stop: int, regions: tuple[Region, ...]) -> list[tuple[int, int, Region | None]]:

@@ -341,8 +341,8 @@ def test_blocks_that_gather_their_weights_from_eight_devices_are_planned(kind):
 
 @pytest.mark.cuda
 def test_weights_that_all_devices_have_are_planned_for_in_shard_map_as_under_jit():
-    """A region's backward pass goes on when its gradients are there, and does not wait for their sum over the devices:
-    that is outside of the region. No plan fitted 60% of the peak when what went on waited for nothing.
+    """A region's backward pass goes on when its gradients are there, and does not wait for their sum over the devices.
+    No plan fitted 60% of the peak when what went on waited for nothing. Nothing keeps a weight for each device.
     """
     target = Target("cuda:h100x8")
     mesh = target.mesh((8,), ("d",))
@@ -361,6 +361,15 @@ def test_weights_that_all_devices_have_are_planned_for_in_shard_map_as_under_jit
     assert plans[over].overhead == pytest.approx(plans[loss].overhead, abs=0.1) and plans[over].overhead > 0
     graph = trace(jax.value_and_grad(plans[over].apply(over)), *args)
     again = [op for op in graph.walk() if op.primitive in ("remat2", "checkpoint") and op.params["differentiated"]]
-    sums = lambda ops: sum(op.primitive == "psum_invariant" for op in ops)
-    assert len(again) >= 3 and sums(graph.walk()) == 17
-    assert sums(op for each in again for body in each.bodies for op in walk(body)) == 0
+    assert len(again) >= 3
+    for each in again:
+        (body,) = each.bodies
+        names = [op.primitive for op in walk(body)]
+        assert "psum_invariant" in names and "optimization_barrier" in names
+        last = len(names) - 1 - names[::-1].index("optimization_barrier")
+        assert "psum_invariant" not in names[:last], "nothing waits for a sum"
+    kept = jaxckpt.residuals(plans[over].apply(over), *args)
+    weights = 8 * 2 * 256 * 1024 * 4
+    assert (
+        sum(each.bytes for each in kept.residuals if each.shape[-1] in (256, 1024) and each.shape[0] < 8192) <= weights
+    )
