@@ -29,26 +29,8 @@ def forward_pass(closed: Any) -> Any:
     return _Forward().jaxpr(closed)
 
 
-class _Forward:
-    """Does each inner jaxpr once, so that what was shared stays shared."""
-
-    def __init__(self) -> None:
-        self.done: dict[int, tuple[Any, Any]] = {}
-
-    def jaxpr(self, original: Any) -> Any:
-        if id(original) not in self.done:
-            self.done[id(original)] = (original, self._changed(original))  # holds it, so that its id stays its own
-        return self.done[id(original)][1]
-
-    def _changed(self, original: Any) -> Any:
-        program = _compat.open_jaxpr(original)
-        eqns = [self._equation(eqn) for eqn in program.eqns]
-        if all(new is eqn for eqn, new in zip(program.eqns, eqns)):
-            return original
-        rebuilt = _compat.rewritten(program, eqns, list(program.outvars))
-        return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
-
-    def _equation(self, eqn: Any) -> Any:
+class _Forward(surgery.Rewriter):
+    def equation(self, eqn: Any) -> Any:
         name = _compat.primitive_name(eqn)
         facts = primitives.of(name)
         if name == "custom_vjp_call":

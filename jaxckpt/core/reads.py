@@ -56,18 +56,8 @@ def redirect(closed: Any) -> Any:
     return _Redirect().jaxpr(closed)
 
 
-class _Redirect:
-    """Does each inner jaxpr once, so that what was shared stays shared."""
-
-    def __init__(self) -> None:
-        self.done: dict[int, tuple[Any, Any]] = {}
-
-    def jaxpr(self, original: Any) -> Any:
-        if id(original) not in self.done:
-            self.done[id(original)] = (original, self._redirected(original))  # holds it, so that its id stays its own
-        return self.done[id(original)][1]
-
-    def _redirected(self, original: Any) -> Any:
+class _Redirect(surgery.Rewriter):
+    def program(self, original: Any) -> Any:
         opened = _compat.open_jaxpr(original)
         names = _names(opened.eqns)
         inside = {id(eqn): self._inside(eqn) for eqn in opened.eqns}

@@ -91,27 +91,12 @@ def opened(closed: Any, calls: Calls) -> Any:
     return _Opener(calls).jaxpr(closed)
 
 
-class _Opener:
-    """Opens each inner jaxpr once, so that what was shared stays shared."""
-
+class _Opener(surgery.Rewriter):
     def __init__(self, calls: Calls) -> None:
+        super().__init__()
         self.calls = calls
-        self.done: dict[int, tuple[Any, Any]] = {}
 
-    def jaxpr(self, original: Any) -> Any:
-        if id(original) not in self.done:
-            self.done[id(original)] = (original, self._opened(original))  # holds it, so that its id stays its own
-        return self.done[id(original)][1]
-
-    def _opened(self, original: Any) -> Any:
-        program = _compat.open_jaxpr(original)
-        eqns = [self._equation(eqn) for eqn in program.eqns]
-        if all(new is eqn for eqn, new in zip(program.eqns, eqns)):
-            return original
-        rebuilt = _compat.rewritten(program, eqns, list(program.outvars))
-        return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
-
-    def _equation(self, eqn: Any) -> Any:
+    def equation(self, eqn: Any) -> Any:
         name = _compat.primitive_name(eqn)
         facts = primitives.of(name)
         if name == PRIMITIVE:

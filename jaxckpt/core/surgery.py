@@ -55,6 +55,34 @@ def with_programs(eqn: Any, change: Callable[[Any], Any]) -> Any:
     return _compat.replace_params(eqn, **changes) if changes else eqn
 
 
+class Rewriter:
+    """Changes a closed jaxpr and those in it, each once, so that what was shared stays shared. A subclass defines
+    `equation`, or `program` where more than single equations change.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def jaxpr(self, original: Any) -> Any:
+        """Returns the closed jaxpr, changed; itself where nothing changes."""
+        if id(original) not in self._done:
+            self._done[id(original)] = (original, self.program(original))  # holds it, so that its id stays its own
+        return self._done[id(original)][1]
+
+    def program(self, original: Any) -> Any:
+        """Returns a closed jaxpr with each equation changed."""
+        program = _compat.open_jaxpr(original)
+        eqns = [self.equation(eqn) for eqn in program.eqns]
+        if all(new is eqn for eqn, new in zip(program.eqns, eqns)):
+            return original
+        rebuilt = _compat.rewritten(program, eqns, list(program.outvars))
+        return _compat.like(original, rebuilt, _compat.jaxpr_consts(original))
+
+    def equation(self, eqn: Any) -> Any:
+        """Returns an equation, changed; itself where it stays."""
+        return eqn
+
+
 def used(eqns: Sequence[Any]) -> list[Any]:
     """Returns the variables that equations read and none of them makes, in the order of their first use."""
     made = {var for eqn in eqns for var in eqn.outvars}
