@@ -354,12 +354,10 @@ class Layers:
       arrays: what is kept.
       shapes: of each part, the types of the arrays that it was given, and the structure of what it made of each; None
         for one that it left as it was.
-      rows: of each array that is kept without its rows, the numbers in a row; 0 for the others.
     """
 
     arrays: list[Any]
     shapes: tuple[tuple[tuple[Any, Any], ...], ...] = field(metadata={"static": True})
-    rows: tuple[int, ...] = field(metadata={"static": True})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -450,13 +448,11 @@ class Composed(Action):
                 each.append((kind, tree))
             arrays = made
             shapes.append(tuple(each))
-        rows = tuple(x.shape[-1] if self.on_host and _is_padded(x, arrays) else 0 for x in arrays)
-        flat = [x.reshape(*x.shape[:-2], -1) if row else x for x, row in zip(arrays, rows)]
-        return Layers(flat, tuple(shapes), rows)
+        return Layers(arrays, tuple(shapes))
 
     def decode(self, stored: Any, like: Any) -> Any:
         """Returns the array, all parts undone from the last to the first."""
-        arrays = [x.reshape(*x.shape[:-1], -1, row) if row else x for x, row in zip(stored.arrays, stored.rows)]
+        arrays = stored.arrays
         for number, part in reversed(tuple(enumerate(self._changing))):
             left, given = iter(arrays), []
             for kind, tree in stored.shapes[number]:
@@ -493,20 +489,6 @@ def composed(actions: Iterable[Action]) -> Action:
         _check_order(flat)
     plain = [part for part in flat if not part.keeps or part.changes or part.on_host]
     return (plain or flat)[0] if len(plain) < 2 else Composed(tuple(plain))
-
-
-LANES = 128
-"""Numbers to which a TPU's compiler pads each row of an array in memory."""
-
-
-def _is_padded(x: jax.Array, beside: Iterable[jax.Array]) -> bool:
-    """Returns whether a TPU pads the rows of an array on the host, and one may keep it without rows: it is small beside
-    the others, and no explicit axis distributes rows or columns. Scales, 32 of them in a row, took four times their
-    bytes there.
-    """
-    if x.ndim < 2 or x.shape[-1] >= LANES or 8 * _bytes(x) > max(map(_bytes, beside)):
-        return False
-    return not any(tuple(jax.typeof(x).sharding.spec)[x.ndim - 2 :])
 
 
 def _kept_by(part: Action, arrays: Iterable[Array]) -> list[Array]:

@@ -361,16 +361,18 @@ def _spread(scales: jax.Array, block: int, last: int) -> jax.Array:
 
 
 def _packed(whole: jax.Array) -> jax.Array:
-    """Returns (..., half of the last axis) bytes of integers from -8 to 7: the second half in the high bits."""
-    half = math.ceil(whole.shape[-1] / 2)
-    low, high = whole[..., :half], whole[..., half:]
-    if high.shape[-1] < half:
-        high = jnp.pad(high, [(0, 0)] * (whole.ndim - 1) + [(0, 1)])
-    return (low.astype(jnp.uint8) & 15) | (high.astype(jnp.uint8) << 4)
+    """Returns (..., half of the last axis) bytes of integers from -8 to 7. Neighbours share a byte, the second one in
+    the high bits: so each device packs its part of an axis that several have.
+    """
+    *outer, last = whole.shape
+    if last % 2:
+        whole = jnp.pad(whole, [(0, 0)] * len(outer) + [(0, 1)])
+    pairs = whole.reshape(*outer, math.ceil(last / 2), 2).astype(jnp.uint8)
+    return (pairs[..., 0] & 15) | (pairs[..., 1] << 4)
 
 
 def _unpacked(packed: jax.Array, last: int) -> jax.Array:
     """The inverse of `_packed`, of an axis of `last` numbers; elementwise, so that it fuses with what reads it."""
-    nibbles = packed[..., None, :] >> jnp.array([[0], [4]], jnp.uint8)
+    nibbles = packed[..., None] >> jnp.array([0, 4], jnp.uint8)
     signed = ((nibbles & 15).astype(jnp.int8) ^ 8) - 8
     return signed.reshape(*packed.shape[:-1], 2 * packed.shape[-1])[..., :last]

@@ -273,7 +273,7 @@ class _Storing:
                 else:
                     assert kept is not None, "the forward pass kept what is marked"
                     there = self._fetched(kept[name]) if action.on_host else kept[name]
-                    restored = _checked(action, action.decode(there, value.aval), value.aval)
+                    restored = _checked(action, action.decode(_unfolded(there), value.aval), value.aval)
                     if value in layouts:
                         (restored,) = surgery.run(layouts[value], jaxpr.debug_info, [restored])
                     env[eqn.outvars[0]] = restored
@@ -519,7 +519,70 @@ def _encoded(action: Action, x: Any) -> Any:
         )
     if kept is None or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(kept)):
         raise ArgumentError("encode", f"a function that returns arrays, as {action!r} keeps them", kept)
-    return kept
+    return _folded(kept)
+
+
+LANES = 128
+"""Numbers to which a TPU's compiler pads each row of an array in memory."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Folded:
+    """What an action keeps, with several rows in one where an array is small beside the others and its rows are short.
+    A TPU pads rows: scales, 32 of them in a row, would take four times their bytes in HBM, on the chip and on the host.
+    To exchange axes does not help, as the compiler lays out what it gets as it was before.
+
+    Attributes:
+      kept: as of `Action.encode`, but for the rows.
+      rows: of each array, how many rows are one.
+    """
+
+    kept: Any
+    rows: tuple[int, ...] = field(metadata={"static": True})
+
+
+def _folded(kept: Any) -> _Folded:
+    leaves, tree = jax.tree.flatten(kept)
+    rows = tuple(_rows_in_one(x, leaves) for x in leaves)
+    return _Folded(jax.tree.unflatten(tree, [_fold(x, count) for x, count in zip(leaves, rows)]), rows)
+
+
+def _unfolded(folded: _Folded) -> Any:
+    leaves, tree = jax.tree.flatten(folded.kept)
+    return jax.tree.unflatten(tree, [_unfold(x, count) for x, count in zip(leaves, folded.rows)])
+
+
+def _fold(x: Any, rows: int) -> Any:
+    """Returns an array with so many rows in one. Neighbours in a column become neighbours in a row: what divides rows
+    or columns over devices goes on to do so.
+    """
+    if rows == 1:
+        return x
+    *outer, height, width = x.shape
+    apart = x.reshape(*outer, height // rows, rows, width)
+    return jnp.swapaxes(apart, -1, -2).reshape(*outer, height // rows, width * rows)
+
+
+def _unfold(x: Any, rows: int) -> Any:
+    """The inverse of `_fold`."""
+    if rows == 1:
+        return x
+    *outer, height, width = x.shape
+    apart = x.reshape(*outer, height, width // rows, rows)
+    return jnp.swapaxes(apart, -1, -2).reshape(*outer, height * rows, width // rows)
+
+
+def _rows_in_one(x: Any, beside: Sequence[Any]) -> int:
+    """Returns how many rows of an array are kept as one. Explicit axes that distribute rows or columns forbid it."""
+    bytes_of = lambda x: x.size * x.dtype.itemsize
+    if x.ndim < 2 or not 0 < x.shape[-1] < LANES or 8 * bytes_of(x) > max(map(bytes_of, beside)):
+        return 1
+    if any(tuple(jax.typeof(x).sharding.spec)[x.ndim - 2 :]):
+        return 1
+    height, width = x.shape[-2:]
+    fitting = [rows for rows in range(1, min(height, LANES) + 1) if height % rows == 0]
+    return min(fitting, key=lambda rows: height // rows * -(-width * rows // LANES), default=1)
 
 
 def _checked(action: Action, value: Any, like: Any) -> Any:
