@@ -24,7 +24,7 @@ def forward_pass(closed: Any) -> Any:
     """Returns the closed jaxpr with the forward rule of each `jax.custom_vjp` in its place, in loops, branches and
     calls too; itself where it has none.
 
-    Rules with `symbolic_zeros`, and those inside of a `jax.shard_map`, stay as they are: see `core/rules.py`.
+    Rules with `symbolic_zeros` stay as they are: see `core/rules.py`.
     """
     return _Forward().jaxpr(closed)
 
@@ -37,15 +37,37 @@ class _Forward(surgery.Rewriter):
             return _by_its_forward_rule(eqn) or eqn
         if name == "custom_jvp_call" and _compat.jaxpr_title(eqn.params["call_jaxpr"]).startswith(TITLE):
             return _called(eqn, eqn.params["call_jaxpr"], 0, 0)
-        if facts.entered and facts.holds not in (Holds.MAPPED, Holds.RULE):
+        if facts.holds is Holds.MAPPED:
+            # A forward rule is traced where the axes are those of a device.
+            return (
+                eqn if not has_rules(eqn) else _compat.run_mapped(eqn, lambda: surgery.with_programs(eqn, self.jaxpr))
+            )
+        if facts.entered and facts.holds is not Holds.RULE:
             return surgery.with_programs(eqn, self.jaxpr)
         return eqn
+
+
+def has_rules(eqn: Any) -> bool:
+    """Whether a program of an equation calls a function with a custom rule for reverse mode."""
+    seen: set[int] = set()
+    waiting = [eqn]
+    while waiting:
+        for program in map(_compat.open_jaxpr, surgery.programs(waiting.pop())):
+            if id(program) in seen:  # calls share programs
+                continue
+            seen.add(id(program))
+            waiting += program.eqns
+            for each in program.eqns:
+                title = _compat.jaxpr_title(each.params["call_jaxpr"]) if "call_jaxpr" in each.params else ""
+                if _compat.primitive_name(each) == "custom_vjp_call" or title.startswith(TITLE):
+                    return True
+    return False
 
 
 def _by_its_forward_rule(eqn: Any) -> Any:
     """Returns the forward rule of a `jax.custom_vjp` as a call; None where it stays as it is."""
     rule = _compat.custom_rule(eqn)
-    if rule.symbolic_zeros or any(map(varies, eqn.invars)):
+    if rule.symbolic_zeros:
         return None
     try:
         traced, _ = rule.trace([jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]])
@@ -67,9 +89,3 @@ def _called(eqn: Any, closed: Any, skipped: int, first: int) -> Any:
     if len(traced.eqns) != 1 or len(traced.eqns[0].invars) != len(eqn.invars):
         return eqn  # it holds arrays of its own, which have no place in this program
     return traced.eqns[0].replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-
-
-def varies(var: Any) -> bool:
-    """Whether an array varies over axes of a `jax.shard_map` that is being traced."""
-    plain = _compat.varying_axes(_compat.shaped_array((), jnp.float32))
-    return _compat.varying_axes(var.aval) not in (None, plain)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.finish import finished, finished_program
-from jaxckpt.core.forward import TITLE, varies
+from jaxckpt.core.forward import TITLE, has_rules
 from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
 
@@ -42,7 +42,8 @@ class Rule:
 
     Attributes:
       name: of the user's function.
-      results: how many results the rule has; those after them are residuals and tagged values.
+      results: how many results the rule has; those after them are residuals, tagged values, and values that are dear
+        to compute, such as the results of matmuls.
       shape: how many operands and results the equation has. JAX may leave some out; what is left is no opened rule.
       residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a
         result's place).
@@ -101,9 +102,10 @@ class _Opener(surgery.Rewriter):
         facts = primitives.of(name)
         if name == PRIMITIVE:
             new = _open(eqn) or eqn
+        elif facts.holds is Holds.MAPPED and has_rules(eqn):
+            # A forward rule is traced where the axes are those of a device.
+            new = _compat.run_mapped(eqn, lambda: surgery.with_programs(eqn, self.jaxpr))
         elif facts.entered and facts.holds is not Holds.MAPPED:
-            # Not in a jax.shard_map: a forward rule is traced outside of the mesh, where its values do not vary over
-            # its axes.
             new = surgery.with_programs(eqn, self.jaxpr)
         else:
             return eqn
@@ -117,26 +119,29 @@ class _Forward:
     """A forward rule, traced.
 
     Attributes:
-      program: closed jaxpr of (operands) -> (results, residuals that are new, tagged values that are new).
+      program: closed jaxpr of (operands) -> (results, residuals that are new, tagged values that are new, other values
+        that are dear to compute).
       kept: for each leaf of the residuals: ("in", operand's place) or ("out", place among the program's results).
       results: how many results the user's function has.
       tags: as of `Rule`.
+      named: how many of the program's results come before the values that are dear to compute.
     """
 
     program: Any
     kept: tuple[tuple[str, int], ...]
     results: int
     tags: tuple[tuple[int, str], ...]
+    named: int
 
 
 def _open(eqn: Any) -> Any:
     """Returns the equation that stands in a rule's place; None where the forward rule stays closed.
 
-    That is so where it has effects, or arrays of its own; inside a `jax.shard_map`; and with `symbolic_zeros=True`:
-    what such a rule keeps depends on what is differentiated, and JAX remembers only what the last trace of it kept.
+    That is so where it has effects, or arrays of its own, and with `symbolic_zeros=True`: what such a rule keeps
+    depends on what is differentiated, and JAX remembers only what the last trace of it kept.
     """
     rule = _compat.custom_rule(finished(eqn))
-    if rule.symbolic_zeros or any(map(varies, eqn.invars)):
+    if rule.symbolic_zeros:
         return None
     flags = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[rule.num_consts :]]
     try:
@@ -159,7 +164,7 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
         made = _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
         # What is cut out of a kernel's result would be cut out where it is first used, in the backward pass. A TPU pads
         # the last axis to 128: the result, such as a logsumexp with an axis of one element, may be far larger.
-        return list(jax.lax.optimization_barrier(made)) if kernel else made
+        return [*jax.lax.optimization_barrier(made[: forward.named]), *made[forward.named :]] if kernel else made
 
     run.__name__ = run.__qualname__ = title
     made = jax.custom_jvp(run)
@@ -232,8 +237,14 @@ def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence
         tag = _compat.equation_name(each)
         if tag is not None and not isinstance(each.invars[0], _compat.Literal) and each.invars[0] not in inputs:
             tags.append((place_of(each.outvars[0]), tag))
+    named = len(outvars)
+    for each in program.eqns:
+        if primitives.of(_compat.primitive_name(each)).dear:
+            for var in each.outvars:
+                if not isinstance(var, _compat.DropVar):
+                    place_of(var)
     rebuilt = _compat.rewritten(program, list(program.eqns), outvars)
-    return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags))
+    return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags), named)
 
 
 def _tags(program: Any) -> Iterator[str]:

@@ -6,7 +6,6 @@ import bisect
 import collections
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -72,8 +71,9 @@ class Model:
       active: the values that a derivative goes through.
       series: the blocks of the function, in each series of equal ones the stages at which they begin, and the last
         ends; see `stages.series`.
-      presets: (start, stop) of a block -> name of a policy of `policies.PRESETS` -> number of the candidate that keeps
-        what it keeps.
+      necks: as of `stages.necks`, if blocks between these are others than those of `series`, in a `quick` program.
+      presets: (start, stop) of a block, or of what is between two necks -> name of a policy of `policies.PRESETS` ->
+        number of the candidate that keeps what it keeps.
       pools_apart: as of `Plan`.
     """
 
@@ -87,6 +87,7 @@ class Model:
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
     series: tuple[tuple[int, ...], ...] = ()
+    necks: tuple[int, ...] = ()
     presets: Mapping[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
@@ -113,14 +114,10 @@ class Model:
                 yield self._around([self._kept(a, b, inside) for a, b in several], outside)
             if run > 1:
                 yield self._around([self._nested(a, b) for a, b in several], leanest)
-        if (
-            self.quick
-            and len(self.necks) > 2
-            and set(pairs := list(itertools.pairwise(self.necks))) != set(self.blocks)
-        ):
-            yield self._around([self._bare(a, b) for a, b in pairs], fastest)
-        pairs = self.blocks
-        for name in BLOCK_PRESETS:
+        between = list(itertools.pairwise(self.necks))
+        if between:
+            yield self._around([self._bare(a, b) for a, b in between], fastest)
+        for pairs, name in itertools.product((self.blocks, between), BLOCK_PRESETS):
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
                 yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
         if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
@@ -131,26 +128,6 @@ class Model:
     def blocks(self) -> list[tuple[int, int]]:
         """The stages of each block of all series: (first, one after the last)."""
         return [pair for ends in self.series for pair in itertools.pairwise(ends)]
-
-    @functools.cached_property
-    def necks(self) -> list[int]:
-        """The stages at which least crosses, between the first and the last: where blocks in a row begin and end, equal
-        or not. An argument crosses if it is used on both sides: in the first block the residual stream is one.
-        """
-        graph, length = self.graph, self.chain.length
-        crossing = [0] * (length + 1)
-        for value in graph.values:
-            if value.kind == "argument":
-                uses = [place for place, op in enumerate(graph.ops) if value.index in op.inputs]
-                for stage in range(1, length) if uses else ():
-                    if uses[0] < self.places[stage] <= uses[-1]:
-                        crossing[stage] += value.bytes
-        for stage in range(1, length):
-            crossing[stage] += self.chain.output(0, stage, length)
-        levels = [(size, list(level)) for size, level in itertools.groupby(range(1, length), crossing.__getitem__)]
-        sizes = [math.inf, *(size for size, _ in levels), math.inf]
-        least = [level for i, (size, level) in enumerate(levels) if size < min(sizes[i], sizes[i + 2])]
-        return [0, *itertools.chain.from_iterable(least)]
 
     @property
     def is_unlike(self) -> bool:
@@ -448,7 +425,9 @@ class _Builder:
         carried = self._carried(places)
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
-        self.blocks = {(places[s], places[t]) for ends in self.series for s, t in itertools.pairwise(ends)}
+        self.necks = self._necks(places)
+        rows = (*self.series, self.necks)
+        self.blocks = {(places[s], places[t]) for ends in rows for s, t in itertools.pairwise(ends)}
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
@@ -466,6 +445,7 @@ class _Builder:
             shards=self.context.shards,
             loops=self.loops,
             series=self.series,
+            necks=self.necks,
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
@@ -473,6 +453,12 @@ class _Builder:
             active=frozenset(self.active),
             pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
+
+    def _necks(self, places: Sequence[int]) -> tuple[int, ...]:
+        """Returns the necks where these are the ends of other blocks than `series` has; of a quick program."""
+        found = stages.necks(self.graph, places) if self.context.quick else ()
+        pairs = {pair for ends in self.series for pair in itertools.pairwise(ends)}
+        return () if len(found) < 3 or set(itertools.pairwise(found)) == pairs else found
 
     def _with_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
         """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
@@ -648,7 +634,8 @@ class _Builder:
                 break
             known |= new.keys()
             ends += here
-        return ends
+        between = [pair for pair in itertools.pairwise(self.necks) if pair not in ends]
+        return [*ends, *(pair for pair in between if self._may_join(places, *pair))]
 
     def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:
         """Whether stages may be one region: a scan stays alone."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,27 @@ def crossing(graph: Graph) -> list[int]:
         at += step
         live.append(at)
     return live
+
+
+def necks(graph: Graph, places: Sequence[int]) -> tuple[int, ...]:
+    """Returns the stages at which least crosses, between the first and the last: where blocks in a row begin and end,
+    equal or not. An argument crosses if it is used on both sides: in the first block the residual stream is one.
+
+    Args:
+      places: where stages begin and end.
+    """
+    live, inner = crossing(graph), range(1, len(places) - 1)
+    across = [live[place] for place in places]
+    for value in graph.values:
+        if value.kind == "argument":
+            uses = [place for place, op in enumerate(graph.ops) if value.index in op.inputs]
+            for stage in inner if uses else ():
+                if uses[0] < places[stage] <= uses[-1]:
+                    across[stage] += value.bytes
+    levels = [(size, list(level)) for size, level in itertools.groupby(inner, across.__getitem__)]
+    sizes = [math.inf, *(size for size, _ in levels), math.inf]
+    least = [level for i, (size, level) in enumerate(levels) if size < min(sizes[i], sizes[i + 2])]
+    return (0, *itertools.chain.from_iterable(least))
 
 
 def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, finer: bool = False) -> list[int]:
