@@ -130,6 +130,11 @@ class Model:
         return [pair for ends in self.series for pair in itertools.pairwise(ends)]
 
     @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The ends of blocks that follow one another: of each series, and the necks."""
+        return (*self.series, self.necks)
+
+    @property
     def is_unlike(self) -> bool:
         """Whether at most two blocks are repetitions of one another."""
         return max(map(len, self.series), default=0) <= 3
@@ -232,12 +237,12 @@ class Model:
         return replace(made, regions=tuple(map(_untied, made.regions)))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        if not isinstance(item, Keep) or item.left or any(item.start in ends[:-1] for ends in self.series):
+        if not isinstance(item, Keep) or item.left or any(item.start in ends[:-1] for ends in self.rows):
             return True
         return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
 
     def _is_block(self, item: Keep | Drop) -> bool:
-        return isinstance(item, Keep) and any({item.start, item.stop} <= set(ends) for ends in self.series)
+        return isinstance(item, Keep) and any({item.start, item.stop} <= set(ends) for ends in self.rows)
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
         candidates = self.chain.segment(start, stop).candidates
@@ -426,8 +431,7 @@ class _Builder:
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
         self.necks = self._necks(places)
-        rows = (*self.series, self.necks)
-        self.blocks = {(places[s], places[t]) for ends in rows for s, t in itertools.pairwise(ends)}
+        self.blocks = {(places[s], places[t]) for ends in (*self.series, self.necks) for s, t in itertools.pairwise(ends)}
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
