@@ -249,6 +249,12 @@ FLOORS = 3
 """Where no plan fits, this many checkpoints as people place them are compiled beside the plan that needs least by the
 model. No measurement is on record."""
 
+NECKS = 3
+"""Ways in which blocks of a program of `QUICK` are cut at most, by how much crosses between them. Judged by random
+programs of two to five unlike blocks, on a CPU: where blocks begin with small results, such as those of a router, the
+stages at which less crosses than on either side are no ends of blocks. Each way is eight traces of the step.
+"""
+
 FEW_STAGES = 8
 """A program of `QUICK` with at most two equal blocks, of at most so many stages, has no plan only after a checkpoint
 around each run of stages was compiled, all else left to JAX. Judged by random programs of three to five unlike blocks,

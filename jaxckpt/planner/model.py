@@ -71,7 +71,7 @@ class Model:
       active: the values that a derivative goes through.
       series: the blocks of the function, in each series of equal ones the stages at which they begin, and the last
         ends; see `stages.series`.
-      necks: as of `stages.necks`, if blocks between these are others than those of `series`, in a `quick` program.
+      necks: as of `stages.necks`, those between which blocks are others than those of `series`, in a `quick` program.
       presets: (start, stop) of a block, or of what is between two necks -> name of a policy of `policies.PRESETS` ->
         number of the candidate that keeps what it keeps.
       pools_apart: as of `Plan`.
@@ -87,7 +87,7 @@ class Model:
     shards: Shards = WHOLE
     loops: frozenset[int] = frozenset()
     series: tuple[tuple[int, ...], ...] = ()
-    necks: tuple[int, ...] = ()
+    necks: tuple[tuple[int, ...], ...] = ()
     presets: Mapping[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
@@ -114,10 +114,10 @@ class Model:
                 yield self._around([self._kept(a, b, inside) for a, b in several], outside)
             if run > 1:
                 yield self._around([self._nested(a, b) for a, b in several], leanest)
-        between = list(itertools.pairwise(self.necks))
-        if between:
-            yield self._around([self._bare(a, b) for a, b in between], fastest)
-        for pairs, name in itertools.product((self.blocks, between), BLOCK_PRESETS):
+        between = [list(itertools.pairwise(ends)) for ends in self.necks]
+        for pairs in between:
+            yield self._around([self._bare(a, b) for a, b in pairs], fastest)
+        for pairs, name in itertools.product((self.blocks, *between), BLOCK_PRESETS):
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
                 yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
         if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
@@ -128,11 +128,6 @@ class Model:
     def blocks(self) -> list[tuple[int, int]]:
         """The stages of each block of all series: (first, one after the last)."""
         return [pair for ends in self.series for pair in itertools.pairwise(ends)]
-
-    @property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """The ends of blocks that follow one another: of each series, and the necks."""
-        return (*self.series, self.necks)
 
     @property
     def is_unlike(self) -> bool:
@@ -237,12 +232,17 @@ class Model:
         return replace(made, regions=tuple(map(_untied, made.regions)))
 
     def _is_made(self, item: Keep | Drop) -> bool:
-        if not isinstance(item, Keep) or item.left or any(item.start in ends[:-1] for ends in self.rows):
+        if not isinstance(item, Keep) or item.left or any(item.start in ends[:-1] for ends in self.series):
             return True
-        return self.chain.candidate(item).time > SLIGHT * self.chain.segment(item.start, item.stop).forward_time
+        slight = SLIGHT * self.chain.segment(item.start, item.stop).forward_time
+        return self._is_block(item) or self.chain.candidate(item).time > slight
 
     def _is_block(self, item: Keep | Drop) -> bool:
-        return isinstance(item, Keep) and any({item.start, item.stop} <= set(ends) for ends in self.rows)
+        """Whether stages are a block of a series, or several operations between two necks."""
+        within = lambda rows: any({item.start, item.stop} <= set(ends) for ends in rows)
+        if not isinstance(item, Keep) or item.left:
+            return False
+        return within(self.series) or (within(self.necks) and self.places[item.stop] > self.places[item.start] + 1)
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
         candidates = self.chain.segment(start, stop).candidates
@@ -431,7 +431,9 @@ class _Builder:
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
         self.necks = self._necks(places)
-        self.blocks = {(places[s], places[t]) for ends in (*self.series, self.necks) for s, t in itertools.pairwise(ends)}
+        self.blocks = {
+            (places[s], places[t]) for ends in (*self.series, *self.necks) for s, t in itertools.pairwise(ends)
+        }
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
@@ -458,11 +460,11 @@ class _Builder:
             pools_apart=FUSING[self.context.target.platform].shares_zeros and pooling.is_in(graph),
         )
 
-    def _necks(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Returns the necks where these are the ends of other blocks than `series` has; of a quick program."""
+    def _necks(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Returns the necks of a quick program, those that are the ends of other blocks than `series` has."""
         found = stages.necks(self.graph, places) if self.context.quick else ()
-        pairs = {pair for ends in self.series for pair in itertools.pairwise(ends)}
-        return () if len(found) < 3 or set(itertools.pairwise(found)) == pairs else found
+        known = {pair for ends in self.series for pair in itertools.pairwise(ends)}
+        return tuple(ends for ends in found if set(itertools.pairwise(ends)) != known)
 
     def _with_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
         """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
@@ -638,7 +640,8 @@ class _Builder:
                 break
             known |= new.keys()
             ends += here
-        between = [pair for pair in itertools.pairwise(self.necks) if pair not in ends]
+        pairs = dict.fromkeys(pair for each in self.necks for pair in itertools.pairwise(each))
+        between = [pair for pair in pairs if pair not in ends]
         return [*ends, *(pair for pair in between if self._may_join(places, *pair))]
 
     def _may_join(self, places: Sequence[int], s: int, t: int) -> bool:

@@ -227,8 +227,8 @@ class Problem(Tileable):
     Attributes:
       other: makes the problem of another body, for budgets that no plan of this one fits: of the whole function, or of
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
-      finer: makes the problem of a small program with at most two equal blocks in finer stages, for budgets that no
-        plan fits. None of other programs.
+      finer: makes the problem of a small program with at most two equal blocks in finer stages, which is searched too.
+        None of other programs.
       saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
         predict. None where there are no others.
       tiled: plans with tiles, where they are wanted.
@@ -268,8 +268,8 @@ class Problem(Tileable):
 
     def best(self, within: Within) -> Plan:
         """Returns the cheapest plan of this problem, and of `other` where none fits. A plan that only saves and
-        recomputes is allowed under every list of actions, so `saving` is searched too, and the faster of the two plans
-        is returned.
+        recomputes is allowed under every list of actions, so `saving` is searched too; so is `finer`. The fastest of
+        these plans is returned.
         """
         found: list[tuple[float, Plan]] = []
         errors: list[InfeasibleBudgetError] = []
@@ -288,9 +288,10 @@ class Problem(Tileable):
             look(self._shared(self.other()))
         if self.saving is not None and not any(effort == 0.0 for effort, _ in found):
             look(self._shared(self.saving()))
-        if self.finer is not None and within.verify and within.thorough and not found:
+        recomputes = not any(effort == 0.0 for effort, _ in found)
+        if self.finer is not None and within.verify and within.thorough and recomputes:
             finer = self._shared(self.finer())
-            if finer.model.places != self.model.places or finer.model.chain.length <= FEW_STAGES:
+            if finer.model.places != self.model.places or (not found and finer.model.chain.length <= FEW_STAGES):
                 look(finer)
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)

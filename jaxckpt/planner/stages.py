@@ -32,6 +32,7 @@ from jaxckpt.core.constants import (
     MORE_REPEATED,
     MOST_STAGES,
     NEARLY,
+    NECKS,
     PERIODS,
     REPEATED,
     ROUGH,
@@ -107,9 +108,11 @@ def crossing(graph: Graph) -> list[int]:
     return live
 
 
-def necks(graph: Graph, places: Sequence[int]) -> tuple[int, ...]:
-    """Returns the stages at which least crosses, between the first and the last: where blocks in a row begin and end,
-    equal or not. An argument crosses if it is used on both sides: in the first block the residual stream is one.
+def necks(graph: Graph, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns where blocks in a row may begin and end, equal or not, as stages from 0 on, in several ways: the stages
+    at which less crosses than on either side, those at which least crosses, and those at which a little more does; each
+    without and with all that follows as the last block. An argument crosses if it is used on both sides: in the first
+    block the residual stream is one.
 
     Args:
       places: where stages begin and end.
@@ -124,20 +127,24 @@ def necks(graph: Graph, places: Sequence[int]) -> tuple[int, ...]:
                     across[stage] += value.bytes
     levels = [(size, list(level)) for size, level in itertools.groupby(inner, across.__getitem__)]
     sizes = [math.inf, *(size for size, _ in levels), math.inf]
-    least = [level for i, (size, level) in enumerate(levels) if size < min(sizes[i], sizes[i + 2])]
-    return (0, *itertools.chain.from_iterable(least))
+    local = [level for i, (size, level) in enumerate(levels) if size < min(sizes[i], sizes[i + 2])]
+    most = sorted({across[stage] for stage in inner})
+    below = ([stage for stage in inner if across[stage] <= size] for size in most)
+    ways = dict.fromkeys((0, *ends) for ends in (list(itertools.chain.from_iterable(local)), *below) if ends)
+    several = [ends for ends in ways if len(ends) > 2][:NECKS]
+    return tuple(each for ends in several for each in (ends, (*ends, len(places) - 1)))
 
 
 def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, finer: bool = False) -> list[int]:
     """Returns where the stages begin and end: 0, ..., len(graph.ops); `blocks` as of `repeats` are among them.
 
-    If the blocks are `unlike`, nothing says where one ends, so there are cuts at either end of where least crosses; and
-    if it is to be `finer`, where it may end besides, as long as there are few stages.
+    If the blocks are `unlike`, nothing says where one ends, so there are cuts at either end of where least crosses, and
+    where the last block ends; and if it is to be `finer`, where it may end besides, as long as there are few stages.
     """
     live = crossing(graph)
     narrow = _narrow(live, gaps(graph, live, blocks))
     if unlike and len(narrow) <= UNLIKE:
-        narrow += _narrow(live, gaps(graph, live, last=True))
+        narrow += [*_narrow(live, gaps(graph, live, last=True)), *_end_of_last(graph, live)]
     if unlike and finer and len({*narrow, *(more := _finer(graph, live, narrow))}) < FEW_STAGES:
         narrow += more
     ends = [end for place in loops(graph) for end in (place, place + 1)]
@@ -151,6 +158,18 @@ def _finer(graph: Graph, live: Sequence[int], narrow: Sequence[int]) -> list[int
     rough = [round(size * ROUGH / most) for size in live]  # a random key beside what is large does not count
     more = [*_narrow(rough, gaps(graph, rough, last=True)), *_after_last(graph, rough)]
     return more if len({*narrow, *more}) > 1 else [*more, *_valleys(rough)]
+
+
+def _end_of_last(graph: Graph, live: Sequence[int]) -> list[int]:
+    """Returns the first place after the last dear operation where no more crosses than anywhere between two of them;
+    none where there is no such place. `live` as of `crossing`.
+    """
+    dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
+    between = live[dear[0] + 1 : dear[-1] + 1] if dear else ()
+    least = min(filter(None, between), default=0)
+    return (
+        list(itertools.islice((p for p in range(dear[-1] + 1, len(graph.ops)) if live[p] <= least), 1)) if least else []
+    )
 
 
 def _after_last(graph: Graph, live: Sequence[int]) -> list[int]:
