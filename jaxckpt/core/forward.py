@@ -38,10 +38,10 @@ class _Forward(surgery.Rewriter):
         if name == "custom_jvp_call" and _compat.jaxpr_title(eqn.params["call_jaxpr"]).startswith(TITLE):
             return _called(eqn, eqn.params["call_jaxpr"], 0, 0)
         if facts.holds is Holds.MAPPED:
+            if not has_rules(eqn):
+                return eqn
             # A forward rule is traced where the axes are those of a device.
-            return (
-                eqn if not has_rules(eqn) else _compat.run_mapped(eqn, lambda: surgery.with_programs(eqn, self.jaxpr))
-            )
+            return _compat.run_mapped(eqn, lambda: surgery.with_programs(eqn, self.jaxpr))
         if facts.entered and facts.holds is not Holds.RULE:
             return surgery.with_programs(eqn, self.jaxpr)
         return eqn
