@@ -35,33 +35,25 @@ class _Forward(surgery.Rewriter):
         facts = primitives.of(name)
         if name == "custom_vjp_call":
             return _by_its_forward_rule(eqn) or eqn
-        if name == "custom_jvp_call" and _compat.jaxpr_title(eqn.params["call_jaxpr"]).startswith(TITLE):
+        if name == "custom_jvp_call" and _is_opened(eqn):
             return _called(eqn, eqn.params["call_jaxpr"], 0, 0)
-        if facts.holds is Holds.MAPPED:
-            if not has_rules(eqn):
-                return eqn
-            # A forward rule is traced where the axes are those of a device.
-            return _compat.run_mapped(eqn, lambda: surgery.with_programs(eqn, self.jaxpr))
-        if facts.entered and facts.holds is not Holds.RULE:
-            return surgery.with_programs(eqn, self.jaxpr)
+        if facts.entered and facts.holds is not Holds.RULE and (facts.holds is not Holds.MAPPED or has_rules(eqn)):
+            return surgery.with_programs_mapped(eqn, self.jaxpr)
         return eqn
 
 
 def has_rules(eqn: Any) -> bool:
-    """Whether a program of an equation calls a function with a custom rule for reverse mode."""
-    seen: set[int] = set()
-    waiting = [eqn]
-    while waiting:
-        for program in map(_compat.open_jaxpr, surgery.programs(waiting.pop())):
-            if id(program) in seen:  # calls share programs
-                continue
-            seen.add(id(program))
-            waiting += program.eqns
-            for each in program.eqns:
-                title = _compat.jaxpr_title(each.params["call_jaxpr"]) if "call_jaxpr" in each.params else ""
-                if _compat.primitive_name(each) == "custom_vjp_call" or title.startswith(TITLE):
-                    return True
-    return False
+    """Whether a program of an equation calls a function with a custom rule for reverse mode, opened or not."""
+
+    def is_rule(each: Any) -> bool:
+        name = _compat.primitive_name(each)
+        return name == "custom_vjp_call" or (name == "custom_jvp_call" and _is_opened(each))
+
+    return any(is_rule(each) for program in surgery.programs(eqn) for each in surgery.walk(program))
+
+
+def _is_opened(eqn: Any) -> bool:
+    return _compat.jaxpr_title(eqn.params["call_jaxpr"]).startswith(TITLE)
 
 
 def _by_its_forward_rule(eqn: Any) -> Any:

@@ -102,11 +102,8 @@ class _Opener(surgery.Rewriter):
         facts = primitives.of(name)
         if name == PRIMITIVE:
             new = _open(eqn) or eqn
-        elif facts.holds is Holds.MAPPED and has_rules(eqn):
-            # A forward rule is traced where the axes are those of a device.
-            new = _compat.run_mapped(eqn, lambda: surgery.with_programs(eqn, self.jaxpr))
-        elif facts.entered and facts.holds is not Holds.MAPPED:
-            new = surgery.with_programs(eqn, self.jaxpr)
+        elif facts.entered and (facts.holds is not Holds.MAPPED or has_rules(eqn)):
+            new = surgery.with_programs_mapped(eqn, self.jaxpr)
         else:
             return eqn
         if new is not eqn:
@@ -153,12 +150,13 @@ def _open(eqn: Any) -> Any:
 
 
 def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
-    inside = set(_tags(eqn.params["call_jaxpr"])) - {tag for _, tag in forward.tags}
+    tags = filter(None, map(_compat.equation_name, surgery.walk(eqn.params["call_jaxpr"])))
+    inside = set(tags) - {tag for _, tag in forward.tags}
     consts = rule.num_consts
     program = _compat.open_jaxpr(finished_program(forward.program))
     shape = len(eqn.invars), len(program.outvars)
     title = Rule(rule.name, forward.results, shape, forward.kept, forward.tags, tuple(sorted(inside))).title
-    kernel = _has_kernel(program)
+    kernel = any(_compat.primitive_name(each) in KERNELS for each in surgery.walk(program))
 
     def run(*operands: Any) -> list[Any]:
         made = _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
@@ -188,14 +186,6 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
         return None  # the forward rule holds arrays of its own, which have no place in this program
     extra = [_compat.fresh_var(var.aval) for var in call.outvars[forward.results :]]
     return call.replace(invars=eqn.invars, outvars=[*eqn.outvars, *extra], source_info=eqn.source_info)
-
-
-def _has_kernel(jaxpr: Any) -> bool:
-    """Whether a program calls a kernel of the user's."""
-    return any(
-        _compat.primitive_name(eqn) in KERNELS or any(map(_has_kernel, map(_compat.open_jaxpr, surgery.programs(eqn))))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence[int | None]) -> _Forward | None:
@@ -245,16 +235,6 @@ def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence
                     place_of(var)
     rebuilt = _compat.rewritten(program, list(program.eqns), outvars)
     return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags), named)
-
-
-def _tags(program: Any) -> Iterator[str]:
-    """Yields the tags in a program and in those inside of it."""
-    for eqn in _compat.open_jaxpr(program).eqns:
-        tag = _compat.equation_name(eqn)
-        if tag is not None:
-            yield tag
-        for inner in surgery.programs(eqn):
-            yield from _tags(inner)
 
 
 def tags_of(rule: Rule) -> Iterator[tuple[str, int, str]]:

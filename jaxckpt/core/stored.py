@@ -575,8 +575,7 @@ def _unfold(x: Any, rows: int) -> Any:
 
 def _rows_in_one(x: Any, beside: Sequence[Any]) -> int:
     """Returns how many rows of an array are kept as one. Explicit axes that distribute rows or columns forbid it."""
-    bytes_of = lambda x: x.size * x.dtype.itemsize
-    if x.ndim < 2 or not 0 < x.shape[-1] < LANES or 8 * bytes_of(x) > max(map(bytes_of, beside)):
+    if x.ndim < 2 or not 0 < x.shape[-1] < LANES or 8 * x.nbytes > max(each.nbytes for each in beside):
         return 1
     if any(tuple(jax.typeof(x).sharding.spec)[x.ndim - 2 :]):
         return 1

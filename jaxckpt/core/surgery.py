@@ -55,6 +55,26 @@ def with_programs(eqn: Any, change: Callable[[Any], Any]) -> Any:
     return _compat.replace_params(eqn, **changes) if changes else eqn
 
 
+def with_programs_mapped(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """Does as `with_programs`; the program of a `jax.shard_map` is changed where the axes are those of a device, so
+    that what `change` traces may vary over them.
+    """
+    if primitives.of(_compat.primitive_name(eqn)).holds is not Holds.MAPPED:
+        return with_programs(eqn, change)
+    return _compat.run_mapped(eqn, lambda: with_programs(eqn, change))
+
+
+def walk(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a program and of those in it, at any depth, those of a shared program once."""
+    waiting, seen = [jaxpr], set[int]()
+    while waiting:
+        program = _compat.open_jaxpr(waiting.pop())
+        if id(program) not in seen:
+            seen.add(id(program))
+            yield from program.eqns
+            waiting += (inner for eqn in program.eqns for inner in _compat.held_jaxprs(eqn))
+
+
 class Rewriter:
     """Changes a closed jaxpr and those in it, each once, so that what was shared stays shared. A subclass defines
     `equation`, or `program` where more than single equations change.

@@ -173,13 +173,9 @@ def _is_a_rule(name: str) -> bool:
     return facts.holds is primitives.Holds.RULE or facts.backward_rule
 
 
-def _holds(eqns: Sequence[Any], test: Callable[[str], bool]) -> bool:
-    """Whether the name of one of these operations, or of one inside of them, passes a test."""
-    return any(
-        test(_compat.primitive_name(eqn))
-        or any(_holds(_compat.open_jaxpr(inner).eqns, test) for inner in _compat.held_jaxprs(eqn))
-        for eqn in eqns
-    )
+def _holds(jaxpr: Any, test: Callable[[str], bool]) -> bool:
+    """Whether the name of an operation of a program, or of one inside of them, passes a test."""
+    return any(test(_compat.primitive_name(eqn)) for eqn in surgery.walk(jaxpr))
 
 
 def _has_range(jaxpr: Any) -> bool:
@@ -323,8 +319,8 @@ class _Division:
         """Returns the program divided, for tiles of so many rows of so many parts of the axis."""
         tiles = None
         if self.results:
-            scales = not _holds(self.jaxpr.eqns, _unscaled) and _has_range(self.jaxpr)
-            rules = _holds(self.jaxpr.eqns, _is_a_rule)
+            scales = not _holds(self.jaxpr, _unscaled) and _has_range(self.jaxpr)
+            rules = _holds(self.jaxpr, _is_a_rule)
             keys = list(self.operands), list(self.results)
             tiles = Tiles(*keys, self.lines.lines, self.size, rows, parts, scales=scales, rules=rules)
         return Tiling(self.jaxpr, tuple(self.consts), tiles, tuple(self.before), tuple(self.after), self.outs)
