@@ -27,7 +27,17 @@ OPERATIONS = {
     "cbrt": jnp.cbrt,
 }
 
-COMPARED = ("max", "reduce_max")
+
+def asks_for_its_result():
+    """Whether JAX's derivative of a maximum of two compares them with the result: that of jax 0.12 does not."""
+    eqns = jax.make_jaxpr(lambda x, y: jax.jvp(lax.max, (x, y), (x, y)))(1.0, 2.0).jaxpr.eqns
+    results = [var for eqn in eqns if eqn.primitive.name == "max" for var in eqn.outvars]
+    return any(
+        eqn.primitive.name == "eq" and any(var is result for var in eqn.invars for result in results) for eqn in eqns
+    )
+
+
+COMPARED = ("max", "reduce_max") if asks_for_its_result() else ("reduce_max",)
 """Their derivative looks for the result among the operands."""
 
 SETTINGS = {
@@ -211,7 +221,7 @@ def test_a_kept_extreme_is_not_looked_for_among_numbers_that_are_computed_again(
     args = [w] * 6, x
     if action == "plan":
         plain = lambda ws, x: loss(ws, x, lambda w, x: thresholded(w, x, lambda value, name: value))
-        kept = jaxckpt.plan(plain, *args, budget="45%", target="cpu").apply(plain)
+        kept = jaxckpt.plan(plain, *args, budget="60%", target="cpu").apply(plain)
     else:
         layer = jaxckpt.checkpoint(thresholded, policy=Policy({"least": action}))
         kept = lambda ws, x: loss(ws, x, layer)
