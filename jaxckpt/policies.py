@@ -96,11 +96,30 @@ def _said(predicate: Callable[[Value], Any], value: Value) -> bool:
         raise ArgumentError("predicate", "a function of a Value that returns True or False", said) from error
 
 
+def _known(kind: str, value: Any, compare: Callable[[], Any]) -> bool:
+    """Returns what a comparison of sizes says.
+
+    Raises:
+      ArgumentError: the shape is symbolic, and does not say.
+    """
+    try:
+        return bool(compare())
+    except (jax.errors.InconclusiveDimensionOperation, jax.errors.JAXTypeError) as error:
+        rule = "used where the shapes of values say whether they are picked"
+        hint = (
+            f"{value.label} has a symbolic shape. Name values by tag or op, or bound the size: "
+            "jax.export.symbolic_shape('b, 32', constraints=['b >= 1024'])."
+        )
+        raise ArgumentError(kind, rule, InWords(f"a value of shape {list(value.shape)}"), hint) from error
+
+
 PICKS: dict[str, Callable[..., bool]] = {
     "tagged": lambda v, glob: any(fnmatch.fnmatchcase(tag, glob) for tag in v.tags),
     "op": lambda v, glob: bool(v.primitive) and fnmatch.fnmatchcase(v.primitive, glob),
-    "larger_than": lambda v, size: v.kept_bytes > size,
-    "intensity_above": lambda v, flops_per_byte: v.flops > flops_per_byte * max(v.bytes, 1),
+    "larger_than": lambda v, size: _known("larger_than", v, lambda: v.kept_bytes > size),
+    "intensity_above": lambda v, flops_per_byte: _known(
+        "intensity_above", v, lambda: v.flops > flops_per_byte * max(v.bytes, 1)
+    ),
     "where": lambda v, predicate: _said(predicate, v),
     "&": lambda v, left, right: left.picks(v) and right.picks(v),
     "|": lambda v, left, right: left.picks(v) or right.picks(v),
@@ -431,11 +450,25 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
         if _is_torchs(policy):
             hint = "Write policy=Policy({where(lambda value: ...): SAVE}), or name operations: op('dot_general')."
             raise ArgumentError("policy", "asked about values", InWords("a policy_fn of PyTorch, (ctx, op, ...)"), hint)
+        if any(policy is getattr(jax.checkpoint_policies, name, None) for name in _MAKERS):
+            hint = f"Call it: jax.checkpoint_policies.{policy.__name__}(...)."
+            raise ArgumentError("policy", "a policy, not what makes one", policy, hint)
         return policy  # type: ignore[no-any-return]
     hint = "Write policy=Policy({...})." if isinstance(policy, Mapping) else ""
     if isinstance(policy, Action):
         hint = f"Write policy=Policy(default={policy!r}), or name what it is for: Policy({{'tag': {policy!r}}})."
     raise ArgumentError("policy", "None, a Policy, a preset's name, or one of jax.checkpoint_policies", policy, hint)
+
+
+_MAKERS = (
+    "save_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_from_both_policies",
+    "save_and_offload_only_these_names",
+    "offload_dot_with_no_batch_dims",
+)
+"""Functions of `jax.checkpoint_policies` that return a policy."""
 
 
 def _is_torchs(policy: Callable[..., Any]) -> bool:

@@ -76,6 +76,15 @@ def clean_trace() -> Any:
     return _core.eval_context()
 
 
+@contextlib.contextmanager
+def usual_promotion() -> Iterator[None]:
+    """A context in which types and ranks are promoted as JAX does it by default, for jaxckpt's own arithmetic, whatever
+    the user has set.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def jit_is_disabled() -> bool:
     """Returns whether jax.disable_jit is on, which unrolls loops."""
     return bool(config.disable_jit.value)
@@ -138,6 +147,17 @@ def differentiates_loop() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def loop_body() -> Any:
+    """Returns the trace of the loop's body that is being traced, to be held weakly; None where what is traced is no
+    body, or is called or differentiated within one.
+
+    No public function says what a trace is for.
+    """
+    trace = _core.trace_ctx.trace
+    info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return trace if getattr(info, "traced_for", None) in ("scan", "fori_loop") else None
 
 
 def is_on_host(aval: Any) -> bool:

@@ -90,7 +90,8 @@ def _bytes(array: Any) -> int:
 
 def device_share(value: Array) -> float:
     """Returns the share of a value that one device has: 1, unless the devices divide it among them."""
-    return value.bytes / max(_bytes(value), 1)  # type: ignore[no-any-return]
+    whole = _bytes(value)
+    return 1.0 if value.bytes == whole else value.bytes / max(whole, 1)  # equal where they are symbolic
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

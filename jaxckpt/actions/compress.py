@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, nearest
+from jaxckpt._errors import ArgumentError, InWords, nearest
 from jaxckpt.actions.base import Action, Array, Cost, device_share, once
 from jaxckpt.actions.narrow import Narrow
 
@@ -109,20 +109,26 @@ class Compress(Action):
         """
         if not value.shape or not value.bytes:
             return False
-        if self.form == "bits":
-            return bool(value.dtype == jnp.bool_)
-        if not jnp.issubdtype(value.dtype, jnp.floating):
+        of_bits = self.form == "bits"
+        if value.dtype != jnp.bool_ if of_bits else not jnp.issubdtype(value.dtype, jnp.floating):
             return False
-        return self.device_bytes(value) < value.bytes
+        last = value.shape[-1]
+        if not isinstance(last, int) and (last % 8 != 0 if of_bits else self._form.most is not None):
+            rule = f"another for values whose last axis has a symbolic size: {self!r} divides that axis into blocks"
+            hint = "Use SAVE." if of_bits else 'Use "bfloat16" or SAVE.'
+            raise ArgumentError("form", rule, InWords(f"a value of shape {list(value.shape)}"), hint)
+        return of_bits or self.device_bytes(value) < value.bytes
 
     def device_bytes(self, value: Array) -> int:
         """Returns the bytes of the numbers and of their scales."""
         if not value.shape:
             return value.bytes  # is saved as it is
         *outer, last = value.shape
-        scales = 0 if self._form.most is None else math.ceil(last / self.block) * _wide(value.dtype).itemsize
-        whole = math.prod(outer) * (math.ceil(last * self._form.bits / 8) + scales)
-        return math.ceil(whole * device_share(value))
+        # In whole numbers: sizes may be symbolic.
+        scales = 0 if self._form.most is None else -(-last // self.block) * _wide(value.dtype).itemsize
+        whole: int = math.prod(outer) * (-(-last * self._form.bits // 8) + scales)
+        share = device_share(value)
+        return whole if share == 1 else math.ceil(whole * share)
 
     def cost(self, value: Array) -> Cost:
         """Returns some operations for each number, and that the value is read, and what is stored written and read."""
@@ -226,7 +232,8 @@ def compress(form: str, *, block: int = BLOCK, key: Any = None) -> Action:
     A block is `block` neighbours on the last axis, which `block` need not divide. Its scale takes its largest number to
     the largest of the form; it is a float32 (a float64 for float64). No finite number becomes infinite: with "bfloat16"
     a number beyond its largest (of float64 values, and the last 2^-8 of float32's range) comes back as that one.
-    (Of float64 values, what is below some 1e-38 comes back as 0 with it.)
+    (Of float64 values, what is below some 1e-38 comes back as 0 with it.) A scale is a normal number, so errors up to
+    the least of these, 1.2e-38 of float32 and 2.2e-308 of float64, come on top of those of the table.
     Infinities and NaN come back as they are, but as NaN with "float8_e4m3fn", "int8" and "int4"; they do not disturb
     their neighbours. "int8" and "int4" restore numbers near zero as 0, and a relu of 0 passes no gradient: keep its
     mask too. Values that the form does not make smaller are saved as they are: scalars, integers, keys, complex

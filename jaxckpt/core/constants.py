@@ -379,6 +379,14 @@ KEPT = 64
 ADDED = 16
 """FLOPs for a byte of a large cotangent that an iteration's product is added to."""
 
+UNDIVIDED = 640
+"""XLA for a GPU contracts at least one row at once for so many elements of a matmul's result; longer contractions it
+divides, so that all cores have work. Judged by matmuls compiled for an H100: 256 x 512 are divided from 224 rows on,
+512 x 512 from 416, 512 x 1,024 from 896."""
+DIVIDED = 4
+"""Parts that it divides such a contraction into, each as large as the result. Judged by the same: 2 at first, and 16
+for 4,096 rows."""
+
 TRANSFER = 0.25
 """What moving a carry between device and host costs, one way, in iterations of a scan, where nothing else is said. Two
 transfers cost less than an iteration, so that a host slot is used wherever it spares one. No measurement is on record.

@@ -4,6 +4,7 @@ are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,6 +26,13 @@ def is_array(x: Any) -> bool:
     except TypeError:  # arrays of strings, objects
         return False
     return True
+
+
+def is_symbolic(values: Iterable[Any]) -> bool:
+    """Returns whether a dimension of some arrays, or of variables of a program, has no known size: `jax.export` traces
+    such.
+    """
+    return any(not isinstance(size, int) for x in values for size in getattr(getattr(x, "aval", x), "shape", ()))
 
 
 def is_number(x: Any) -> bool:

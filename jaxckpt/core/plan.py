@@ -271,7 +271,10 @@ class Plan:
 
         Raises:
           PlanMismatchError: the text is cut short, was edited, or is from another version.
+          ArgumentError: it is no text.
         """
+        if not isinstance(text, str):
+            raise ArgumentError("text", "a string that Plan.to_json returned", text, "Plan.load(path) reads a file.")
         try:
             raw = json.loads(text) if text.lstrip().startswith("{") else None
             if not isinstance(raw, dict) or "format" not in raw:

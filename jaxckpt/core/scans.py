@@ -143,4 +143,10 @@ class ScanRun(abc.ABC):
         if len(stacked) == 1:
             return stacked[0]
         order = stacked[::-1] if self.body.reverse else stacked
-        return [jax.numpy.concatenate(each) for each in zip(*order)]
+        return [_joined(each) for each in zip(*order)]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Returns the rows of several arrays in one, of their type: to join arrays makes a weak type strong."""
+    whole, aval = jax.numpy.concatenate(parts), jax.typeof(parts[0])
+    return _compat.typed(whole, aval) if aval.weak_type else whole

@@ -30,7 +30,7 @@ from jaxckpt.actions import Action, action_from
 from jaxckpt.actions.base import once
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.fetch import fetch, start_of_backward
-from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.leaves import is_inexact, is_symbolic
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reach import put_aside
 from jaxckpt.core.tie import tie
@@ -273,7 +273,7 @@ class _Storing:
                 else:
                     assert kept is not None, "the forward pass kept what is marked"
                     there = self._fetched(kept[name]) if action.on_host else kept[name]
-                    restored = _checked(action, action.decode(_unfolded(there), value.aval), value.aval)
+                    restored = _checked(action, _decoded(action, _unfolded(there), value.aval), value.aval)
                     if value in layouts:
                         (restored,) = surgery.run(layouts[value], jaxpr.debug_info, [restored])
                     env[eqn.outvars[0]] = restored
@@ -507,9 +507,21 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
 
+def _is_own(action: Action) -> bool:
+    return type(action).__module__.startswith("jaxckpt.")
+
+
+def _decoded(action: Action, kept: Any, like: Any) -> Any:
+    with _compat.usual_promotion() if _is_own(action) else contextlib.nullcontext():
+        return action.decode(kept, like)
+
+
 def _encoded(action: Action, x: Any) -> Any:
-    own = type(action).__module__.startswith("jaxckpt.")
-    kept, where = (action.encode(x), "") if own else put_aside(action.encode, lambda: action.encode(x))
+    if own := _is_own(action):
+        with _compat.usual_promotion():
+            kept, where = action.encode(x), ""
+    else:
+        kept, where = put_aside(action.encode, lambda: action.encode(x))
     if not own and not where and is_inexact(x) and not all(map(is_inexact, jax.tree.leaves(kept))):
         kept = action.encode(once(x, action))
     if where:
@@ -574,8 +586,15 @@ def _unfold(x: Any, rows: int) -> Any:
 
 
 def _rows_in_one(x: Any, beside: Sequence[Any]) -> int:
-    """Returns how many rows of an array are kept as one. Explicit axes that distribute rows or columns forbid it."""
-    if x.ndim < 2 or not 0 < x.shape[-1] < LANES or 8 * x.nbytes > max(each.nbytes for each in beside):
+    """Returns how many rows of an array are kept as one. Explicit axes that distribute rows or columns forbid it, and
+    symbolic sizes do.
+    """
+    if (
+        is_symbolic([x, *beside])
+        or x.ndim < 2
+        or not 0 < x.shape[-1] < LANES
+        or 8 * x.nbytes > max(each.nbytes for each in beside)
+    ):
         return 1
     if any(tuple(jax.typeof(x).sharding.spec)[x.ndim - 2 :]):
         return 1

@@ -113,15 +113,20 @@ def _alike(arrays: Mapping[int, Any]) -> Collection[list[int]]:
     return found.values()
 
 
-@jax.custom_jvp
-def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
-    """Returns values behind one barrier for each kind of `_alike`, and those that are shown as they are. The tangents
-    of all are behind one.
-    """
+def together(values: Sequence[Any]) -> list[Any]:
+    """Returns values behind one barrier for each kind of `_alike`: none is read before all of its kind are there."""
     held: dict[int, Any] = {}
     for places in _alike(dict(enumerate(values))):
         held.update(zip(places, jax.lax.optimization_barrier([values[place] for place in places])))
-    return [*(held[place] for place in range(len(values))), *shown]
+    return [held[place] for place in range(len(values))]
+
+
+@jax.custom_jvp
+def _hold(values: list[Any], shown: list[Any]) -> list[Any]:
+    """Returns values behind a barrier, as `together` does, and those that are shown as they are. The tangents of all
+    are behind one.
+    """
+    return [*together(values), *shown]
 
 
 def _hold_tangents(primals: Any, tangents: Any) -> Any:

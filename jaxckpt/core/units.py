@@ -55,7 +55,9 @@ def parse_bytes(text: str | int, argument: str = "bytes") -> int:
     if (count := as_int(text)) is not None and count >= 0:
         return count
     if isinstance(text, str) and (found := _NUMBER.fullmatch(text)) and found[2].lower() in _UNITS:
-        return round(float(found[1]) * _UNITS[found[2].lower()])
+        unit = _UNITS[found[2].lower()]
+        if unit > 1 or float(found[1]).is_integer():
+            return round(float(found[1]) * unit)
     raise ArgumentError(argument, "a number of bytes, such as 1048576, '512MiB' or '2.5GB'", text)
 
 

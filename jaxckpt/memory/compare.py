@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, did_you_mean, explains
+from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, check_flags, did_you_mean, explains
 from jaxckpt.core import lift, shown
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.lift import trace
@@ -195,6 +195,7 @@ def compare(
     """
     assert not isinstance(progress, bool), "tells"
     _check(variants)
+    check_flags(time=time)
     resolved = target_of(target)
     first = next(iter(variants.values()))
     made(step, first, args)

@@ -165,17 +165,17 @@ class SlotBudget:
         def beside(run: int) -> float:
             if run == 1 or work is None:
                 return alone
-            rest = body.length % run
-            rows = (run + rest) * sum(stacked_bytes(aval, twice=True) for aval in work.stacks)
-            return rows + max(pulling, settling(run))
+            row = sum(stacked_bytes(aval, twice=True) for aval in work.stacks)
+            # What is added up at once is copied from the stacks, unless it is all of them.
+            ends = [end - begin for count in {run, body.length % run} - {0} for begin, end in work.parts(count)]
+            return run * row + max(pulling, *(settling(rows) + row * rows * (rows < run) for rows in set(ends)))
 
         if work is not None and longest > 1:
             pulling = working_bytes(body, work)
-            ends = [settling_bytes(body, work, run) for run in (2, longest)]
+            two, most = (settling_bytes(body, work, rows) for rows in (2, longest))
             # The bytes that live at once are the largest of several sums, so between two lengths they are at most on
             # the line.
-            slope = (ends[1] - ends[0]) / max(longest - 2, 1)
-            settling = lambda run: ends[0] + slope * (run - 2)
+            settling = lambda rows: two + (most - two) / max(longest - 2, 1) * (rows - 2)
         self._counted[wanted] = beside
         return beside
 

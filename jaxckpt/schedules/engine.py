@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import Action
-from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.leaves import is_inexact, is_symbolic
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
+from jaxckpt.core.tie import together
 from jaxckpt.schedules.alike import results_alike
 from jaxckpt.schedules.body import perturbed, pick, reached, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
@@ -49,17 +52,20 @@ def scan_with_slots(
     Returns:
       The carries after the last iteration and the ys.
     """
-    engine = _Engine(scan.body, slots, run, kept, scan.carry)
-    counts = (scan.body.consts, scan.body.carries, scan.body.xs)
+    body = scan.body  # the functions here must not hold the scan's operands, which may be traced
+    engine = _Engine(body, slots, run, kept, scan.carry)
+    counts = (body.consts, body.carries, body.xs)
 
     def alike(results: tuple[Values, Values], operands: Values) -> tuple[Values, Values]:
-        found = results_alike(scan.body, [*results[0], *results[1]], operands)
+        found = results_alike(body, [*results[0], *results[1]], operands)
         return found[: len(results[0])], found[len(results[0]) :]
 
     @jax.custom_vjp
+    @_compat.usual_promotion()
     def call(operands: Values) -> tuple[Values, Values]:
         return alike(engine.plain(Operands(*split(operands, counts))), operands)
 
+    @_compat.usual_promotion()
     def forward(operands: Values) -> Any:
         flags = [operand.perturbed and is_inexact(jax.typeof(operand.value)) for operand in operands]
         values = Operands(*split([operand.value for operand in operands], counts))
@@ -70,6 +76,7 @@ def scan_with_slots(
             values = values._replace(init=[])
         return (no_second_reverse(carry), no_second_reverse(ys)), (_Static(chosen), values, slots)
 
+    @_compat.usual_promotion()
     def reverse(residuals: Any, cotangents: Any) -> tuple[Values]:
         chosen, values, slots = residuals
         return (no_second_reverse(engine.backward(chosen.value, values, slots, *cotangents)),)
@@ -139,7 +146,11 @@ class _Engine:
         if isinstance(self.slots, SlotBudget):
             plan = self.slots.choose(wanted)
             return _Chosen(self._work(wanted, plan), plan)
-        if self.run != 1 and (self.run is not None or self.kept is not None):
+        if is_symbolic(body.jaxpr.invars):  # nothing says what is large, and what a run may keep
+            if self.run is not None and self.run > 1:
+                rule = "1, or left out, where the shapes of carries, xs or constants are symbolic"
+                raise ArgumentError("run_length", rule, self.run)
+        elif self.run != 1 and (self.run is not None or self.kept is not None):
             work = backward(body, wanted, self.kept, defer=True)
             if self.run is not None:
                 run = min(self.run, body.length)
@@ -189,12 +200,9 @@ class _Engine:
             ct=[zeros(ct.aval) if isinstance(ct, zero) else ct for ct in pick(ct_carry, wanted.carry)],
             totals=[zeros(_compat.cotangent_aval(jax.typeof(value))) for value in pick(operands.consts, wanted.consts)],
             ct_xs=[zeros(_compat.cotangent_aval(jax.typeof(value))) for value in pick(operands.xs, wanted.xs)],
-            stacks=[],
+            stacks=[zeros(aval, plan.run) for aval in work.stacks] if plan.run > 1 else [],
         )
-        # Each of the two programs has stacks of its own length; the loop hands them on from turn to turn.
-        rows = lambda count: [zeros(aval, count) for aval in work.stacks] if plan.run > 1 else []
         if not carries.even:
-            state = state._replace(stacks=rows(plan.last))
             state = turns.adjoint(plan.units - 1, plan.last, carries.last(slots), state)
 
         def turn(i: Any, both: tuple[Values, Any, _State]) -> tuple[Values, Any, _State]:
@@ -203,7 +211,6 @@ class _Engine:
             return slots, parts, turns.adjoint(plan.units - 1 - i, plan.run, carry, state)
 
         if carries.even or plan.units > 1:
-            state = state._replace(stacks=rows(plan.run))
             first = 0 if carries.even else 1
             _, _, state = lax.fori_loop(first, plan.units, turn, (slots, carries.parts, state))
         ct_init = [ct if asked else None for ct, asked in zip(_spread(state.ct, wanted.carry), wanted.init)]
@@ -253,9 +260,17 @@ class _Turns:
         state = loop(count, one, state)
         if self.work.settle is None:
             return state
-        first = self.body.row(start + count - 1) if self.body.reverse else start
-        x = [lax.dynamic_slice_in_dim(value, first, count) for value in self.xs]
-        return state._replace(totals=self.work.settle(self.consts, state.stacks, x, state.totals))
+        first = jnp.asarray(self.body.row(start + count - 1) if self.body.reverse else start)
+        stacks, totals = state.stacks, state.totals
+        # A last run that is shorter than the others has the first rows of the same stacks.
+        for begin, end in self.work.parts(count):
+            if begin:  # what comes before is added first
+                held = together([first, *stacks, *totals])
+                (first,), stacks, totals = split(held, (1, len(stacks), len(totals)))
+            rows = [lax.slice_in_dim(stack, begin, end) for stack in stacks]
+            x = [lax.dynamic_slice_in_dim(value, first + begin, end - begin) for value in self.xs]
+            totals = self.work.settle(self.consts, rows, x, totals)
+        return state._replace(totals=totals)
 
     def _again(self, start: Any, count: int, carry: Values, stacks: Values) -> Values:
         """Goes through a run forward once more, stacking what its backward pass needs."""

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
-from jaxckpt.core.constants import ADDED, ITERATION, KEPT, LARGE, TURN
+from jaxckpt.core.constants import ADDED, DIVIDED, ITERATION, KEPT, LARGE, TURN, UNDIVIDED
 from jaxckpt.core.graph import aval_bytes
 from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
@@ -135,6 +135,20 @@ class Wanted:
         )
 
 
+@dataclass(frozen=True)
+class Contraction:
+    """A matmul that waits.
+
+    Attributes:
+      rows: that it contracts of one iteration.
+      size, bytes: of its result.
+    """
+
+    rows: int
+    size: int
+    bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class Backward:
     """The backward pass of a run of iterations, one iteration at a time and then what could wait.
@@ -156,7 +170,8 @@ class Backward:
       rows: how many of the stacks are carries and kept values, what `pull` reads.
       takes: for each factor that `pull` returns, the stack that its row is written to.
       gathered: abstract value of one row of each of the xs that `settle` reads.
-      waiting_bytes: of the matmuls' results that `settle` adds.
+      waiting: the matmuls whose results `settle` adds.
+      waiting_bytes: of these results.
     """
 
     wanted: Wanted
@@ -170,12 +185,26 @@ class Backward:
     rows: int
     takes: tuple[int, ...]
     gathered: tuple[Any, ...]
+    waiting: tuple[Contraction, ...]
     waiting_bytes: int
 
     @property
     def iteration_bytes(self) -> int:
         """Bytes that a run keeps of each of its iterations, with the rows of xs that are gathered for what waits."""
         return sum(map(aval_bytes, [*self.stacks, *self.gathered]))
+
+    def parts(self, count: int) -> list[tuple[int, int]]:
+        """Returns the iterations that `settle` is run for, (first, end) of each part of a run of `count`.
+
+        XLA for a GPU divides a long contraction with a small result, so that all cores have work: what is to be added
+        up lies in memory at once. Where this would be more than the run keeps, fewer iterations are contracted at once.
+        """
+        most = count
+        for matmul in self.waiting:
+            if DIVIDED * matmul.bytes > count * self.iteration_bytes:
+                most = min(most, max(matmul.size // UNDIVIDED // max(matmul.rows, 1), 1))
+        parts = -(-count // most)
+        return [(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
     def costs(self, body: ScanBody) -> TurnCosts:
         """Returns what runs of the body are weighed by."""
@@ -308,6 +337,7 @@ class _Splitter:
             rows=len(rows),
             takes=tuple(takes),
             gathered=tuple(var.aval for var in self.x if var in settled),
+            waiting=_contractions(terms),
             waiting_bytes=sum(aval_bytes(term.dot.outvars[0].aval) for term in terms if term.dot is not None),
         )
 
@@ -484,6 +514,18 @@ class _Splitter:
 def _is_layout(eqn: Any) -> bool:
     """Whether an equation only says how its operand lies in memory."""
     return primitives.of(_compat.primitive_name(eqn)).result >= Result.REORDERED and len(eqn.invars) == 1
+
+
+def _contractions(terms: Sequence[_Term]) -> tuple[Contraction, ...]:
+    """Returns the matmuls that waited, those that share an operand as one, which is what XLA makes of them."""
+    dots = {id(term.dot): term for term in terms if term.dot is not None}
+    found = []
+    for term in dots.values():
+        left, axes = term.dot.invars[0].aval, term.dot.params["dimension_numbers"][0][0]
+        merged = [other.dot.outvars[0].aval for other in dots.values() if set(other.factors) & set(term.factors)]
+        rows = math.prod(left.shape[axis] for axis in axes)
+        found.append(Contraction(rows, sum(aval.size for aval in merged), sum(map(aval_bytes, merged))))
+    return tuple(dict.fromkeys(found))
 
 
 def _contract(dot: Any, left: Any, right: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -132,7 +133,18 @@ def _checkpointed(
     """Returns a function under a policy; arguments as of `checkpoint`, resolved."""
     is_jaxs, own = policy.as_jax() if isinstance(policy, Policy) else (True, policy)
     if is_jaxs:
-        plain = lambda dynamic: jax.checkpoint(finished_function(dynamic), policy=own, prevent_cse=barriers)
+
+        def plain(dynamic: Callable[..., Any]) -> Callable[..., Any]:
+            made = jax.checkpoint(finished_function(dynamic), policy=own, prevent_cse=barriers)
+
+            @functools.wraps(dynamic)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not isinstance(barriers, bool):
+                    _of_leaves(barriers, args, kwargs)
+                return jax.tree.map(array, made(*args, **kwargs))  # JAX returns constants as numbers
+
+            return call
+
         if static is None and not isinstance(policy, Policy):
             return _noted(anything(plain(fun), fun, plain), fun)
         return _calling(fun, static, plain, old=isinstance(policy, Policy))
@@ -183,6 +195,21 @@ def _barriers(prevent_cse: Any) -> bool | tuple[Any, ...]:
     raise ArgumentError("prevent_cse", "a bool, or a sequence with a pytree of bools for each argument", prevent_cse)
 
 
+def _of_leaves(prevent_cse: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> list[bool]:
+    """Returns what `prevent_cse` says of each leaf of the arguments.
+
+    Raises:
+      ArgumentError: it is not for these arguments.
+    """
+    given = (args, kwargs) if kwargs else args
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(prevent_cse, given))
+    except ValueError as error:
+        structure = jax.tree.structure(given)
+        rule = f"a bool, or a sequence with a pytree of bools for each argument: a prefix of {structure}"
+        raise ArgumentError("prevent_cse", rule, prevent_cse) from error
+
+
 def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...]) -> Callable[..., Any]:
     """Returns the function under a policy that is decided on the traced program.
 
@@ -194,10 +221,11 @@ def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tupl
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         leaves, in_tree = jax.tree.flatten((args, kwargs))
         holder = _emitted(fun)
-        key = settings, in_tree, tuple(map(jax.typeof, leaves))
+        first = _begins_iteration()
+        key = settings, first, in_tree, tuple(map(jax.typeof, leaves))
         found = holder.get(key)
         if found is None:
-            found = _emit(fun, policy, prevent_cse, args, kwargs)
+            found = _emit(fun, policy, prevent_cse, args, kwargs, tied=not first)
             if not any(map(_compat.is_tracer, found.consts)):
                 holder[key] = found
         if found.effects and any(map(_compat.is_linearized, leaves)):
@@ -225,17 +253,39 @@ class _Emitted:
     effects: str
 
 
+_begun: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Bodies of loops, being traced, in which a function has been called under a policy."""
+
+
+def _begins_iteration() -> bool:
+    """Whether a function under a policy is called for the first time in a loop's body: its gradients come last in an
+    iteration of the backward pass, and the loop waits for them. A barrier between a parameter's gradient and the sum
+    over iterations would have XLA make the two apart.
+    """
+    body = _compat.loop_body()
+    if body is None or body in _begun:
+        return False
+    _begun.add(body)
+    return True
+
+
 def _emit(
-    fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tuple[Any, ...], args: tuple[Any, ...], kwargs: Any
+    fun: Callable[..., Any],
+    policy: Policy,
+    prevent_cse: bool | tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    *,
+    tied: bool,
 ) -> _Emitted:
     with _noting(fun):
         graph = trace_with_calls(purity.refusing(fun), args, kwargs)
     purity.refuse_refs(fun, graph)
     consts = _compat.jaxpr_consts(graph.jaxpr)
     if not isinstance(prevent_cse, bool):
-        given = jax.tree.broadcast(prevent_cse, (args, kwargs) if kwargs else args)
-        prevent_cse = (*[False] * len(consts), *jax.tree.leaves(given))
-    run = emit(graph, policy.regions(graph), prevent_cse)
+        prevent_cse = (*[False] * len(consts), *_of_leaves(prevent_cse, args, kwargs))
+    regions = policy.regions(graph)
+    run = emit(graph, regions if tied else tuple(replace(region, tied=False) for region in regions), prevent_cse)
     effects = ", ".join(map(str, _compat.remat_disallowed_effects(graph.jaxpr)))
     return _Emitted(run, consts, graph.out_tree, effects)
 

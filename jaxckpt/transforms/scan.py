@@ -15,12 +15,12 @@ import jax.ad_checkpoint
 from jax import lax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, check_flags, explains
+from jaxckpt._errors import ArgumentError, InWords, check_flags, explains
 from jaxckpt.actions import SAVE, Action, action_from
 from jaxckpt.core import surgery
 from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import graph_of, trace
-from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.leaves import is_inexact, is_symbolic
 from jaxckpt.core.scans import Iteration, ScanRun, Values
 from jaxckpt.core.schedule import ran
 from jaxckpt.core.units import as_int, format_bytes, parse_bytes
@@ -149,6 +149,10 @@ def scan(
     )
     if limit is None:
         chosen = schedule_of(taken.body.length, schedule)
+    elif is_symbolic(taken.body.jaxpr.invars):
+        shapes = [list(var.aval.shape) for var in taken.body.jaxpr.invars if is_symbolic([var])]
+        hint = "Bytes of what is symbolic are not known: give a schedule, such as schedule='sqrt'."
+        raise ArgumentError("budget", "left out where shapes are symbolic", InWords(f"a scan of {shapes}"), hint)
     else:
         found = fit(taken.body, limit, policy=policy is not None)
         chosen, runs = found.schedule, found.body_runs / max(taken.body.length, 1)

@@ -14,6 +14,7 @@ from jaxckpt._errors import ArgumentError, InWords, JaxckptError, StructureError
 from jaxckpt.core.argument_names import items
 from jaxckpt.core.lift import is_model, result_of
 from jaxckpt.core.units import as_int
+from jaxckpt.policies import policy_of
 from jaxckpt.transforms.checkpoint import checkpoint
 
 logger = logging.getLogger("jaxckpt")
@@ -59,6 +60,7 @@ def checkpoint_sequential(
     if given is None:
         raise ArgumentError("layers", "a sequence of functions x -> x", layers)
     check_flags(checkpoint_last=checkpoint_last)
+    policy_of(policy)
     layers = given
     for i, layer in enumerate(layers):
         if not callable(layer):

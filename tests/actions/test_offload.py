@@ -185,7 +185,8 @@ def chain(policy, form="unrolled"):
     step = two if policy is None else jaxckpt.checkpoint(two, policy=policy)
     if form == "unrolled":
         return lambda w, x: jnp.sum(step(w, step(w, x)) ** 2)
-    return lambda w, x: jnp.sum(lax.scan(lambda x, _: (step(w, x), None), x, None, length=2)[0] ** 2)
+    body = (lambda w, x: step(w, step(w, x))) if form == "two in a scan" else step
+    return lambda w, x: jnp.sum(lax.scan(lambda x, _: (body(w, x), None), x, None, length=2)[0] ** 2)
 
 
 @pytest.mark.parametrize("first", [SAVE, OFFLOAD, compress("bfloat16")], ids=repr)
@@ -226,7 +227,7 @@ def test_a_loop_of_a_plan_keeps_values_on_the_host_and_here():
 # --------------------------------------------------------------------------------------- derivatives, all kinds of them
 
 
-@pytest.mark.parametrize("form", ["unrolled", "scanned"])
+@pytest.mark.parametrize("form", ["unrolled", "scanned", "two in a scan"])
 def test_derivatives_of_derivatives(form):
     """JAX's own policies with offloaded names fail in reverse mode over reverse mode (jax 0.10.2 to 0.12.0.1)."""
     exact, away = (chain(policy, form) for policy in (None, Policy({"first": OFFLOAD})))
@@ -234,7 +235,10 @@ def test_derivatives_of_derivatives(form):
     product = lambda f: lambda w: jax.jvp(jax.grad(lambda w: f(w, X)), (w,), (w,))[1]
     examples = lambda f: lambda w: jax.vmap(lambda x: jax.grad(f)(w, x))(jnp.stack([X, 2 * X]))
     again = (penalty, lambda f: jax.jit(penalty(f)))
-    if form == "scanned" and jax.__version_info__ < (0, 12):  # JAX takes cotangents of stacked values to the device
+    if form == "two in a scan" and jax.__version_info__ < (
+        0,
+        12,
+    ):  # JAX takes cotangents of stacked values to the device
         with pytest.raises(ValueError, match="Expected cotangent type"):
             penalty(away)(W)
         again = ()
@@ -425,6 +429,37 @@ def test_in_a_scan_that_prevents_nothing_no_barrier_is_put(prevent_cse):
     layer = jaxckpt.checkpoint(two, policy=Policy({"first": OFFLOAD}), prevent_cse=prevent_cse)
     loss = lambda w, x: jnp.sum(lax.scan(lambda x, _: (layer(w, x), None), x, None, length=2)[0])
     assert gradient_executions(loss, W, X)["optimization_barrier"] == 0
+
+
+def shared_layers(count, action, prevent_cse):
+    """A loss of a loop whose body is so many layers under a checkpoint each; iterations share the weights."""
+    layer = jaxckpt.checkpoint(
+        lambda w, x: x + jnp.sin(tag(x @ w, "up")), policy=Policy({"up": action}), prevent_cse=prevent_cse
+    )
+    body = lambda ws, x: (functools.reduce(lambda x, w: layer(w, x), ws, x), None)
+    return lambda ws, x: jnp.sum(lax.scan(lambda x, _: body(ws, x), x, None, length=4)[0] ** 2)
+
+
+@pytest.mark.parametrize("action", [OFFLOAD, compress("int8")], ids=repr)
+def test_in_a_loop_the_first_layer_of_the_body_is_not_held_and_those_after_it_are(action):
+    """Nothing comes after the first one's gradients but the next iteration. Twice: traces are shared by equal calls."""
+    barriers = lambda count, how: gradient_executions(shared_layers(count, action, how), [W] * count, X)[
+        "optimization_barrier"
+    ]
+    for _ in range(2):
+        assert barriers(1, True) == barriers(1, False)
+        assert barriers(2, True) > barriers(2, False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("action", [OFFLOAD, compress("int8")], ids=repr)
+def test_in_a_loop_the_gradient_of_a_weight_is_added_to_the_sum_over_iterations_at_once(action):
+    """Behind a barrier it would be an array of its own, one more weight's bytes."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 2048), (2048, 2048)))
+    measured = lambda how: jaxckpt.measure(
+        jax.value_and_grad(shared_layers(1, action, how)), [w], x, target="cuda:h100", generate_code=False
+    )
+    assert measured(True).peak_bytes <= measured(False).peak_bytes + 2**20  # 16 MiB is a weight
 
 
 def test_a_loop_that_stores_some_iterations_keeps_what_slots_save():
