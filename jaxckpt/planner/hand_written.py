@@ -87,7 +87,7 @@ def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Tr
     its bytes, are not traced.
     """
     problem, chain = predictions.problem, predictions.chain
-    limit = predictions.modelled_limit(most_overstated(problem) * predictions.budget)
+    limit = predictions.modelled_limit_by_hand(most_overstated(problem) * predictions.budget)
     slowest = OVERTIMED * max(cost(chain, best.solution).time, best.effort)
     dearest = best.effort - (TINIEST if predictions.quick else TINY) * problem.plain.time.effort
     near = [s for s in times if times[s] < slowest and (predictions.quick or cost(chain, s).peak <= limit)]

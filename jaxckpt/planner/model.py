@@ -100,9 +100,9 @@ class Model:
 
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block that keeps nothing, at first, and around several; the
-        same with all that is before and after the blocks as lean as it can be, and with one around each of the several
-        too; and a preset's checkpoint around each block. Where there are loops, a checkpoint around their bodies, and
-        all else left to JAX.
+        same with all that is before and after the blocks as lean as it can be, with one around each of the several
+        too, and with what is before or after them as a block; and a preset's checkpoint around each block. Where there
+        are loops, a checkpoint around their bodies, and all else left to JAX.
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
@@ -115,7 +115,7 @@ class Model:
             if run > 1:
                 yield self._around([self._nested(a, b) for a, b in several], leanest)
         between = [list(itertools.pairwise(ends)) for ends in self.necks]
-        for pairs in between:
+        for pairs in (*between, *self._with_unlike_ends()):
             yield self._around([self._bare(a, b) for a, b in pairs], fastest)
         for pairs, name in itertools.product((self.blocks, *between), BLOCK_PRESETS):
             if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
@@ -123,6 +123,29 @@ class Model:
         if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
             kept = {item.start: item for item in bodies}
             yield tuple(kept.get(item.start, item) for item in self._left(0, self.chain.length))
+
+    def _with_unlike_ends(self) -> Iterator[list[tuple[int, int]]]:
+        """Yields blocks, and every two, together with a first one that is no repetition of them, a last one, and both:
+        all that is before the first series, or after the last one. The first step of a loop that is written out starts
+        from arguments.
+        """
+        if not self.series:
+            return
+        first, last = self.series[0][0], self.series[-1][-1]
+        before = [0] if self._is_dear(0, first) else []
+        after = [self.chain.length] if self._is_dear(last, self.chain.length) else []
+        for low, high in dict.fromkeys([(tuple(before), ()), ((), tuple(after)), (tuple(before), tuple(after))]):
+            if not (low or high):
+                continue
+            rows = [list(ends) for ends in self.series]
+            rows[0] = [*low, *rows[0]]
+            rows[-1] = [*rows[-1], *high]
+            for run in (1, 2):
+                yield [pair for ends in rows for pair in itertools.pairwise(_every(run, ends))]
+
+    def _is_dear(self, start: int, stop: int) -> bool:
+        """Whether some of the operations of stages are."""
+        return any(map(is_dear, self.graph.ops[self.places[start] : self.places[stop]]))
 
     @property
     def blocks(self) -> list[tuple[int, int]]:

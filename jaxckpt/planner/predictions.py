@@ -163,6 +163,12 @@ class Predictions:
         """
         return OUTLYING * estimate - self._nearest_offset()
 
+    def modelled_limit_by_hand(self, estimate: float) -> float:
+        """Returns the same of plans as people write them: at least what those that were compiled say."""
+        chain, compiled = self.chain, self._compiled(by_hand=True)
+        overstated = max((cost(chain, t.solution).peak / t.compiled for t in compiled), default=0.0)
+        return max(self.modelled_limit(estimate), OUTLYING * overstated * self.budget)
+
     def spare(self) -> int:
         """Returns the bytes of the budget that the next plan leaves free, as the plans of this search say that
         predictions are worth.

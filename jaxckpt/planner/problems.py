@@ -61,7 +61,7 @@ def plan(
     cache: str | os.PathLike[str] | bool | None = None,
     progress: Progress | bool | None = None,
 ) -> Plan:
-    """Returns the plan with the least recomputation whose step peaks within a budget of bytes.
+    """Returns the plan that adds least time, by the target's rates, and whose step peaks within a budget of bytes.
 
     `plan(...).apply(fun)` is the function to train with.
 
