@@ -109,10 +109,10 @@ def crossing(graph: Graph) -> list[int]:
 
 
 def necks(graph: Graph, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns where blocks in a row may begin and end, equal or not, as stages from 0 on, in several ways: the stages
-    at which less crosses than on either side, those at which least crosses, and those at which a little more does; each
-    without and with all that follows as the last block. An argument crosses if it is used on both sides: in the first
-    block the residual stream is one.
+    """Returns where blocks in a row may begin and end, equal or not, as stages from 0 on, in several ways: after each
+    step of an optimizer; the stages at which less crosses than on either side, those at which least crosses, and those
+    at which a little more does; each without and with all that follows as the last block. An argument crosses if it is
+    used on both sides: in the first block the residual stream is one.
 
     Args:
       places: where stages begin and end.
@@ -130,7 +130,9 @@ def necks(graph: Graph, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     local = [level for i, (size, level) in enumerate(levels) if size < min(sizes[i], sizes[i + 2])]
     most = sorted({across[stage] for stage in inner})
     below = ([stage for stage in inner if across[stage] <= size] for size in most)
-    ways = dict.fromkeys((0, *ends) for ends in (list(itertools.chain.from_iterable(local)), *below) if ends)
+    number = {place: stage for stage, place in enumerate(places)}
+    steps = sorted(number[end] for end in _after_steps(graph, [places[level[0]] for level in local]) if end in number)
+    ways = dict.fromkeys((0, *ends) for ends in (steps, list(itertools.chain.from_iterable(local)), *below) if ends)
     several = [ends for ends in ways if len(ends) > 2][:NECKS]
     return tuple(each for ends in several for each in (ends, (*ends, len(places) - 1)))
 
@@ -145,8 +147,11 @@ def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, fine
     narrow = _narrow(live, gaps(graph, live, blocks))
     if unlike and len(narrow) <= UNLIKE:
         narrow += [*_narrow(live, gaps(graph, live, last=True)), *_end_of_last(graph, live)]
-    if unlike and finer and len({*narrow, *(more := _finer(graph, live, narrow))}) < FEW_STAGES:
-        narrow += more
+    if unlike and finer:
+        steps = _after_steps(graph, narrow)
+        if len({*narrow, *(more := _finer(graph, live, narrow))}) < FEW_STAGES:
+            narrow += more
+        narrow += steps
     ends = [end for place in loops(graph) for end in (place, place + 1)]
     places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
     return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
@@ -158,6 +163,23 @@ def _finer(graph: Graph, live: Sequence[int], narrow: Sequence[int]) -> list[int
     rough = [round(size * ROUGH / most) for size in live]  # a random key beside what is large does not count
     more = [*_narrow(rough, gaps(graph, rough, last=True)), *_after_last(graph, rough)]
     return more if len({*narrow, *more}) > 1 else [*more, *_valleys(rough)]
+
+
+def _after_steps(graph: Graph, narrow: Sequence[int]) -> list[int]:
+    """Returns where steps of an optimizer end, in a loss that trains: after a narrow place, in front of the next dear
+    operation, where all that is made between the two, and read behind them, is read behind the last dear operation
+    before the next narrow place too. It is handed on to the next step's update, so people take it into the block
+    before. After the last of these the next narrow place, at which nothing more is updated.
+    """
+    last, found, end = last_uses(graph), [], None
+    for place, following in itertools.pairwise([*narrow, len(graph.ops)]):
+        dear = [i for i in range(place, following) if is_dear(graph.ops[i])] or [place]
+        first = dear[0]
+        made = [index for op in graph.ops[place:first] for index in op.outputs if last.get(index, -1) >= first]
+        if made and all(last[index] > dear[-1] for index in made):
+            found.append(first)
+            end = following
+    return found if end in (None, len(graph.ops)) else [*found, end]
 
 
 def _end_of_last(graph: Graph, live: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ fits and computes no more; and the least budget that an error names is the least
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -514,3 +515,47 @@ def at(fun, args):
     """Returns the compiled peak, the FLOPs and the seconds by the rates of a step as it is."""
     report = jaxckpt.plan(fun, *args, budget="1TiB", target="cuda:h100").report
     return report.measured_bytes, report.flops, report.seconds
+
+
+def trained(steps, momentum):
+    """A loss after steps of an optimizer for each of four tasks, and its arguments."""
+
+    def net(ps, x):
+        for a, b in ps[:-1]:
+            x = x + jax.nn.gelu(x @ a) @ b
+        return x @ ps[-1]
+
+    def task(ps, x, y):
+        m = jax.tree.map(jnp.zeros_like, ps)
+        for _ in range(steps):
+            gradient = jax.grad(lambda ps: jnp.mean((net(ps, x) - y) ** 2))(ps)
+            m = jax.tree.map(lambda m, g: 0.9 * m + g, m, gradient) if momentum else gradient
+            ps = jax.tree.map(lambda p, m: p - 0.01 * m, ps, m)
+        return jnp.mean((net(ps, x) - y) ** 2)
+
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    ps = [*[(spec(WIDTH, 2 * WIDTH), spec(2 * WIDTH, WIDTH))] * 3, spec(WIDTH, 1)]
+    loss = lambda ps, xs, ys: jnp.mean(jax.vmap(task, in_axes=(None, 0, 0))(ps, xs, ys))
+    return loss, (ps, spec(4, ROWS, WIDTH), spec(4, ROWS, 1)), 4 * sum(leaf.size * 4 for leaf in jax.tree.leaves(ps))
+
+
+@pytest.mark.cuda
+def test_a_checkpoint_around_the_first_step_of_an_inner_optimizer_is_tried_with_the_others():
+    """It starts from arguments that no other step has, so it is no repetition of these."""
+    loss, args, _ = trained(4, momentum=False)
+    model = problem_of(loss, *args, target="cuda:h100").model
+    (ends,) = model.series
+    assert ends[0] > 1 and len(ends) == 4
+    blocks = [[(item.start, item.stop) for item in solution] for solution in model.by_hand()]
+    assert any({(0, ends[0]), *itertools.pairwise(ends)} <= set(each) for each in blocks)
+
+
+@pytest.mark.cuda
+def test_blocks_end_behind_what_a_step_of_an_inner_optimizer_updates():
+    """Gradients are fewer bytes than parameters and momentum, but the update is a part of the step."""
+    loss, args, parameters = trained(3, momentum=True)
+    model = problem_of(loss, *args, target="cuda:h100").finer().model
+    live = stages.crossing(model.graph)
+    crossing = [live[model.places[end]] for end in model.necks[0]]
+    assert crossing[0] == 0 and len(crossing) == 4
+    assert crossing[1:] == pytest.approx([2 * parameters, 2 * parameters, parameters], rel=0.01)
