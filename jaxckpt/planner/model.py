@@ -134,8 +134,8 @@ class Model:
         first, last = self.series[0][0], self.series[-1][-1]
         before = [0] if self._is_dear(0, first) else []
         after = [self.chain.length] if self._is_dear(last, self.chain.length) else []
-        for low, high in dict.fromkeys([(tuple(before), ()), ((), tuple(after)), (tuple(before), tuple(after))]):
-            if not (low or high):
+        for low, high in ((before, []), ([], after), (before, after)):
+            if not low and not high:
                 continue
             rows = [list(ends) for ends in self.series]
             rows[0] = [*low, *rows[0]]

@@ -148,7 +148,7 @@ def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, fine
     if unlike and len(narrow) <= UNLIKE:
         narrow += [*_narrow(live, gaps(graph, live, last=True)), *_end_of_last(graph, live)]
     if unlike and finer:
-        steps = _after_steps(graph, narrow)
+        steps = _after_steps(graph, sorted({*narrow}))
         if len({*narrow, *(more := _finer(graph, live, narrow))}) < FEW_STAGES:
             narrow += more
         narrow += steps
