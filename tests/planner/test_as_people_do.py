@@ -517,7 +517,7 @@ def at(fun, args):
     return report.measured_bytes, report.flops, report.seconds
 
 
-def trained(steps, momentum):
+def trained(steps, momentum, layers=2):
     """A loss after steps of an optimizer for each of four tasks, and its arguments."""
 
     def net(ps, x):
@@ -534,7 +534,7 @@ def trained(steps, momentum):
         return jnp.mean((net(ps, x) - y) ** 2)
 
     spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    ps = [*[(spec(WIDTH, 2 * WIDTH), spec(2 * WIDTH, WIDTH))] * 3, spec(WIDTH, 1)]
+    ps = [*[(spec(WIDTH, 2 * WIDTH), spec(2 * WIDTH, WIDTH))] * layers, spec(WIDTH, 1)]
     loss = lambda ps, xs, ys: jnp.mean(jax.vmap(task, in_axes=(None, 0, 0))(ps, xs, ys))
     return loss, (ps, spec(4, ROWS, WIDTH), spec(4, ROWS, 1)), 4 * sum(leaf.size * 4 for leaf in jax.tree.leaves(ps))
 
@@ -542,7 +542,7 @@ def trained(steps, momentum):
 @pytest.mark.cuda
 def test_a_checkpoint_around_the_first_step_of_an_inner_optimizer_is_tried_with_the_others():
     """It starts from arguments that no other step has, so it is no repetition of these."""
-    loss, args, _ = trained(4, momentum=False)
+    loss, args, _ = trained(4, momentum=False, layers=3)
     model = problem_of(loss, *args, target="cuda:h100").model
     (ends,) = model.series
     assert ends[0] > 1 and len(ends) == 4
