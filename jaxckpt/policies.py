@@ -321,14 +321,19 @@ class Policy:
                 actions[value.index] = given(action, value)
         return actions
 
-    def regions(self, graph: Graph) -> tuple[Region, ...]:
+    @property
+    def may_tie(self) -> bool:
+        """Whether `regions` ties some functions: whether a value may be kept on the host or in another form."""
+        return any(action.on_host or action.changes for action in (self.default, *(action for _, action in self.rules)))
+
+    def regions(self, graph: Graph, *, ties: bool = True) -> tuple[Region, ...]:
         """Returns the decisions of `decide` as one region around the whole function.
 
         With values on the host or in another form it is tied: else compilers leave the gradients of many layers for
-        later, and have in memory at once what these are computed from, fetched and restored.
+        later, and have in memory at once what these are computed from, fetched and restored. Not if `ties` is False.
         """
         actions = self.decide(graph)
-        tied = any(action.on_host or action.changes for action in actions.values())
+        tied = ties and any(action.on_host or action.changes for action in actions.values())
         return (Region(0, len(graph.ops), actions, tied=tied),)
 
     def plan(self, graph: Graph, *, prevent_cse: bool = True) -> Plan:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -221,11 +221,11 @@ def _by_policy(fun: Callable[..., Any], policy: Policy, prevent_cse: bool | tupl
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         leaves, in_tree = jax.tree.flatten((args, kwargs))
         holder = _emitted(fun)
-        first = _begins_iteration()
-        key = settings, first, in_tree, tuple(map(jax.typeof, leaves))
+        ties = policy.may_tie and not _begins_iteration()
+        key = settings, ties, in_tree, tuple(map(jax.typeof, leaves))
         found = holder.get(key)
         if found is None:
-            found = _emit(fun, policy, prevent_cse, args, kwargs, tied=not first)
+            found = _emit(fun, policy, prevent_cse, args, kwargs, ties=ties)
             if not any(map(_compat.is_tracer, found.consts)):
                 holder[key] = found
         if found.effects and any(map(_compat.is_linearized, leaves)):
@@ -254,7 +254,7 @@ class _Emitted:
 
 
 _begun: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Bodies of loops, being traced, in which a function has been called under a policy."""
+"""Bodies of loops, being traced, in which a function has been called under a policy that may tie."""
 
 
 def _begins_iteration() -> bool:
@@ -276,7 +276,7 @@ def _emit(
     args: tuple[Any, ...],
     kwargs: Any,
     *,
-    tied: bool,
+    ties: bool,
 ) -> _Emitted:
     with _noting(fun):
         graph = trace_with_calls(purity.refusing(fun), args, kwargs)
@@ -284,8 +284,7 @@ def _emit(
     consts = _compat.jaxpr_consts(graph.jaxpr)
     if not isinstance(prevent_cse, bool):
         prevent_cse = (*[False] * len(consts), *_of_leaves(prevent_cse, args, kwargs))
-    regions = policy.regions(graph)
-    run = emit(graph, regions if tied else tuple(replace(region, tied=False) for region in regions), prevent_cse)
+    run = emit(graph, policy.regions(graph, ties=ties), prevent_cse)
     effects = ", ".join(map(str, _compat.remat_disallowed_effects(graph.jaxpr)))
     return _Emitted(run, consts, graph.out_tree, effects)
 

@@ -26,7 +26,7 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.argument_names import positional
 from jaxckpt.core.constants import DIVISIONS, MOST_PARTS, RUN
 from jaxckpt.core.finish import finished_function
-from jaxckpt.core.leaves import array, is_array, is_given, is_operand, is_symbolic
+from jaxckpt.core.leaves import array, is_array, is_given, is_operand
 from jaxckpt.core.tiling.divide import Tiling, divided, undivided
 from jaxckpt.core.tiling.shares import WHOLE, Kind, Share, rows, rows_of_tile
 from jaxckpt.core.units import counted
@@ -227,7 +227,7 @@ def _size(axes: _Axes) -> int:
     """
     tiled = [(leaf, axis, path) for leaf, axis, path in axes if axis is not None]
     first, axis, name = tiled[0]
-    if is_symbolic([jax.ShapeDtypeStruct((first.shape[axis],), first.dtype)]):
+    if not isinstance(first.shape[axis], int):
         rule = f"an array whose number of rows along axis {axis}, which is tiled, is known"
         raise ArgumentError(name, rule, InWords(f"an array of shape {list(first.shape)}"), "Tile another axis.")
     size = int(first.shape[axis])
