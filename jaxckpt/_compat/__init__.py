@@ -52,6 +52,7 @@ from jaxckpt._compat.jaxprs import (
     is_own_file,
     is_unspecified,
     jaxpr_consts,
+    jaxpr_file,
     jaxpr_title,
     jvp_jaxpr,
     like,

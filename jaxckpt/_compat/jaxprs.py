@@ -106,6 +106,11 @@ def jaxpr_title(jaxpr: Any) -> str:
     return str(open_jaxpr(jaxpr).debug_info.func_src_info).split(" ")[0]
 
 
+def jaxpr_file(jaxpr: Any) -> str:
+    """Returns the path of the file with the function that a jaxpr was traced from; empty if JAX does not know it."""
+    return str(open_jaxpr(jaxpr).debug_info.func_src_info).partition(" at ")[2].rpartition(":")[0]
+
+
 def jvp_jaxpr(closed: Any, moving: Sequence[bool]) -> tuple[Any, list[bool]]:
     """Differentiates a closed jaxpr forward. Returns it as (inputs, nonzero tangents) -> (results, nonzero tangents),
     and which are nonzero.

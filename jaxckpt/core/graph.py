@@ -28,7 +28,7 @@ from jaxckpt.core.flops import size as _size
 from jaxckpt.core.inline import Calls, called, inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL
-from jaxckpt.core.rules import PRIMITIVE, Rule, opened, tags_of
+from jaxckpt.core.rules import Rule, opened, tags_of
 from jaxckpt.core.surgery import placed_programs
 
 
@@ -368,7 +368,8 @@ class _Builder:
         index = self.op_count
         self.op_count += 1
         rule = Rule.of(eqn)
-        primitive, params = _compat.primitive_name(eqn) if rule is None else PRIMITIVE, _compat.equation_params(eqn)
+        primitive = _compat.primitive_name(eqn) if rule is None else rule.primitive
+        params = _compat.equation_params(eqn)
         operands = [None if isinstance(var, _compat.Literal) else values[var] for var in eqn.invars]
         inputs = tuple(operand for operand in operands if operand is not None)
         call = reads.is_call(eqn) or (self.keep_calls and called(eqn) is not None)

@@ -1,11 +1,12 @@
-"""Custom rules opened: the residuals of a `jax.custom_vjp` become values of the graph, which a policy or a plan can
-keep.
+"""Custom rules opened: the residuals of a `jax.custom_vjp`, and what is dear to compute in the rule of a
+`jax.custom_jvp`, become values of the graph, which a policy or a plan can keep.
 
 JAX runs the forward rule of such a function where it differentiates, so its residuals are in no traced program, and
 nothing can name them: a checkpoint around flash attention runs the whole attention again for the logsumexp that its
 backward rule reads. `opened` puts a function of our own in the rule's place. Its results are the rule's and, after
 these, the residuals, so that the emitter can name them; its derivative is the forward rule and, for cotangents, the
-user's backward rule.
+user's backward rule. In the place of a `jax.custom_jvp` its results are the rule's and, after these, what is dear in
+it; its derivative is the rule.
 
 For code that uses the rule's own results alone, nothing changes. Where nothing of a rule is kept, the rule is
 emitted as it was.
@@ -17,7 +18,8 @@ import base64
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +29,14 @@ import jax.numpy as jnp
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.finish import finished, finished_program
-from jaxckpt.core.forward import TITLE, has_rules
+from jaxckpt.core.forward import TITLE
 from jaxckpt.core.inline import Calls, inline
 from jaxckpt.core.primitives import Holds
 
-PRIMITIVE = "custom_vjp_call"
+REVERSE, FORWARD = "custom_vjp_call", "custom_jvp_call"
+"""The operations whose rules are opened; what stands in the place of either is of the second kind."""
+OWN = str(pathlib.Path(__file__).parents[1])
+"""The folder of jaxckpt's files."""
 KERNELS = ("pallas_call", "ffi_call")
 """Operations that run a kernel of the user's."""
 
@@ -42,16 +47,18 @@ class Rule:
 
     Attributes:
       name: of the user's function.
+      primitive: the operation that was opened.
       results: how many results the rule has; those after them are residuals, tagged values, and values that are dear
         to compute, such as the results of matmuls.
       shape: how many operands and results the equation has. JAX may leave some out; what is left is no opened rule.
       residuals: for each leaf of what the forward rule keeps where it is: ("in", an operand's place) or ("out", a
         result's place).
-      tags: (result's place, the tag that the forward rule gives it).
-      hidden: tags inside of the function that its forward rule does not give: nothing can be kept by them.
+      tags: (result's place, the tag that the rule gives it).
+      hidden: tags inside of the function that its rule does not give: nothing can be kept by them.
     """
 
     name: str
+    primitive: str
     results: int
     shape: tuple[int, int]
     residuals: tuple[tuple[str, int], ...]
@@ -68,7 +75,7 @@ class Rule:
     @classmethod
     def of(cls, eqn: Any) -> Rule | None:
         """Returns the rule that an equation opens; None where it is another operation."""
-        if _compat.primitive_name(eqn) != "custom_jvp_call":
+        if _compat.primitive_name(eqn) != FORWARD:
             return None
         title = _compat.jaxpr_title(eqn.params["call_jaxpr"])
         rule = _rule_of(title.removeprefix(TITLE)) if title.startswith(TITLE) else None
@@ -77,8 +84,9 @@ class Rule:
 
 @functools.cache
 def _rule_of(encoded: str) -> Rule:
-    name, results, shape, residuals, tags, hidden = json.loads(base64.urlsafe_b64decode(encoded))
-    return Rule(name, results, tuple(shape), tuple(map(tuple, residuals)), tuple(map(tuple, tags)), tuple(hidden))
+    name, primitive, results, shape, residuals, tags, hidden = json.loads(base64.urlsafe_b64decode(encoded))
+    places = tuple(map(tuple, residuals)), tuple(map(tuple, tags))
+    return Rule(name, primitive, results, tuple(shape), *places, tuple(hidden))
 
 
 def opened(closed: Any, calls: Calls) -> Any:
@@ -98,11 +106,10 @@ class _Opener(surgery.Rewriter):
         self.calls = calls
 
     def equation(self, eqn: Any) -> Any:
-        name = _compat.primitive_name(eqn)
-        facts = primitives.of(name)
-        if name == PRIMITIVE:
-            new = _open(eqn) or eqn
-        elif facts.entered and (facts.holds is not Holds.MAPPED or has_rules(eqn)):
+        facts = primitives.of(_compat.primitive_name(eqn))
+        if (may_open := _may_open(eqn)) is not None:
+            new = may_open(eqn) or eqn
+        elif facts.entered and (facts.holds is not Holds.MAPPED or _has_any(eqn)):
             new = surgery.with_programs_mapped(eqn, self.jaxpr)
         else:
             return eqn
@@ -111,28 +118,128 @@ class _Opener(surgery.Rewriter):
         return new
 
 
+def _has_any(eqn: Any) -> bool:
+    """Whether a program of an equation has a rule that may be opened."""
+    return any(_may_open(each) is not None for program in surgery.programs(eqn) for each in surgery.walk(program))
+
+
+def _may_open(eqn: Any) -> Callable[[Any], Any] | None:
+    """Returns what opens the rule of an equation, if that can be done; None where nothing would be gained. Of a
+    `jax.custom_jvp` that is so where it runs nothing dear and tags nothing: most are activations. jaxckpt's own stay as
+    they are.
+    """
+    primitive = _compat.primitive_name(eqn)
+    if primitive == REVERSE:
+        return _open_reverse
+    if primitive != FORWARD or _compat.jaxpr_file(eqn.params["call_jaxpr"]).startswith(OWN):
+        return None
+    return _open_forward if any(map(_is_worth_keeping, surgery.walk(eqn.params["call_jaxpr"]))) else None
+
+
+def _is_worth_keeping(eqn: Any) -> bool:
+    return primitives.of(_compat.primitive_name(eqn)).dear or _compat.equation_name(eqn) is not None
+
+
 @dataclass(frozen=True, eq=False)
 class _Forward:
-    """A forward rule, traced.
+    """What a rule runs forward, traced.
 
     Attributes:
-      program: closed jaxpr of (operands) -> (results, residuals that are new, tagged values that are new, other values
-        that are dear to compute).
-      kept: for each leaf of the residuals: ("in", operand's place) or ("out", place among the program's results).
+      program: closed jaxpr of (operands but the constants) -> (results, residuals that are new, tagged values that are
+        new, other values that are dear to compute).
       results: how many results the user's function has.
+      kept: for each leaf of the residuals: ("in", operand's place) or ("out", place among the program's results).
       tags: as of `Rule`.
       named: how many of the program's results come before the values that are dear to compute.
     """
 
     program: Any
-    kept: tuple[tuple[str, int], ...]
     results: int
+    kept: tuple[tuple[str, int], ...]
     tags: tuple[tuple[int, str], ...]
     named: int
 
 
-def _open(eqn: Any) -> Any:
-    """Returns the equation that stands in a rule's place; None where the forward rule stays closed.
+class _Results:
+    """The results of a rule's program, each once; `atoms`: those so far."""
+
+    def __init__(self, program: Any, results: Sequence[Any]) -> None:
+        self.inputs, self.atoms = frozenset(program.invars), list(results)
+        own = [(var, place) for place, var in enumerate(results) if isinstance(var, _compat.Var)]
+        self._places = {var: place for var, place in own if var not in self.inputs}
+
+    def place_of(self, atom: Any) -> int:
+        """Returns the place of a value among the results, where it is put if it is none yet."""
+        known = None if isinstance(atom, _compat.Literal) else self._places.get(atom)
+        if known is None:
+            known = len(self.atoms)
+            self.atoms.append(atom)
+            if not isinstance(atom, _compat.Literal):
+                self._places[atom] = known
+        return known
+
+    def add_tagged(self, eqns: Sequence[Any]) -> tuple[tuple[int, str], ...]:
+        """Makes results of tagged values. Returns (place, tag) of each."""
+        tags = []
+        for each in eqns:
+            tag = _compat.equation_name(each)
+            if tag is None or isinstance(each.invars[0], _compat.Literal) or each.invars[0] in self.inputs:
+                continue
+            tags.append((self.place_of(each.outvars[0]), tag))
+        return tuple(tags)
+
+    def add_dear(self, eqns: Sequence[Any]) -> None:
+        """Makes results of what is dear to compute."""
+        for each in eqns:
+            if primitives.of(_compat.primitive_name(each)).dear:
+                for var in each.outvars:
+                    if not isinstance(var, _compat.DropVar):
+                        self.place_of(var)
+
+
+Derivative = Callable[[Callable[..., list[Any]], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+"""(the function in the rule's place, primals, tangents with symbolic zeros) -> (its results, their tangents)"""
+
+
+def _in_place(eqn: Any, name: str, consts: int, forward: _Forward, derivative: Derivative) -> Any:
+    """Returns the equation that stands in a rule's place; None where that would hold arrays of its own.
+
+    Args:
+      eqn: the rule's equation.
+      name: of the user's function.
+      consts: how many of the first operands it closes over.
+      forward: what it runs forward.
+      derivative: of the function in its place.
+    """
+    tags = filter(None, map(_compat.equation_name, surgery.walk(eqn.params["call_jaxpr"])))
+    hidden = tuple(sorted(set(tags) - {tag for _, tag in forward.tags}))
+    program = _compat.open_jaxpr(finished_program(forward.program))
+    shape = len(eqn.invars), len(program.outvars)
+    kernel = any(_compat.primitive_name(each) in KERNELS for each in surgery.walk(program))
+
+    def run(*operands: Any) -> list[Any]:
+        made = _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
+        # What is cut out of a kernel's result would be cut out where it is first used, in the backward pass. A TPU pads
+        # the last axis to 128: the result, such as a logsumexp with an axis of one element, may be far larger.
+        return [*jax.lax.optimization_barrier(made[: forward.named]), *made[forward.named :]] if kernel else made
+
+    rule = Rule(name, _compat.primitive_name(eqn), forward.results, shape, forward.kept, forward.tags, hidden)
+    run.__name__ = run.__qualname__ = rule.title
+    made = jax.custom_jvp(run)
+    made.defjvp(functools.partial(derivative, run), symbolic_zeros=True)
+    traced = _compat.open_jaxpr(jax.make_jaxpr(made)(*(var.aval for var in eqn.invars)))
+    call = traced.eqns[-1]
+    if len(traced.eqns) != 1 or len(call.invars) != len(eqn.invars):
+        return None  # the rule holds arrays of its own, which have no place in this program
+    extra = [_compat.fresh_var(var.aval) for var in call.outvars[forward.results :]]
+    return call.replace(invars=eqn.invars, outvars=[*eqn.outvars, *extra], source_info=eqn.source_info)
+
+
+# -------------------------------------------------------------------------------------------------------- reverse mode
+
+
+def _open_reverse(eqn: Any) -> Any:
+    """Returns the equation that stands in the place of a `custom_vjp_call`; None where the rule stays closed.
 
     That is so where it has effects, or arrays of its own, and with `symbolic_zeros=True`: what such a rule keeps
     depends on what is differentiated, and JAX remembers only what the last trace of it kept.
@@ -145,29 +252,13 @@ def _open(eqn: Any) -> Any:
         traced, forwards = rule.trace(flags)
     except Exception:  # the user's: JAX says what is wrong with the rule where it is differentiated
         return None
-    forward = _forward(eqn, rule, traced, forwards)
-    return None if forward is None else _in_place(eqn, rule, forward)
+    forward = _forward_rule(rule, traced, forwards, len(eqn.outvars))
+    if forward is None:
+        return None
 
-
-def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
-    tags = filter(None, map(_compat.equation_name, surgery.walk(eqn.params["call_jaxpr"])))
-    inside = set(tags) - {tag for _, tag in forward.tags}
-    consts = rule.num_consts
-    program = _compat.open_jaxpr(finished_program(forward.program))
-    shape = len(eqn.invars), len(program.outvars)
-    title = Rule(rule.name, forward.results, shape, forward.kept, forward.tags, tuple(sorted(inside))).title
-    kernel = any(_compat.primitive_name(each) in KERNELS for each in surgery.walk(program))
-
-    def run(*operands: Any) -> list[Any]:
-        made = _compat.eval_jaxpr(program, _compat.jaxpr_consts(forward.program), *operands[consts:])
-        # What is cut out of a kernel's result would be cut out where it is first used, in the backward pass. A TPU pads
-        # the last axis to 128: the result, such as a logsumexp with an axis of one element, may be far larger.
-        return [*jax.lax.optimization_barrier(made[: forward.named]), *made[forward.named :]] if kernel else made
-
-    run.__name__ = run.__qualname__ = title
-    made = jax.custom_jvp(run)
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def derivative(
+        run: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
         zero = jax.custom_derivatives.SymbolicZero
         still = [isinstance(tangent, zero) for tangent in tangents]
         out = run(*primals)
@@ -179,40 +270,21 @@ def _in_place(eqn: Any, rule: _compat.CustomRule, forward: _Forward) -> Any:
         found = {place: own[place] for place in smooth} if moving else {}
         return out, [found.get(place, zero(aval)) for place, aval in enumerate(avals)]
 
-    made.defjvp(derivative, symbolic_zeros=True)
-    traced = _compat.open_jaxpr(jax.make_jaxpr(made)(*(var.aval for var in eqn.invars)))
-    call = traced.eqns[-1]
-    if len(traced.eqns) != 1 or len(call.invars) != len(eqn.invars):
-        return None  # the forward rule holds arrays of its own, which have no place in this program
-    extra = [_compat.fresh_var(var.aval) for var in call.outvars[forward.results :]]
-    return call.replace(invars=eqn.invars, outvars=[*eqn.outvars, *extra], source_info=eqn.source_info)
+    return _in_place(eqn, rule.name, rule.num_consts, forward, derivative)
 
 
-def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence[int | None]) -> _Forward | None:
-    """Returns a forward rule as `CustomRule.trace` gave it; None where it has effects, or arrays of its own."""
+def _forward_rule(rule: _compat.CustomRule, traced: Any, forwards: Sequence[int | None], count: int) -> _Forward | None:
+    """Returns a forward rule as `CustomRule.trace` gave it; None where it has effects, or arrays of its own. `count`:
+    of the function's results.
+    """
     closed = inline(traced)
     program = _compat.open_jaxpr(closed)
     if program.effects or program.constvars:
         return None
-    made = len(program.outvars) - len(eqn.outvars)
-    new, results = list(program.outvars[:made]), list(program.outvars[made:])
-    where: dict[Any, int] = {}
-    outvars = list(results)
-
-    def place_of(atom: Any) -> int:
-        known = None if isinstance(atom, _compat.Literal) else where.get(atom)
-        if known is None:
-            known = len(outvars)
-            outvars.append(atom)
-            if not isinstance(atom, _compat.Literal):
-                where[atom] = known
-        return known
-
+    made = len(program.outvars) - count
+    results = _Results(program, program.outvars[made:])
     inputs = {var: place for place, var in enumerate(program.invars)}
-    where.update(
-        (var, place) for place, var in enumerate(results) if isinstance(var, _compat.Var) and var not in inputs
-    )
-    waiting = iter(new)
+    waiting = iter(program.outvars[:made])
     kept: list[tuple[str, int]] = []
     for forwarded in forwards:
         atom = next(waiting) if forwarded is None else None
@@ -221,20 +293,79 @@ def _forward(eqn: Any, rule: _compat.CustomRule, traced: Any, forwards: Sequence
         elif isinstance(atom, _compat.Var) and atom in inputs:
             kept.append(("in", rule.num_consts + inputs[atom]))
         else:
-            kept.append(("out", place_of(atom)))
-    tags = []
-    for each in program.eqns:
-        tag = _compat.equation_name(each)
-        if tag is not None and not isinstance(each.invars[0], _compat.Literal) and each.invars[0] not in inputs:
-            tags.append((place_of(each.outvars[0]), tag))
-    named = len(outvars)
-    for each in program.eqns:
-        if primitives.of(_compat.primitive_name(each)).dear:
-            for var in each.outvars:
-                if not isinstance(var, _compat.DropVar):
-                    place_of(var)
-    rebuilt = _compat.rewritten(program, list(program.eqns), outvars)
-    return _Forward(_compat.like(closed, rebuilt, ()), tuple(kept), len(results), tuple(tags), named)
+            kept.append(("out", results.place_of(atom)))
+    tags = results.add_tagged(program.eqns)
+    named = len(results.atoms)
+    results.add_dear(program.eqns)
+    rebuilt = _compat.rewritten(program, list(program.eqns), results.atoms)
+    return _Forward(_compat.like(closed, rebuilt, ()), count, tuple(kept), tags, named)
+
+
+# -------------------------------------------------------------------------------------------------------- forward mode
+
+
+def _open_forward(eqn: Any) -> Any:
+    """Returns the equation that stands in the place of a `custom_jvp_call`; None where the rule stays closed.
+
+    That is so where it has effects, or arrays of its own, and where nothing in it is tagged or dear to compute but its
+    results. With `symbolic_zeros=True` it is asked for the tangents of all results, in all operands.
+    """
+    eqn = finished(eqn)
+    consts, symbolic = eqn.params["num_consts"], eqn.params["symbolic_zeros"]
+    zero = jax.custom_derivatives.SymbolicZero
+    still = [bool(symbolic) and not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[consts:]]
+    try:
+        traced, _, none = _compat.tangent_program(eqn, still)
+    except Exception:  # the user's: JAX says what is wrong with the rule where it is differentiated
+        return None
+    closed = inline(traced)
+    program, count = _compat.open_jaxpr(closed), len(none)
+    operands, tangents = program.invars[: len(still)], program.invars[len(still) :]
+    moving = surgery.depends(program.eqns, tangents)
+    fixed = [each for each in program.eqns if moving.isdisjoint(each.outvars)]
+    results = _Results(program, program.outvars[:count])
+    tags = results.add_tagged(fixed)
+    named = len(results.atoms)
+    results.add_dear(fixed)
+    atoms = results.atoms
+    made = iter(program.outvars[count:])
+    slopes = [None if flag else next(made) for flag in none]
+    slopes = [None if each is None or each.aval.dtype == jax.dtypes.float0 else each for each in slopes]
+    wanted = [*atoms, *(each for each in slopes if each is not None)]
+    if program.effects or len(atoms) == count or not moving.isdisjoint(filter(_is_var, atoms)):
+        return None
+    if not set(program.constvars).isdisjoint(_read(program.eqns, wanted)):
+        return None
+    run_forward = surgery.stretch(surgery.needed(fixed, operands, atoms), operands, atoms, program)
+    forward = _Forward(_compat.like(closed, run_forward, ()), count, (), tags, named)
+    both = surgery.stretch(surgery.needed(program.eqns, program.invars, wanted), program.invars, wanted, program)
+
+    def derivative(
+        run: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        given = [
+            _compat.zeros_like_aval(tangent.aval) if isinstance(tangent, zero) else tangent
+            for tangent, flag in zip(tangents[consts:], still)
+            if not flag
+        ]
+        found = _compat.eval_jaxpr(both, [], *primals[consts:], *given)
+        out, moved = found[: len(atoms)], iter(found[len(atoms) :])
+        tangents = [zero(_compat.tangent_aval(result)) for result in out]
+        tangents[:count] = [flat if each is None else next(moved) for flat, each in zip(tangents, slopes)]
+        return out, tangents
+
+    return _in_place(eqn, _compat.jaxpr_title(eqn.params["call_jaxpr"]), consts, forward, derivative)
+
+
+def _is_var(atom: Any) -> bool:
+    return isinstance(atom, _compat.Var)
+
+
+def _read(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
+    """Returns the variables that it takes to compute results, themselves included."""
+    taken = lambda eqn: list(filter(_is_var, eqn.invars))
+    wanted = set(filter(_is_var, results))
+    return wanted.union(*map(taken, surgery.live(eqns, wanted, lambda eqn: eqn.outvars, taken)))
 
 
 def tags_of(rule: Rule) -> Iterator[tuple[str, int, str]]:
