@@ -409,7 +409,9 @@ class _Builder:
         ]
 
     def _label(self, rule: Rule, operands: Sequence[int | None], outputs: Sequence[int], forward: Body) -> None:
-        """Gives the values of an opened rule their tags, and its residuals the operations that make them."""
+        """Gives the values of an opened rule their tags, and its residuals, and what is dear, the operations that make
+        them.
+        """
         for kind, place, tag in tags_of(rule):
             index = operands[place] if kind == "in" else outputs[place]
             if (
@@ -420,11 +422,11 @@ class _Builder:
                 self.values[index]["tags"].append(tag)
         if rule.hidden and forward.inputs:
             self.values[forward.inputs[0]]["tags"].extend(rule.hidden)
-        for index, inner in zip(outputs[rule.results :], forward.outputs[rule.results :]):
-            if inner is not None and self.values[inner]["primitive"]:
-                self.values[index] |= {
-                    name: self.values[inner][name] for name in ("primitive", "params", "flops", "interval")
-                }
+        for place, (index, inner) in enumerate(zip(outputs, forward.outputs)):
+            made = {} if inner is None else self.values[inner]
+            primitive = made.get("primitive")
+            if primitive and (place >= rule.results or primitives.of(primitive).dear):
+                self.values[index] |= {name: made[name] for name in ("primitive", "params", "flops", "interval")}
 
     def _inner(
         self,

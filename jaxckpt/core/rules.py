@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -133,11 +134,20 @@ def _may_open(eqn: Any) -> Callable[[Any], Any] | None:
         return _open_reverse
     if primitive != FORWARD or _compat.jaxpr_file(eqn.params["call_jaxpr"]).startswith(OWN):
         return None
-    return _open_forward if any(map(_is_worth_keeping, surgery.walk(eqn.params["call_jaxpr"]))) else None
+    inside = surgery.walk(eqn.params["call_jaxpr"])
+    return _open_forward if any(map(_is_worth_keeping, inside)) else None
 
 
 def _is_worth_keeping(eqn: Any) -> bool:
-    return primitives.of(_compat.primitive_name(eqn)).dear or _compat.equation_name(eqn) is not None
+    return _is_dear(eqn) or _compat.equation_name(eqn) is not None
+
+
+def _is_dear(eqn: Any) -> bool:
+    """Whether an equation is dear to compute; a call, or a function with a rule, if something in it is."""
+    facts = primitives.of(_compat.primitive_name(eqn))
+    if facts.holds.in_line:
+        return any(map(_is_dear, itertools.chain(*(_compat.open_jaxpr(each).eqns for each in surgery.programs(eqn)))))
+    return facts.dear
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +201,7 @@ class _Results:
     def add_dear(self, eqns: Sequence[Any]) -> None:
         """Makes results of what is dear to compute."""
         for each in eqns:
-            if primitives.of(_compat.primitive_name(each)).dear:
+            if _is_dear(each):
                 for var in each.outvars:
                     if not isinstance(var, _compat.DropVar):
                         self.place_of(var)
@@ -304,16 +314,109 @@ def _forward_rule(rule: _compat.CustomRule, traced: Any, forwards: Sequence[int 
 # -------------------------------------------------------------------------------------------------------- forward mode
 
 
+@dataclass(frozen=True, eq=False)
+class _Tangents:
+    """The rule of a `jax.custom_jvp`, traced for operands some of which have no tangents.
+
+    Attributes:
+      forward: what reads no tangent.
+      both: the open jaxpr of (operands but the constants, tangents) -> (the forward program's results, tangents of the
+        function's results).
+      moving: for each of the function's results whether it has a tangent.
+    """
+
+    forward: _Forward
+    both: Any
+    moving: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        """What the forward program computes, as text."""
+        return str(_compat.open_jaxpr(self.forward.program))
+
+
 def _open_forward(eqn: Any) -> Any:
     """Returns the equation that stands in the place of a `custom_jvp_call`; None where the rule stays closed.
 
-    That is so where it has effects, or arrays of its own, and where nothing in it is tagged or dear to compute but its
-    results. With `symbolic_zeros=True` it is asked for the tangents of all results, in all operands.
+    That is so where it has effects, or arrays of its own, and where nothing in it is tagged or dear to compute.
+
+    With `symbolic_zeros=True` the rule may be another one for each choice of operands that have no tangents. What it
+    runs forward is that for tangents of all operands; if it refuses these, for a tangent of one. Where other operands
+    have tangents, their rule is the derivative; if that runs the same forward, its values are those that are kept.
     """
     eqn = finished(eqn)
-    consts, symbolic = eqn.params["num_consts"], eqn.params["symbolic_zeros"]
+    consts, symbolic = eqn.params["num_consts"], bool(eqn.params["symbolic_zeros"])
+    smooth = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[consts:]]
     zero = jax.custom_derivatives.SymbolicZero
-    still = [bool(symbolic) and not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars[consts:]]
+
+    @functools.cache
+    def traced(still: tuple[bool, ...]) -> _Tangents | None:
+        return _tangents(eqn, still)
+
+    patterns = [tuple(not flag for flag in smooth) if symbolic else (False,) * len(smooth)]
+    if symbolic:
+        patterns += [tuple(k != place for k in range(len(smooth))) for place, flag in enumerate(smooth) if flag]
+    usual = next(filter(None, map(traced, patterns)), None)
+    if usual is None:
+        return None
+    forward = usual.forward
+
+    def derivative(
+        run: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        operands, tangents = primals[consts:], tangents[consts:]
+        still = tuple(symbolic and isinstance(tangent, zero) for tangent in tangents)
+        given = [
+            _compat.zeros_like_aval(tangent.aval) if isinstance(tangent, zero) else tangent
+            for tangent, flag in zip(tangents, still)
+            if not flag
+        ]
+        rule = traced(still)
+        if rule is None or rule.text != usual.text:
+            out = run(*primals)
+            out[: forward.results], slopes = _by_rule(eqn, still, operands, given)
+        else:
+            found = _compat.eval_jaxpr(rule.both, [], *operands, *given)
+            out, moved = found[: len(_outvars(forward))], iter(found[len(_outvars(forward)) :])
+            slopes = [next(moved) if flag else None for flag in rule.moving]
+        slopes += [None] * (len(out) - len(slopes))
+        return out, [zero(_compat.tangent_aval(x)) if each is None else each for x, each in zip(out, slopes)]
+
+    name = _compat.jaxpr_title(eqn.params["call_jaxpr"])
+    return _in_place(eqn, name, consts, forward, derivative)
+
+
+def _outvars(forward: _Forward) -> Sequence[Any]:
+    return list(_compat.open_jaxpr(forward.program).outvars)
+
+
+def _by_rule(
+    eqn: Any, still: Sequence[bool], operands: Sequence[Any], given: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns what the rule of a `custom_jvp_call` says: the results, and their tangents, None for those that are zero.
+
+    Args:
+      eqn: the equation.
+      still: for each operand but the constants whether it has no tangent.
+      operands: all but the constants.
+      given: the tangents.
+    """
+    closed, _, none = _compat.tangent_program(eqn, still)
+    consts = _compat.jaxpr_consts(closed)
+    found = _compat.eval_jaxpr(_compat.open_jaxpr(closed), consts, *operands, *given)
+    moved = iter(found[len(none) :])
+    slopes = [None if flag else next(moved) for flag in none]
+    flat = jax.dtypes.float0
+    return found[: len(none)], [None if x is None or jax.typeof(x).dtype == flat else x for x in slopes]
+
+
+def _tangents(eqn: Any, still: tuple[bool, ...]) -> _Tangents | None:
+    """Returns the rule of a `custom_jvp_call`, traced; None where nothing of it can be kept.
+
+    Args:
+      eqn: the equation.
+      still: for each operand but the constants whether it has no tangent.
+    """
     try:
         traced, _, none = _compat.tangent_program(eqn, still)
     except Exception:  # the user's: JAX says what is wrong with the rule where it is differentiated
@@ -328,33 +431,18 @@ def _open_forward(eqn: Any) -> Any:
     named = len(results.atoms)
     results.add_dear(fixed)
     atoms = results.atoms
+    if program.effects or not moving.isdisjoint(filter(_is_var, atoms)) or not any(map(_is_worth_keeping, fixed)):
+        return None
     made = iter(program.outvars[count:])
     slopes = [None if flag else next(made) for flag in none]
     slopes = [None if each is None or each.aval.dtype == jax.dtypes.float0 else each for each in slopes]
     wanted = [*atoms, *(each for each in slopes if each is not None)]
-    if program.effects or len(atoms) == count or not moving.isdisjoint(filter(_is_var, atoms)):
-        return None
     if not set(program.constvars).isdisjoint(_read(program.eqns, wanted)):
         return None
-    run_forward = surgery.stretch(surgery.needed(fixed, operands, atoms), operands, atoms, program)
-    forward = _Forward(_compat.like(closed, run_forward, ()), count, (), tags, named)
+    run = surgery.stretch(surgery.needed(fixed, operands, atoms), operands, atoms, program)
+    forward = _Forward(_compat.like(closed, run, ()), count, (), tags, named)
     both = surgery.stretch(surgery.needed(program.eqns, program.invars, wanted), program.invars, wanted, program)
-
-    def derivative(
-        run: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        given = [
-            _compat.zeros_like_aval(tangent.aval) if isinstance(tangent, zero) else tangent
-            for tangent, flag in zip(tangents[consts:], still)
-            if not flag
-        ]
-        found = _compat.eval_jaxpr(both, [], *primals[consts:], *given)
-        out, moved = found[: len(atoms)], iter(found[len(atoms) :])
-        tangents = [zero(_compat.tangent_aval(result)) for result in out]
-        tangents[:count] = [flat if each is None else next(moved) for flat, each in zip(tangents, slopes)]
-        return out, tangents
-
-    return _in_place(eqn, _compat.jaxpr_title(eqn.params["call_jaxpr"]), consts, forward, derivative)
+    return _Tangents(forward, both, tuple(each is not None for each in slopes))
 
 
 def _is_var(atom: Any) -> bool:

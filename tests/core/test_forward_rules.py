@@ -83,11 +83,28 @@ def with_integers(x, w):
     return y * jnp.cos(places)[:, None]
 
 
+@jax.custom_jvp
+def product(x, w):
+    return x @ w
+
+
+product.defjvp(lambda primals, tangents: (primals[0] @ primals[1], tangents[0] @ primals[1] + primals[0] @ tangents[1]))
+
+
+@jax.custom_vjp
+def reverse(x, w):
+    return x @ w
+
+
+reverse.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, d: (d @ kept[1].T, kept[0].T @ d))
+
 RULES = {
     "its own": own,
     "jax.jvp": differentiated,
     "symbolic zeros": symbolic,
     "integers, a static argument": with_integers,
+    "its result is a matmul": product,
+    "its result is a matmul, reverse": reverse,
 }
 
 
@@ -159,6 +176,7 @@ KEPT = {
     "dots in fewer bits": ("dot_general", compress("bfloat16")),
     "the result": ("custom_jvp_call", SAVE),
 }
+"""Operation that makes what is kept, and how it is kept."""
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -200,7 +218,51 @@ def test_a_tag_that_the_rule_does_not_give_is_an_error():
         jaxckpt.checkpoint(hidden, policy=Policy({"hidden": SAVE}))(x, w)
 
 
-def test_a_rule_that_refuses_tangents_of_an_operand_stays_as_it_is():
+@jax.custom_jvp
+def scaled(x, w):
+    return jnp.sin(x @ w)
+
+
+def _scaled(primals, tangents):
+    """Another derivative where one operand alone has a tangent; what it runs forward is another thing for `w` alone."""
+    (x, w), (dx, dw) = primals, tangents
+    still = [isinstance(each, jax.custom_derivatives.SymbolicZero) for each in tangents]
+    if still[0]:
+        h = (2 * x) @ w / 2
+        return jnp.sin(h), 5 * jnp.cos(h) * (x @ dw)
+    h = x @ w
+    if still[1]:
+        return jnp.sin(h), 2 * jnp.cos(h) * (dx @ w)
+    return jnp.sin(h), jnp.cos(h) * (dx @ w + x @ dw)
+
+
+scaled.defjvp(_scaled, symbolic_zeros=True)
+
+MOVING = {
+    "both": lambda f, w, x: f(jnp.sin(x), w),
+    "a constant": lambda f, w, x: f(jnp.sin(x), jnp.eye(WIDTH) / 2) + jnp.sum(w),
+    "stop_gradient": lambda f, w, x: f(jnp.sin(x), lax.stop_gradient(w)),
+    "the weights": lambda f, w, x: f(lax.stop_gradient(x), jnp.sin(w)),
+    "the weights of a loop": lambda f, w, x: lax.scan(lambda h, w: (h + f(x, w), None), x, jnp.stack([w, w]))[0],
+}
+
+
+@pytest.mark.parametrize("action", [SAVE, OFFLOAD], ids=repr)
+@pytest.mark.parametrize("argument", [0, 1, (0, 1)], ids=str)
+@pytest.mark.parametrize("moving", MOVING)
+def test_with_symbolic_zeros_the_derivative_is_that_of_what_is_differentiated(moving, argument, action):
+    (w, x), fun = arguments(), functools.partial(MOVING[moving], scaled)
+    wrapped = jaxckpt.checkpoint(fun, policy=Policy({jaxckpt.op("dot_general"): action}))
+    gradients = [jax.jit(jax.grad(total(each), argument))(w, x) for each in (wrapped, fun)]
+    assert_trees_close(*gradients, rtol=1e-5, atol=1e-6)
+    tangents = [jax.jvp(lambda x, f=f: f(w, x), (x,), (jnp.cos(x),))[1] for f in (wrapped, fun)]
+    assert_trees_close(*tangents, rtol=1e-5, atol=1e-6)
+    if moving not in ("the weights", "the weights of a loop"):
+        bare, again = matmuls(fun, w, x), matmuls(jax.checkpoint(fun), w, x)
+        assert matmuls(wrapped, w, x) == bare < again
+
+
+def test_a_rule_that_refuses_tangents_of_an_operand_is_opened_for_those_of_the_other():
     @jax.custom_jvp
     def refusing(x, w):
         return jnp.tanh(x @ w)
@@ -214,8 +276,12 @@ def test_a_rule_that_refuses_tangents_of_an_operand_stays_as_it_is():
 
     refusing.defjvp(rule, symbolic_zeros=True)
     w, x = arguments()
-    wrapped = jaxckpt.checkpoint(lambda x: jnp.sum(refusing(jnp.sin(x), w)), policy="dots")
-    assert_trees_close(jax.grad(wrapped)(x), jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.sin(x) @ w)))(x))
+    fun = lambda x: jnp.sum(refusing(jnp.sin(x), w))
+    wrapped = jaxckpt.checkpoint(fun, policy="dots")
+    assert_trees_close(jax.grad(wrapped)(x), jax.grad(fun)(x))
+    assert executions(jax.grad(wrapped), x) == executions(jax.grad(jax.checkpoint(fun, policy=DOTS)), x)
+    with pytest.raises(NotImplementedError, match="the weights are fixed"):
+        jax.grad(lambda w: jnp.sum(jaxckpt.checkpoint(refusing, policy="dots")(x, w)))(w)
 
 
 def test_activations_are_not_opened():
