@@ -61,7 +61,8 @@ def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best
 
     Estimates may be above the compiled peak. The compiled plans say how many times, and the first solution is taken
     that fits if its estimate is too high by as much. If there is none, and the compiled plans do not say enough,
-    the leanest one is taken, provided that it fits if its estimate is too high by as much as any on this platform.
+    the leanest one is taken, provided that it fits if its estimate is too high by as much as any on this platform, and
+    by little more than those that were compiled, if these are several.
 
     Args:
       predictions: of the search.
@@ -76,7 +77,8 @@ def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best
     slack = CLOSE if predictions.quick else TINY  # equal estimates may be 64 bytes apart
     chosen = next((s for s in cheaper if estimate(s) <= (1 + slack) * max(known, 1.0) * budget), None)
     if chosen is None and (learned is None or predictions.quick):  # what one is worth another may not be
-        near = [solution for solution in cheaper if estimate(solution) <= most_overstated(problem) * budget]
+        limit = min(most_overstated(problem) * budget, predictions.most_estimated(budget))
+        near = [solution for solution in cheaper if estimate(solution) <= limit]
         chosen = min(near, key=estimate, default=None)
     return chosen
 

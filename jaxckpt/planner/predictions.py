@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
-from jaxckpt.core.constants import HIT, MARGIN, MISSED, NESTED, OUTLYING, UNEQUAL
+from jaxckpt.core.constants import HIT, KNOWN, MARGIN, MISSED, NESTED, OUTLYING, SPREAD, UNEQUAL
 from jaxckpt.planner.chain import Drop, Solution, cost, items
 from jaxckpt.planner.measured import Measured, Try
 from jaxckpt.planner.preferences import leanest, on_device, single
@@ -131,6 +132,14 @@ class Predictions:
         """
         estimate = functools.partial(self.problem.estimate, by_hand=by_hand)
         return max((estimate(t.solution) / t.compiled for t in self._compiled(by_hand)), default=None)
+
+    def most_estimated(self, compiled: int) -> float:
+        """Returns the highest estimate of a step, with checkpoints as people write them, that may compile to no more
+        than some bytes; infinite as long as `KNOWN` such plans are not compiled.
+        """
+        estimate = functools.partial(self.problem.estimate, by_hand=True)
+        ratios = [estimate(t.solution) / t.compiled for t in self._compiled(by_hand=True)]
+        return (1 + SPREAD) * max(ratios) * compiled if len(ratios) >= KNOWN else math.inf
 
     def added(self) -> int:
         """Returns the bytes that the compiler adds to an estimate, by the plan that is nearest to the budget."""

@@ -321,7 +321,8 @@ class Search:
             far = bool(compiled) and self._is_far(solution, written, min(compiled))
             # What one estimate of a person's checkpoints is off by says little of others: one such plan of a model of
             # many operations needed 34 MiB more than its estimate, the next 5 MiB.
-            hopeful = written and (self.quick or estimates[solution, written] <= self.budget)
+            limit = self.predictions.most_estimated(min(compiled)) if self.quick and compiled else self.budget
+            hopeful = written and estimates[solution, written] <= limit
             if far and not hopeful and solution not in leaner:
                 continue
             made = self._try(solution, by_hand=written)
@@ -335,7 +336,8 @@ class Search:
 
     def _by_single_checkpoints(self) -> Try | None:
         """Compiles a checkpoint as people write it around each run of stages, all else left to JAX, and adds another
-        to the leanest, as long as that needs less. Returns one that fits, or None.
+        to the leanest, as long as that needs less. Returns one that fits, or None. Not compiled is what, by its
+        estimate, is not the leanest.
         """
         problem, best = self.problem, None
         while True:
@@ -345,6 +347,9 @@ class Search:
                 distinct.setdefault((traced.peak_bytes, traced.time.effort), solution)
             made = []
             for key in sorted(distinct):
+                peaks = problem.compiled_peaks()
+                if peaks and problem.estimate(distinct[key], True) > self.predictions.most_estimated(min(peaks)):
+                    continue
                 made.append(self._try(distinct[key], by_hand=True))
                 if made[-1].fits(self.budget):
                     return made[-1]

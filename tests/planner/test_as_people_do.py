@@ -358,6 +358,21 @@ def test_no_plan_fits_less_than_the_least_that_an_error_names():
         jaxckpt.plan(loss, *args, budget=least - 1, target="cpu")
 
 
+@pytest.mark.compile
+def test_checkpoints_that_by_their_estimates_are_not_the_leanest_are_not_compiled():
+    blocks = KINDS["unlike"]
+    problem = problem_of(model(blocks), *arguments(blocks), target="cpu", cache=False)
+    with pytest.raises(jaxckpt.InfeasibleBudgetError) as refused:
+        problem.plan("5%")
+    assert not problem.tries
+    with pytest.raises(jaxckpt.InfeasibleBudgetError) as error:
+        problem.plan(int(1.05 * refused.value.least_bytes))
+    assert len(problem.tries) < 25  # 72 where all are compiled
+    single = list(problem.model.with_one_more())[::4]
+    peaks = [problem.measure_planned(problem.plan_of(each, by_hand=True)).peak_bytes for each in single]
+    assert error.value.least_bytes <= min(peaks)
+
+
 def test_effects_that_would_be_repeated_are_named_with_their_place():
     def loss(weights, x):
         for weight in weights:
