@@ -41,6 +41,7 @@ from jaxckpt._compat.jaxprs import (
     allowed_in_custom_rules,
     at_line_of,
     build_jaxpr,
+    call_path,
     close_jaxpr,
     equation_name,
     equation_params,

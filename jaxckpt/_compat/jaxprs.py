@@ -284,6 +284,19 @@ def is_own_file(path: str) -> bool:
     return path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
 
 
+def call_path(eqn: Any) -> tuple[tuple[str, str, int, int], ...]:
+    """Returns where in the user's code the calls are that led to an equation, the outermost first: file, function, line
+    and column of each. Frames of JAX and jaxckpt are left out, and those of libraries for models.
+    """
+    frames = (
+        frame
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+        if not is_own_file(frame.file_name) and not any(library in frame.file_name for library in _LIBRARIES)
+    )
+    found = [(each.file_name, each.function_name, each.start_line, each.start_column) for each in frames]
+    return tuple(reversed(found))
+
+
 def source_line(eqn: Any) -> str:
     """Returns "file.py:12 (function)" of the user's code that made the equation, or "".
 

@@ -72,6 +72,8 @@ class Model:
       series: the blocks of the function, in each series of equal ones the stages at which they begin, and the last
         ends; see `stages.series`.
       necks: as of `stages.necks`, those between which blocks are others than those of `series`, in a `quick` program.
+      calls: the stages of each call of the user's functions, as of `stages.calls`, where most of what is dear is in no
+        `series`; none in a `quick` program.
       presets: (start, stop) of a block, or of what is between two necks -> name of a policy of `policies.PRESETS` ->
         number of the candidate that keeps what it keeps.
       pools_apart: as of `Plan`.
@@ -88,6 +90,7 @@ class Model:
     loops: frozenset[int] = frozenset()
     series: tuple[tuple[int, ...], ...] = ()
     necks: tuple[tuple[int, ...], ...] = ()
+    calls: tuple[tuple[int, int], ...] = ()
     presets: Mapping[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     lean: Mapping[int, tuple[Loop, ...]] = field(default_factory=dict)
     address: Address = ()
@@ -101,8 +104,8 @@ class Model:
     def by_hand(self) -> Iterator[Solution]:
         """Yields what people do: a checkpoint around each block that keeps nothing, at first, and around several; the
         same with all that is before and after the blocks as lean as it can be, with one around each of the several
-        too, and with what is before or after them as a block; and a preset's checkpoint around each block. Where there
-        are loops, a checkpoint around their bodies, and all else left to JAX.
+        too, and with what is before or after them as a block; around each call of the user's functions; and a preset's
+        checkpoint around each block. Where there are loops, a checkpoint around their bodies, and all else left to JAX.
         """
         # Of other programs each takes the trace of a long step.
         insides = (barest, leanest, tightest) if self.quick else (leanest, tightest)
@@ -115,6 +118,8 @@ class Model:
             if run > 1:
                 yield self._around([self._nested(a, b) for a, b in several], leanest)
         between = [list(itertools.pairwise(ends)) for ends in self.necks]
+        if self.calls:
+            yield self.by_calls()
         for pairs in (*between, *self._with_unlike_ends()):
             yield self._around([self._bare(a, b) for a, b in pairs], fastest)
         for pairs, name in itertools.product((self.blocks, *between), BLOCK_PRESETS):
@@ -123,6 +128,15 @@ class Model:
         if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
             kept = {item.start: item for item in bodies}
             yield tuple(kept.get(item.start, item) for item in self._left(0, self.chain.length))
+
+    def by_calls(self) -> Solution:
+        """Returns what people do in any model: a checkpoint around each call of a function of theirs that keeps
+        nothing, and all else left to JAX.
+        """
+        around = [self._bare(start, stop) for start, stop in self.calls]
+        between = itertools.pairwise((0, *itertools.chain(*self.calls), self.chain.length))
+        left = [item for start, stop in itertools.islice(between, 0, None, 2) for item in self._left(start, stop)]
+        return tuple(sorted([*around, *left], key=lambda item: item.start))
 
     def _with_unlike_ends(self) -> Iterator[list[tuple[int, int]]]:
         """Yields blocks, and every two, together with a first one that is no repetition of them, a last one, and both:
@@ -454,6 +468,7 @@ class _Builder:
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
         self.necks = self._necks(places)
+        calls = self._calls(places, sorted({place for each in series for place in each}))
         self.blocks = {
             (places[s], places[t]) for ends in (*self.series, *self.necks) for s, t in itertools.pairwise(ends)
         }
@@ -475,6 +490,7 @@ class _Builder:
             loops=self.loops,
             series=self.series,
             necks=self.necks,
+            calls=calls,
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
@@ -488,6 +504,24 @@ class _Builder:
         found = stages.necks(self.graph, places) if self.context.quick else ()
         known = {pair for ends in self.series for pair in itertools.pairwise(ends)}
         return tuple(ends for ends in found if set(itertools.pairwise(ends)) != known)
+
+    def _calls(self, places: Sequence[int], blocks: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Returns the stages of each call that people put checkpoints around, as of `_called`."""
+        number = {place: stage for stage, place in enumerate(places)}
+        found = [each for each in self._called(blocks) if number.keys() >= set(each)]  # of many some are joined
+        return tuple((number[start], number[stop]) for start, stop in found)
+
+    def _called(self, blocks: Collection[int]) -> list[tuple[int, int]]:
+        """Returns where the calls begin and end that people put checkpoints around, at least two; none in a small
+        program, in a loop's body, and where most of what is dear is in `blocks` that are repetitions of one another.
+        """
+        dear = [place for place, op in enumerate(self.graph.ops) if is_dear(op)]
+        covered = [place for place in dear if blocks and min(blocks) <= place < max(blocks)]
+        if self.context.quick or self.looped or 2 * len(covered) > len(dear):
+            return []
+        found = stages.calls(self.graph)
+        in_order = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
+        return found if len(found) > 1 and in_order else []
 
     def _with_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
         """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
@@ -522,6 +556,7 @@ class _Builder:
                     self._found(start, stop)
         finer = self.context.finer
         cuts = stages.cuts(self.graph, blocks, unlike=finer or not blocks, finer=finer)
+        cuts = sorted({*cuts, *itertools.chain(*self._called(blocks))})
         return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
 
     def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -135,6 +136,45 @@ def necks(graph: Graph, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     ways = dict.fromkeys((0, *ends) for ends in (steps, list(itertools.chain.from_iterable(local)), *below) if ends)
     several = [ends for ends in ways if len(ends) > 2][:NECKS]
     return tuple(each for ends in several for each in (ends, (*ends, len(places) - 1)))
+
+
+def calls(graph: Graph) -> list[tuple[int, int]]:
+    """Returns the calls of the user's functions that people put checkpoints around, in order: where each begins and
+    ends. They are calls in the innermost function that runs most of the dear operations, of functions that run several
+    of these. A call in a loop begins anew where its first operation comes again.
+    """
+    live, paths = crossing(graph), [_compat.call_path(op.equation) for op in graph.ops]
+    dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
+    sides = [-1, *dear, len(paths)]
+    before, after = dict(zip(dear, sides)), dict(zip(dear, sides[2:]))
+
+    def look(places: Sequence[int], depth: int) -> Iterator[tuple[int, int]]:
+        site = lambda place: paths[place][: depth + 1]
+        for _, run in itertools.groupby(places, site):
+            here = list(run)
+            begin = reach(site, range(here[0], before[here[0]], -1))
+            end = reach(site, range(here[-1], after[here[-1]])) + 1
+            starts = [number for number, place in enumerate(here) if paths[place] == paths[here[0]]]
+            ends = [begin, *(anew(here[number], paths[begin]) for number in starts[1:]), end]
+            for (first, last), (start, stop) in zip(itertools.pairwise([*starts, len(here)]), itertools.pairwise(ends)):
+                one = here[first:last]
+                if len(one) < 2 or any(len(paths[place]) <= depth + 1 for place in one):
+                    continue
+                if 2 * len(one) > len(dear):
+                    yield from look(one, depth + 1)
+                else:
+                    yield start, stop
+
+    def reach(site: Callable[[int], Any], places: Sequence[int]) -> int:
+        """Returns the last of places in a row that are at the same site as the first."""
+        return list(itertools.takewhile(lambda place: site(place) == site(places[0]), places))[-1]
+
+    def anew(place: int, path: tuple[tuple[str, str, int, int], ...]) -> int:
+        """Returns where a call begins whose first dear operation is at a place, and whose first one has a path."""
+        gap = range(before[place] + 1, place + 1)
+        return next((each for each in gap if paths[each] == path), min(gap, key=live.__getitem__))
+
+    return list(look(dear, 0))
 
 
 def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, finer: bool = False) -> list[int]:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jaxckpt
+from jaxckpt import _compat
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import predictions, stages
 from jaxckpt.planner.problems import problem_of
@@ -574,3 +575,77 @@ def test_blocks_end_behind_what_a_step_of_an_inner_optimizer_updates():
     crossing = [live[model.places[end]] for end in model.necks[0]]
     assert crossing[0] == 0 and len(crossing) == 4
     assert crossing[1:] == pytest.approx([2 * parameters, 2 * parameters, parameters], rel=0.01)
+
+
+def convolution(w, x):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def grouped(x):
+    parts = x.reshape(x.shape[0], -1, 8, x.shape[-1] // 8)
+    mean, variance = jnp.mean(parts, (1, 3), keepdims=True), jnp.var(parts, (1, 3), keepdims=True)
+    return jax.nn.silu(((parts - mean) * lax.rsqrt(variance + 1e-5)).reshape(x.shape))
+
+
+def residual(p, x, time):
+    h = convolution(p[0], grouped(x)) + (time @ p[1])[:, None, None]
+    return convolution(p[2], grouped(h)) + (convolution(p[3], x) if len(p) > 3 else x)
+
+
+def attending(p, x):
+    rows = grouped(x).reshape(x.shape[0], -1, x.shape[-1])
+    q, k, v = jnp.split(rows @ p[0], 3, -1)
+    return x + (jax.nn.softmax(q @ k.mT / x.shape[-1] ** 0.5) @ v @ p[1]).reshape(x.shape)
+
+
+def unet(wrap, width=32):
+    """A U-Net: no two of its ten blocks in a row are equal."""
+    block, middle = wrap(residual), wrap(attending)
+
+    def loss(p, x):
+        time = jnp.cos(jnp.mean(x, (1, 2, 3))[:, None] * jnp.arange(64.0))
+        first = convolution(p["in"], x)
+        for each in p["down"]:
+            first = block(each, first, time)
+        second = lax.reduce_window(first, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME") / 4
+        for each in p["low"]:
+            second = block(each, second, time)
+        h = block(p["after"], middle(p["attention"], block(p["before"], second, time)), time)
+        h = block(p["joined"], jnp.concatenate([h, second], -1), time)
+        h = jnp.concatenate([jnp.repeat(jnp.repeat(h, 2, 1), 2, 2), first], -1)
+        for each in p["up"]:
+            h = block(each, h, time)
+        return jnp.mean((convolution(p["out"], grouped(h)) - x) ** 2)
+
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def made(before, after):
+        own = [array(3, 3, before, after), array(64, after), array(3, 3, after, after)]
+        return own if before == after else [*own, array(1, 1, before, after)]
+
+    one, two = width, 2 * width
+    p = {"in": array(3, 3, 3, one), "down": [made(one, one)] * 2, "low": [made(one, two), made(two, two)]}
+    p |= {"before": made(two, two), "attention": [array(two, 3 * two), array(two, two)], "after": made(two, two)}
+    p |= {"joined": made(2 * two, two), "up": [made(two + one, one), made(one, one)], "out": array(3, 3, one, 3)}
+    return loss, (p, array(4, 32, 32, 3))
+
+
+def test_calls_of_the_users_functions_are_found_where_they_begin_and_end():
+    loss, args = unet(lambda fun: fun)
+    graph, found = trace(loss, *args), []
+    for start, stop in stages.calls(graph):
+        names = {tuple(function for _, function, *_ in _compat.call_path(op.equation)) for op in graph.ops[start:stop]}
+        found.append({name[name.index("unet.<locals>.loss") + 1] for name in names})
+    assert found == [{"residual"}] * 5 + [{"attending"}] + [{"residual"}] * 4
+
+
+@pytest.mark.cuda
+def test_calls_of_unlike_functions_are_checkpointed_as_people_do():
+    """No two blocks are repetitions, and the chain thinks of leaner plans, which XLA compiles to more."""
+    (loss, args), (by_hand, _) = unet(lambda fun: fun), unet(jax.checkpoint)
+    steps = [jax.value_and_grad(fun) for fun in (loss, by_hand)]
+    plain, peak = (jaxckpt.measure(step, *args, target="cuda:h100", generate_code=False).peak_bytes for step in steps)
+    assert peak < 0.6 * plain
+    plan = jaxckpt.plan(loss, *args, budget=peak, target="cuda:h100")
+    flops = [jaxckpt.count_flops(step, *args) for step in (*steps, jax.value_and_grad(plan.apply(loss)))]
+    assert plan.measured_bytes <= peak and flops[0] < flops[2] <= flops[1]
