@@ -160,6 +160,7 @@ Python, or is asked by other tests in a smaller form.
 LONG = _lines("""
     actions/test_compress.py::test_unrolled_layers_need_less_by_what_is_kept_less[tpu:v5e:2x2-int4]
     actions/test_compress.py::test_what_is_restored_is_within_the_error[60]
+    actions/test_offload.py::test_in_shard_map_nothing_of_a_layer_waits_for_the_gradients_of_weights_that_devices_add_up[tpu:v5e:2x2]
     actions/test_offload.py::test_the_tpu_holds_none_of_it[scanned, prevent_cse]
     actions/test_offload.py::test_the_tpu_holds_none_of_it[scanned]
     actions/test_shard.py::test_gradients_are_equal_and_each_device_keeps_its_part[explicit]

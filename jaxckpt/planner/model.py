@@ -72,8 +72,7 @@ class Model:
       series: the blocks of the function, in each series of equal ones the stages at which they begin, and the last
         ends; see `stages.series`.
       necks: as of `stages.necks`, those between which blocks are others than those of `series`, in a `quick` program.
-      calls: the stages of each call of the user's functions, as of `stages.calls`, where most of what is dear is in no
-        `series`; none in a `quick` program.
+      calls: the stages of each call of the user's functions, where the function is cut there: see `Context`.
       presets: (start, stop) of a block, or of what is between two necks -> name of a policy of `policies.PRESETS` ->
         number of the candidate that keeps what it keeps.
       pools_apart: as of `Plan`.
@@ -165,6 +164,11 @@ class Model:
     def blocks(self) -> list[tuple[int, int]]:
         """The stages of each block of all series: (first, one after the last)."""
         return [pair for ends in self.series for pair in itertools.pairwise(ends)]
+
+    @property
+    def block_ends(self) -> list[int]:
+        """The operations at which blocks of all series begin, and the last ends."""
+        return [self.places[stage] for ends in self.series for stage in ends]
 
     @property
     def is_unlike(self) -> bool:
@@ -393,7 +397,11 @@ def _planned(
     if not heavy and not stages.loops(body) and len(stages.repeats(body)) < 3:
         return None
     inner = replace(
-        build(whole(body, differentiated), replace(context, timed=False, in_loop=True, finer=False), looped=True),
+        build(
+            whole(body, differentiated),
+            replace(context, timed=False, in_loop=True, finer=False, called=False),
+            looped=True,
+        ),
         address=address,
     )
     host = Host(inner.chain, Optimal(), inner.step_seconds)
@@ -506,22 +514,11 @@ class _Builder:
         return tuple(ends for ends in found if set(itertools.pairwise(ends)) != known)
 
     def _calls(self, places: Sequence[int], blocks: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the stages of each call that people put checkpoints around, as of `_called`."""
+        """Returns the stages of each call that people put checkpoints around; none where they are not asked for."""
         number = {place: stage for stage, place in enumerate(places)}
-        found = [each for each in self._called(blocks) if number.keys() >= set(each)]  # of many some are joined
+        found = stages.calls(self.graph, blocks) if self.context.called else []
+        found = [each for each in found if number.keys() >= set(each)]  # of many stages some are joined
         return tuple((number[start], number[stop]) for start, stop in found)
-
-    def _called(self, blocks: Collection[int]) -> list[tuple[int, int]]:
-        """Returns where the calls begin and end that people put checkpoints around, at least two; none in a small
-        program, in a loop's body, and where most of what is dear is in `blocks` that are repetitions of one another.
-        """
-        dear = [place for place, op in enumerate(self.graph.ops) if is_dear(op)]
-        covered = [place for place in dear if blocks and min(blocks) <= place < max(blocks)]
-        if self.context.quick or self.looped or 2 * len(covered) > len(dear):
-            return []
-        found = stages.calls(self.graph)
-        in_order = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
-        return found if len(found) > 1 and in_order else []
 
     def _with_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
         """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
@@ -556,7 +553,8 @@ class _Builder:
                     self._found(start, stop)
         finer = self.context.finer
         cuts = stages.cuts(self.graph, blocks, unlike=finer or not blocks, finer=finer)
-        cuts = sorted({*cuts, *itertools.chain(*self._called(blocks))})
+        if self.context.called:
+            cuts = sorted({*cuts, *itertools.chain(*stages.calls(self.graph, blocks))})
         return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
 
     def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:

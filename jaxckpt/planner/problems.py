@@ -26,7 +26,7 @@ from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.targets import Target
-from jaxckpt.planner import refusal
+from jaxckpt.planner import refusal, stages
 from jaxckpt.planner.budget import check_budget, check_device
 from jaxckpt.planner.cycles import Cycles
 from jaxckpt.planner.inside import Inside
@@ -191,13 +191,16 @@ def problem_of(
         counted.known_unplanned = first.known_unplanned
         return counted
 
-    def finer() -> Problem:
-        model = subject.model(bodies.first, wanted.keeping, subject.shards(bodies.first), finer=True)
+    def cut_anew(finer: bool = False, called: bool = False) -> Problem:
+        shards = subject.shards(bodies.first)
+        model = subject.model(bodies.first, wanted.keeping, shards, finer=finer, called=called)
         return Problem(subject.asked, *model)
 
     found, other = problem(bodies.first), bodies.other
     if found.model.quick and found.model.is_unlike:
-        found.finer = functools.cache(finer)
+        found.finer = functools.cache(lambda: cut_anew(finer=True))
+    if not found.model.quick and stages.calls(found.model.graph, found.model.block_ends):
+        found.called = functools.cache(lambda: cut_anew(called=True))
     found.other = None if other is None else functools.cache(lambda: problem(other))
     found.saving = None if wanted.keeping == (SAVE,) else functools.cache(lambda: problem(bodies.first, (SAVE,)))
     if wanted.tile and bodies.first.mapped:
@@ -229,6 +232,8 @@ class Problem(Tileable):
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
       finer: makes the problem of a small program with at most two equal blocks in finer stages, which is searched too.
         None of other programs.
+      called: makes the problem of a larger program whose blocks do not repeat, cut where the calls of the user's
+        functions begin and end, for budgets that no other plan fits. None of other programs.
       saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
         predict. None where there are no others.
       tiled: plans with tiles, where they are wanted.
@@ -238,6 +243,7 @@ class Problem(Tileable):
         super().__init__(asked, graph, model)
         self.other: Callable[[], Problem] | None = None
         self.finer: Callable[[], Problem] | None = None
+        self.called: Callable[[], Problem] | None = None
         self.saving: Callable[[], Problem] | None = None
         self.tiled: Tiled | None = None
         self._made: list[Problem] = []
@@ -269,7 +275,7 @@ class Problem(Tileable):
     def best(self, within: Within) -> Plan:
         """Returns the cheapest plan of this problem, and of `other` where none fits. A plan that only saves and
         recomputes is allowed under every list of actions, so `saving` is searched too; so is `finer`. The fastest of
-        these plans is returned.
+        these plans is returned. Where there is none, `called` is searched.
         """
         found: list[tuple[float, Plan]] = []
         errors: list[InfeasibleBudgetError] = []
@@ -293,6 +299,8 @@ class Problem(Tileable):
             finer = self._shared(self.finer())
             if finer.model.places != self.model.places or (not found and finer.model.chain.length <= FEW_STAGES):
                 look(finer)
+        if self.called is not None and within.verify and within.thorough and not found:
+            look(self._shared(self.called()))
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)
         times = [plan.overhead for _, plan in found]

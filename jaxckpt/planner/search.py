@@ -97,6 +97,8 @@ class Search:
             return self._unverified(solution)
         if self._is_remembered and (best := self.known()) is not None:
             return self._returned(best)
+        if self.problem.model.calls and not self._try(self.problem.model.by_calls(), by_hand=True).fits(self.budget):
+            raise self._infeasible()
         best = self._search(least)
         if best is None:
             best = self._floor(least)
@@ -316,14 +318,13 @@ class Search:
             leaner = self.aims.leanest(least)
             lean += [(solution, False) for solution in leaner]
         compiled = [tried.compiled for tried in self.tries]
-        by_calls = problem.model.by_calls() if problem.model.calls else None
         estimates = {each: problem.estimate(*each) for each in lean}
         for solution, written in sorted(estimates, key=lambda each: estimates[each]):
             far = bool(compiled) and self._is_far(solution, written, min(compiled))
             # What one estimate of a person's checkpoints is off by says little of others: one such plan of a model of
             # many operations needed 34 MiB more than its estimate, the next 5 MiB.
             limit = self.predictions.most_estimated(min(compiled)) if self.quick and compiled else self.budget
-            hopeful = written and (estimates[solution, written] <= limit or solution == by_calls)
+            hopeful = written and estimates[solution, written] <= limit
             if far and not hopeful and solution not in leaner:
                 continue
             made = self._try(solution, by_hand=written)

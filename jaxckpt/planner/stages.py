@@ -138,10 +138,14 @@ def necks(graph: Graph, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(each for ends in several for each in (ends, (*ends, len(places) - 1)))
 
 
-def calls(graph: Graph) -> list[tuple[int, int]]:
+def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[int, int]]:
     """Returns the calls of the user's functions that people put checkpoints around, in order: where each begins and
     ends. They are calls in the innermost function that runs most of the dear operations, of functions that run several
-    of these. A call in a loop begins anew where its first operation comes again.
+    of these. A call in a loop begins anew where its first operation comes again. None where there are less than two, or
+    most of what is dear is in blocks that are repetitions of one another.
+
+    Args:
+      blocks: where these begin, and the last ends.
     """
     live, paths = crossing(graph), [_compat.call_path(op.equation) for op in graph.ops]
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
@@ -174,7 +178,10 @@ def calls(graph: Graph) -> list[tuple[int, int]]:
         gap = range(before[place] + 1, place + 1)
         return next((each for each in gap if paths[each] == path), min(gap, key=live.__getitem__))
 
-    return list(look(dear, 0))
+    covered = [place for place in dear if blocks and min(blocks) <= place < max(blocks)]
+    found = list(look(dear, 0)) if 2 * len(covered) <= len(dear) else []
+    in_order = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
+    return found if len(found) > 1 and in_order else []
 
 
 def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, finer: bool = False) -> list[int]:

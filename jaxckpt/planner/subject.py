@@ -154,7 +154,14 @@ class Subject:
         return read(inside.graph, leaves, jax.tree.leaves((self.seen.args, self.seen.kwargs)), asked.target)
 
     def model(
-        self, inside: Inside, keeping: tuple[Action, ...], shards: Shards, sent: Sent = NOTHING, finer: bool = False
+        self,
+        inside: Inside,
+        keeping: tuple[Action, ...],
+        shards: Shards,
+        sent: Sent = NOTHING,
+        *,
+        finer: bool = False,
+        called: bool = False,
     ) -> tuple[Graph, Model]:
         """Returns the function, with the bytes that one device holds, and the model of a body of it.
 
@@ -163,7 +170,7 @@ class Subject:
           keeping: the actions that may keep a value.
           shards: of the body: see `shards`.
           sent: what operations wait for other devices.
-          finer: as of `Context`.
+          finer, called: as of `Context`.
         """
         inside = replace(inside, graph=shards.applied(inside.graph))
         alike = shards == WHOLE and sent == NOTHING and not inside.mapped  # equal stretches take the same time
@@ -176,6 +183,7 @@ class Subject:
             self.settings.reverse_only and not self.seen.again,
             is_quick(self.graph) and not is_sharded(self.asked.args),
             finer,
+            called,
             stretches=self.stretches.setdefault(keeping, {}) if alike else {},
         )
         found = inside.run(lambda: build(inside, context, self.progress))
