@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -284,17 +285,19 @@ def is_own_file(path: str) -> bool:
     return path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
 
 
-def call_path(eqn: Any) -> tuple[tuple[str, str, int, int], ...]:
-    """Returns where in the user's code the calls are that led to an equation, the outermost first: file, function, line
-    and column of each. Frames of JAX and jaxckpt are left out, and those of libraries for models.
+def call_path(eqn: Any) -> tuple[tuple[Any, ...], ...]:
+    """Returns where in the user's code the calls are that led to an equation, the outermost first: file, function, and
+    lines and columns, of the beginning and the end, of each. The first one is in the function that was traced, which
+    for a call of `jax.jit` that was written out is that one's. Frames of JAX and jaxckpt are left out, and those of
+    libraries for models.
     """
     frames = (
         frame
         for frame in source_info_util.user_frames(eqn.source_info.traceback)
         if not is_own_file(frame.file_name) and not any(library in frame.file_name for library in _LIBRARIES)
     )
-    found = [(each.file_name, each.function_name, each.start_line, each.start_column) for each in frames]
-    return tuple(reversed(found))
+    place = operator.attrgetter("file_name", "function_name", "start_line", "start_column", "end_line", "end_column")
+    return tuple(reversed([place(each) for each in frames]))
 
 
 def source_line(eqn: Any) -> str:

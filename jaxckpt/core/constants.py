@@ -251,9 +251,9 @@ model. No measurement is on record."""
 
 KNOWN, SPREAD = 4, 0.1
 """Once so many checkpoints as people write them are compiled, another one whose estimate is above the compiled peak by
-this fraction more than any of theirs is taken for one that does not fit. Judged by twelve small models on the H100 and
-the CPU with budgets that have no plan: 610 compilations for
-1,037, and the least that is found of each stays. With 0.05 that of a convolutional network is 1.5% more.
+this fraction more than any of theirs is taken for one that does not fit. Judged by 13 small models on the H100 and the
+CPU with budgets that have no plan: 610 compilations for 1,037, and the least that is found of each stays. With 0.05
+that of a convolutional network is 1.5% more.
 """
 
 NECKS = 3

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +35,6 @@ from jaxckpt.core.primitives import Holds
 
 REVERSE, FORWARD = "custom_vjp_call", "custom_jvp_call"
 """The operations whose rules are opened; what stands in the place of either is of the second kind."""
-OWN = str(pathlib.Path(__file__).parents[1])
-"""The folder of jaxckpt's files."""
 KERNELS = ("pallas_call", "ffi_call")
 """Operations that run a kernel of the user's."""
 
@@ -132,7 +129,7 @@ def _may_open(eqn: Any) -> Callable[[Any], Any] | None:
     primitive = _compat.primitive_name(eqn)
     if primitive == REVERSE:
         return _open_reverse
-    if primitive != FORWARD or _compat.jaxpr_file(eqn.params["call_jaxpr"]).startswith(OWN):
+    if primitive != FORWARD or _compat.is_own_file(_compat.jaxpr_file(eqn.params["call_jaxpr"])):
         return None
     inside = surgery.walk(eqn.params["call_jaxpr"])
     return _open_forward if any(map(_is_worth_keeping, inside)) else None
@@ -360,6 +357,7 @@ def _open_forward(eqn: Any) -> Any:
     if usual is None:
         return None
     forward = usual.forward
+    count = len(_compat.open_jaxpr(forward.program).outvars)
 
     def derivative(
         run: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
@@ -372,22 +370,18 @@ def _open_forward(eqn: Any) -> Any:
             if not flag
         ]
         rule = traced(still)
-        if rule is None or rule.text != usual.text:
+        if rule is not None and (rule is usual or rule.text == usual.text):
+            found = _compat.eval_jaxpr(rule.both, [], *operands, *given)
+            out, moved = found[:count], iter(found[count:])
+            slopes = [next(moved) if flag else None for flag in rule.moving]
+        else:
             out = run(*primals)
             out[: forward.results], slopes = _by_rule(eqn, still, operands, given)
-        else:
-            found = _compat.eval_jaxpr(rule.both, [], *operands, *given)
-            out, moved = found[: len(_outvars(forward))], iter(found[len(_outvars(forward)) :])
-            slopes = [next(moved) if flag else None for flag in rule.moving]
         slopes += [None] * (len(out) - len(slopes))
         return out, [zero(_compat.tangent_aval(x)) if each is None else each for x, each in zip(out, slopes)]
 
     name = _compat.jaxpr_title(eqn.params["call_jaxpr"])
     return _in_place(eqn, name, consts, forward, derivative)
-
-
-def _outvars(forward: _Forward) -> Sequence[Any]:
-    return list(_compat.open_jaxpr(forward.program).outvars)
 
 
 def _by_rule(

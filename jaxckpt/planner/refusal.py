@@ -37,10 +37,14 @@ def no_plan(
       refused: whether plans were compiled, and the compiler refused every one.
       solver: the name of the one whose plans alone were wanted; "" where others were looked for too.
     """
+    results = _result_bytes(measured)
+    below = budget <= measured.argument_bytes + (results or 0)  # the step is traced only if that says nothing
+    below = below and budget <= measured.used_argument_bytes + (results or 0)
     advice = "Use a smaller batch, or shard the arguments over more devices."
     if least is not None:
         found = "found" if verified else "predicted"
-        more = "actions=(RECOMPUTE, SAVE, OFFLOAD), " if measured.target.host_is_apart else ""
+        # What is kept on the host is neither an argument nor a result.
+        more = "actions=(RECOMPUTE, SAVE, OFFLOAD), " if measured.target.host_is_apart and not below else ""
         advice = (
             f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, {more}"
             "or shard the arguments over more devices."
@@ -54,9 +58,6 @@ def no_plan(
             " The function has checkpoints of its own, which stay as they are; respect_checkpoints=False "
             "(--ignore-checkpoints) plans without them."
         )
-    results = _result_bytes(measured)
-    below = budget <= measured.argument_bytes + (results or 0)  # the step is traced only if that says nothing
-    below = below and budget <= measured.used_argument_bytes + (results or 0)
     if below:
         advice = f"{_standing(measured, results)} alone. No plan goes below that. {advice}"
     stretch, said = _widest(measured, least, results, standing=not below)

@@ -138,6 +138,15 @@ def necks(graph: Graph, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(each for ends in several for each in (ends, (*ends, len(places) - 1)))
 
 
+def _call_paths(graph: Graph) -> list[tuple[tuple[Any, ...], ...]]:
+    """Returns the path of calls to each operation, as of `_compat.call_path`. Before one that begins in a function
+    under `jax.jit`, and so in another function than that of the last operation, stands this function, for its call.
+    """
+    paths = [_compat.call_path(op.equation) for op in graph.ops]
+    last = next((path[0][:2] for path in reversed(paths) if path), ())
+    return [path if not path or path[0][:2] == last else (path[0][:2], *path) for path in paths]
+
+
 def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[int, int]]:
     """Returns the calls of the user's functions that people put checkpoints around, in order: where each begins and
     ends. They are calls in the innermost function that runs most of the dear operations, of functions that run several
@@ -147,36 +156,34 @@ def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[int, int]]:
     Args:
       blocks: where these begin, and the last ends.
     """
-    live, paths = crossing(graph), [_compat.call_path(op.equation) for op in graph.ops]
+    paths = _call_paths(graph)
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
     sides = [-1, *dear, len(paths)]
     before, after = dict(zip(dear, sides)), dict(zip(dear, sides[2:]))
 
     def look(places: Sequence[int], depth: int) -> Iterator[tuple[int, int]]:
-        site = lambda place: paths[place][: depth + 1]
-        for _, run in itertools.groupby(places, site):
+        for site, run in itertools.groupby(places, lambda place: paths[place][: depth + 1]):
             here = list(run)
-            begin = reach(site, range(here[0], before[here[0]], -1))
-            end = reach(site, range(here[-1], after[here[-1]])) + 1
-            starts = [number for number, place in enumerate(here) if paths[place] == paths[here[0]]]
-            ends = [begin, *(anew(here[number], paths[begin]) for number in starts[1:]), end]
-            for (first, last), (start, stop) in zip(itertools.pairwise([*starts, len(here)]), itertools.pairwise(ends)):
-                one = here[first:last]
-                if len(one) < 2 or any(len(paths[place]) <= depth + 1 for place in one):
-                    continue
-                if 2 * len(one) > len(dear):
-                    yield from look(one, depth + 1)
-                else:
-                    yield start, stop
+            around = range(before[here[0]] + 1, after[here[-1]])
+            inside = [place for place in around if paths[place][: depth + 1] == site]
+            if any(len(paths[place]) <= depth + 1 for place in inside):
+                continue  # no call
+            for one in anew(inside, depth, here):
+                ones = [place for place in here if one[0] <= place <= one[-1]]
+                if len(ones) > 1:
+                    inner = list(look(ones, depth + 1)) if 2 * len(ones) > len(dear) else []
+                    yield from inner or [(one[0], one[-1] + 1)]
 
-    def reach(site: Callable[[int], Any], places: Sequence[int]) -> int:
-        """Returns the last of places in a row that are at the same site as the first."""
-        return list(itertools.takewhile(lambda place: site(place) == site(places[0]), places))[-1]
-
-    def anew(place: int, path: tuple[tuple[str, str, int, int], ...]) -> int:
-        """Returns where a call begins whose first dear operation is at a place, and whose first one has a path."""
-        gap = range(before[place] + 1, place + 1)
-        return next((each for each in gap if paths[each] == path), min(gap, key=live.__getitem__))
+    def anew(inside: Sequence[int], depth: int, here: Sequence[int]) -> list[Sequence[int]]:
+        """Returns the operations of each call of several at one site: it begins where an operation is at the place in
+        the function at which the first one is, and the one before is not. One call, if some had less than two dear
+        operations: then the function has the loop.
+        """
+        at = [paths[place][depth + 1] for place in inside]
+        starts = [k for k in range(len(at)) if at[k] == at[0] and (k == 0 or at[k - 1] != at[0])]
+        found = [inside[start:stop] for start, stop in itertools.pairwise([*starts, len(at)])]
+        few = any(sum(one[0] <= place <= one[-1] for place in here) < 2 for one in found)
+        return [inside] if few else found
 
     covered = [place for place in dear if blocks and min(blocks) <= place < max(blocks)]
     found = list(look(dear, 0)) if 2 * len(covered) <= len(dear) else []

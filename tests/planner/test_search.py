@@ -818,6 +818,16 @@ def test_arguments_that_a_step_does_not_use_are_not_what_every_plan_needs():
     assert "arguments (17.0 KiB)" in str(error.value)
 
 
+@pytest.mark.cuda
+def test_the_host_is_no_advice_where_arguments_and_gradients_alone_exceed_the_budget():
+    fun, args = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2), (jnp.ones((16, 16)), jnp.ones((256, 16)))
+    both = 2 * args[0].nbytes + args[1].nbytes
+    for budget, advised in ((both - 8, False), (both + 512, True)):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            jaxckpt.plan(fun, *args, budget=budget, target="cuda:h100")
+        assert ("OFFLOAD" in str(error.value)) is advised is ("No plan goes below" not in str(error.value))
+
+
 def test_a_step_that_fits_as_it_is_counts_among_what_fits():
     def tiny(w, x):
         return jnp.sum(jnp.sin(x @ w))

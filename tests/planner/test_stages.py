@@ -106,3 +106,50 @@ def test_operations_whose_programs_are_wired_otherwise_are_not_equal():
         last = stages.last_uses(graph)
         texts.append({stages.digest(graph, stages.stretch(graph, p, p + 1, last), (), {}) for p in conds})
     assert [len(each) for each in texts] == [1, 2]
+
+
+def layers(w, x, count):
+    for _ in range(count):
+        x = jnp.tanh(x @ w)
+    return x
+
+
+@jax.jit
+def jitted(w, x):
+    return jnp.sin(layers(w, x, 2))
+
+
+def in_a_loop(w, x):
+    x = x @ w
+    for _ in range(3):
+        x = jitted(w, x) * 2
+    return jnp.sum(layers(w, x, 3) ** 2)
+
+
+def nested(w, x):
+    def both(x):
+        return layers(w, layers(w, x, 2) + 1, 2)
+
+    return jnp.sum(both(x)) + jnp.sum(x @ w)
+
+
+def one_of_most(w, x):
+    return jnp.sum(layers(w, layers(w, x, 5), 2))
+
+
+def matmuls_of_calls(fun):
+    graph = trace(fun, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    dots = lambda ops: sum(op.primitive == "dot_general" for op in ops)
+    return [(dots(graph.ops[start:stop]), graph.ops[stop - 1].primitive) for start, stop in stages.calls(graph)]
+
+
+def test_calls_end_where_the_function_returns_in_loops_and_under_jit_too():
+    assert matmuls_of_calls(in_a_loop) == [(2, "sin")] * 3 + [(3, "tanh")]
+    assert matmuls_of_calls(nested) == [(2, "tanh")] * 2, "calls in the one that runs most"
+    assert matmuls_of_calls(one_of_most) == [(5, "tanh"), (2, "tanh")], "which has no calls in it"
+    assert matmuls_of_calls(lambda w, x: jnp.sum(layers(w, x, 4))) == [], "one call alone"
+
+
+def test_calls_are_not_looked_for_where_most_is_in_blocks_that_repeat():
+    graph = trace(in_a_loop, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert stages.calls(graph, [0, len(graph.ops)]) == []
