@@ -25,6 +25,7 @@ from jaxckpt.core.constants import (
     FLOORS,
     LEANER,
     MORE,
+    OVERSTATED,
     QUICK_COMPILES,
     ROOM,
     TINY,
@@ -97,7 +98,7 @@ class Search:
             return self._unverified(solution)
         if self._is_remembered and (best := self.known()) is not None:
             return self._returned(best)
-        if self.problem.model.calls and not self._try(self.problem.model.by_calls(), by_hand=True).fits(self.budget):
+        if self.problem.model.calls and not self._fits_by_calls():
             raise self._infeasible()
         best = self._search(least)
         if best is None:
@@ -113,6 +114,12 @@ class Search:
             raise self._infeasible()
         self.remembered.add(Found(self.budget, best.compiled, best.effort, best.solution, best.by_hand))
         return self._returned(best)
+
+    def _fits_by_calls(self) -> bool:
+        """Whether checkpoints around the calls of the user's functions fit; they are compiled if that is likely."""
+        solution = self.problem.model.by_calls()
+        likely = self.problem.estimate(solution, by_hand=True) <= OVERSTATED * self.budget
+        return likely and self._try(solution, by_hand=True).fits(self.budget)
 
     def _returned(self, best: Try) -> Plan:
         self.progress(self.most, self.most, "")
