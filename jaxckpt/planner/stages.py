@@ -12,6 +12,7 @@ Equal stretches have equal digests, so that 48 equal blocks are analysed once.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import hashlib
 import itertools
@@ -169,10 +170,12 @@ def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[int, int]]:
             if any(len(paths[place]) <= depth + 1 for place in inside):
                 continue  # no call
             for one in anew(inside, depth, here):
-                ones = [place for place in here if one[0] <= place <= one[-1]]
-                if len(ones) > 1:
+                if len(ones := among(here, one)) > 1:
                     inner = list(look(ones, depth + 1)) if 2 * len(ones) > len(dear) else []
                     yield from inner or [(one[0], one[-1] + 1)]
+
+    def among(here: Sequence[int], one: Sequence[int]) -> Sequence[int]:
+        return here[bisect.bisect_left(here, one[0]) : bisect.bisect(here, one[-1])]
 
     def anew(inside: Sequence[int], depth: int, here: Sequence[int]) -> list[Sequence[int]]:
         """Returns the operations of each call of several at one site: it begins where an operation is at the place in
@@ -182,10 +185,9 @@ def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[int, int]]:
         at = [paths[place][depth + 1] for place in inside]
         starts = [k for k in range(len(at)) if at[k] == at[0] and (k == 0 or at[k - 1] != at[0])]
         found = [inside[start:stop] for start, stop in itertools.pairwise([*starts, len(at)])]
-        few = any(sum(one[0] <= place <= one[-1] for place in here) < 2 for one in found)
-        return [inside] if few else found
+        return [inside] if any(len(among(here, one)) < 2 for one in found) else found
 
-    covered = [place for place in dear if blocks and min(blocks) <= place < max(blocks)]
+    covered = among(dear, (min(blocks), max(blocks) - 1)) if blocks else ()
     found = list(look(dear, 0)) if 2 * len(covered) <= len(dear) else []
     in_order = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
     return found if len(found) > 1 and in_order else []
