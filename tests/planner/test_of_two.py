@@ -4,9 +4,42 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxckpt import InfeasibleBudgetError
 from jaxckpt.planner import problems
 from jaxckpt.planner.solvers.optimal import Optimal
 from jaxckpt.planner.tiled import Within
+
+
+def bare():
+    """A problem that knows of no other, and of nothing that was compiled."""
+    each = object.__new__(problems.Problem)
+    each.other, each.finer, each.called, each.saving, each.known_unplanned, each._made = *[None] * 5, []
+    return each
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_calls_are_looked_at_where_nothing_else_fits(monkeypatch, fits):
+    first, called = bare(), bare()
+    plans = {id(each): SimpleNamespace(overhead=0.1) for each in (first, called)}
+    seen = []
+
+    class Found:
+        effort = 1.0
+
+        def __init__(self, problem, budget, solver, verify, report, thorough):
+            self.problem = problem
+
+        def run(self):
+            seen.append(self.problem)
+            if self.problem is first and not fits:
+                raise InfeasibleBudgetError("too little", least_bytes=2, budget_bytes=1, stretch=None)
+            return plans[id(self.problem)]
+
+    monkeypatch.setattr(problems, "Search", Found)
+    first.called = lambda: called
+    expected = first if fits else called
+    assert first.best(Within(1, Optimal(), True, lambda done, total, what: None)) is plans[id(expected)]
+    assert seen == ([first] if fits else [first, called])
 
 
 @pytest.mark.parametrize(
@@ -31,10 +64,6 @@ def test_more_actions_cost_no_time(monkeypatch, overheads, efforts, expected):
 
     monkeypatch.setattr(problems, "Search", Found)
     within = Within(1, Optimal(), True, lambda done, total, what: None)
-    both: list[problems.Problem] = []
-    for _ in plans:
-        each = object.__new__(problems.Problem)
-        each.other, each.finer, each.saving, each.known_unplanned, each._made = None, None, None, None, []
-        both.append(each)
+    both = [bare(), bare()]
     both[0].saving = lambda: both[1]
     assert both[0].best(within) is plans[expected]
