@@ -639,6 +639,22 @@ def test_calls_of_the_users_functions_are_found_where_they_begin_and_end():
     assert found == [{"residual"}] * 5 + [{"attending"}] + [{"residual"}] * 4
 
 
+@pytest.mark.compile
+def test_checkpoints_around_calls_are_to_the_byte_those_of_people():
+    (loss, args), (by_hand, _) = unet(lambda fun: fun), unet(jax.checkpoint)
+    problem = problem_of(loss, *args, target="cpu", cache=False)
+    assert not problem.model.calls, "the function is cut there for budgets that no other plan fits"
+    called = problem.called()
+    assert len(called.model.calls) == 10
+    plan = called.plan_of(called.model.by_calls(), by_hand=True)
+    peaks = [
+        jaxckpt.measure(jax.value_and_grad(fun), *args, target="cpu", generate_code=False).peak_bytes
+        for fun in (loss, by_hand, plan.apply(loss))
+    ]
+    assert peaks[2] == peaks[1] < 0.6 * peaks[0]
+    assert gradient_executions(plan.apply(loss), *args) == gradient_executions(by_hand, *args)
+
+
 @pytest.mark.cuda
 def test_calls_of_unlike_functions_are_checkpointed_as_people_do():
     """No two blocks are repetitions, and the chain thinks of leaner plans, which XLA compiles to more."""
