@@ -133,8 +133,8 @@ class Model:
         nothing, and all else left to JAX.
         """
         around = [self._bare(start, stop) for start, stop in self.calls]
-        between = itertools.pairwise((0, *itertools.chain(*self.calls), self.chain.length))
-        left = [item for start, stop in itertools.islice(between, 0, None, 2) for item in self._left(start, stop)]
+        covered = {stage for start, stop in self.calls for stage in range(start, stop)}
+        left = [item for item in self._left(0, self.chain.length) if item.start not in covered]
         return tuple(sorted([*around, *left], key=lambda item: item.start))
 
     def _with_unlike_ends(self) -> Iterator[list[tuple[int, int]]]:
@@ -471,12 +471,14 @@ class _Builder:
         """
         graph = self.graph
         series = stages.series(graph)
-        places = self._cut_places(series)
+        called = stages.calls(graph, [place for each in series for place in each]) if self.context.called else []
+        places = self._cut_places(series, called)
         carried = self._carried(places)
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
         self.necks = self._necks(places)
-        calls = self._calls(places, sorted({place for each in series for place in each}))
+        number = {place: stage for stage, place in enumerate(places)}
+        calls = [(number[a], number[b]) for a, b in called if a in number and b in number]  # some stages were joined
         self.blocks = {
             (places[s], places[t]) for ends in (*self.series, *self.necks) for s, t in itertools.pairwise(ends)
         }
@@ -498,7 +500,7 @@ class _Builder:
             loops=self.loops,
             series=self.series,
             necks=self.necks,
-            calls=calls,
+            calls=tuple(calls),
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
@@ -512,13 +514,6 @@ class _Builder:
         found = stages.necks(self.graph, places) if self.context.quick else ()
         known = {pair for ends in self.series for pair in itertools.pairwise(ends)}
         return tuple(ends for ends in found if set(itertools.pairwise(ends)) != known)
-
-    def _calls(self, places: Sequence[int], blocks: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the stages of each call that people put checkpoints around; none where they are not asked for."""
-        number = {place: stage for stage, place in enumerate(places)}
-        found = stages.calls(self.graph, blocks) if self.context.called else []
-        found = [each for each in found if number.keys() >= set(each)]  # of many stages some are joined
-        return tuple((number[start], number[stop]) for start, stop in found)
 
     def _with_branches(self, places: Sequence[int], stages: tuple[int, int], segment: Segment) -> Segment:
         """Returns a stage that has branches with one more candidate: a checkpoint around each branch that has something
@@ -539,11 +534,12 @@ class _Builder:
         more = replace(bare, time=bare.time * (1 + TINY), how=InnerRegions(regions, ()))
         return replace(segment, candidates=(*segment.candidates, more))
 
-    def _cut_places(self, series: Sequence[Sequence[int]]) -> list[int]:
+    def _cut_places(self, series: Sequence[Sequence[int]], called: Sequence[tuple[int, int]]) -> list[int]:
         """Returns where stages begin and end.
 
         Args:
           series: as of `stages.series`.
+          called: calls at whose ends it is cut.
         """
         blocks = sorted({place for each in series for place in each})
         if self.context.cycles is not None:
@@ -553,8 +549,7 @@ class _Builder:
                     self._found(start, stop)
         finer = self.context.finer
         cuts = stages.cuts(self.graph, blocks, unlike=finer or not blocks, finer=finer)
-        if self.context.called:
-            cuts = sorted({*cuts, *itertools.chain(*stages.calls(self.graph, blocks))})
+        cuts = sorted({*cuts, *itertools.chain(*called)})
         return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
 
     def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:
