@@ -97,11 +97,15 @@ def _is_plain(row: Any) -> bool:
 
 
 def _empty(rows: Sequence[Any], length: int, operands: Sequence[Any]) -> list[Any]:
-    """Returns arrays for so many rows of each kind, of zeros that come out of one barrier with the operands."""
+    """Returns arrays for so many rows of each kind, of a zero that comes out of a barrier with the operands.
+
+    It is that of the loop's counter, which is in the program anyway: a zero of each type would be another constant, for
+    whose few bytes a budget at the very peak of a checkpoint by hand has no room.
+    """
     if not rows:
         return []
-    zeros, _ = lax.optimization_barrier(([jnp.zeros((), row.dtype) for row in rows], list(operands)))
-    return [_stack(zero, length, row) for zero, row in zip(zeros, rows)]
+    zero, _ = lax.optimization_barrier((jnp.int32(0), list(operands)))
+    return [_stack(lax.convert_element_type(zero, row.dtype), length, row) for row in rows]
 
 
 def _stack(zero: Any, length: int, row: Any) -> Any:

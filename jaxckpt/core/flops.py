@@ -14,8 +14,9 @@ Avals = list[Any]
 Params = Mapping[str, Any]
 FlopsRule = Callable[[Avals, Avals, Params], int]
 """Abstract values of operands and results, and the equation's parameters -> FLOPs."""
-RunsRule = Callable[[Params], int]
-"""The equation's parameters -> how often one execution of the operation runs each of its programs."""
+RunsRule = Callable[[Params], float]
+"""The equation's parameters -> how often one execution of the operation runs each of its programs; a mean may be no
+int."""
 
 
 def size(aval: Any) -> int:

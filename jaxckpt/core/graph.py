@@ -96,7 +96,8 @@ class Op:
       primitive: the name of JAX's primitive.
       inputs, outputs: indices of values; literals have none.
       flops: FLOPs of one execution, with its bodies: for a scan, its body's times its length; for a cond, those of its
-        most expensive branch; for a while loop, those of one iteration, because the number of iterations is unknown.
+        most expensive branch; for a while loop, those of one iteration, because the number of iterations is unknown
+        (but see `jaxckpt.core.turns`).
       bytes: moved in one execution: operands and results, nothing fused.
       repeats: how often it runs in one run of the program.
       bodies: the programs that it holds.
@@ -474,13 +475,24 @@ class _Place:
         """Returns the place of the operations inside an equation."""
         scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
         facts = primitives.of(primitive)
-        times = 1 if facts.opaque else facts.runs(params)
+        times = 1 if facts.opaque else round(facts.runs(params))
         return _Place(self.repeats * times, self.addressable and (call or not facts.opaque), scope)
+
+
+def constants_and_carries(op: Op, body: Body) -> tuple[int, int]:
+    """Returns how many of the inputs of an operation's body stay the same in all iterations, and how many after these
+    are carried: its first results are their next values. (0, 0) where the body is not that of a loop.
+    """
+    if op.primitive == "scan":
+        return _compat.num_scan_consts_carry(op.params)
+    if op.primitive == "while" and body.param[0] == "body_jaxpr":
+        return op.params["body_nconsts"], len(body.outputs)
+    return 0, 0
 
 
 def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:
     if bodies:
-        return primitives.altogether(primitive, params, [sum(op.flops for op in body.ops) for body in bodies])
+        return round(primitives.altogether(primitive, params, [sum(op.flops for op in body.ops) for body in bodies]))
     return primitives.flops(primitive, [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars], params)
 
 

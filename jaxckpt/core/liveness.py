@@ -39,7 +39,7 @@ import jax
 from jaxckpt import _compat
 from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import OPERANDS
-from jaxckpt.core.graph import Body, Graph, Op, Value, walk
+from jaxckpt.core.graph import Body, Graph, Op, Value, constants_and_carries, walk
 from jaxckpt.core.lift import trace
 from jaxckpt.core.primitives import Holds, Kernel, Primitive, Result
 
@@ -454,12 +454,8 @@ def _workspace(op: Op, events: list[_Event], results: list[_Memory]) -> int:
 
 
 def _carried(op: Op, inner: Body) -> tuple[int, ...]:
-    """Returns the inputs of a loop's body that are carried: its first results are their next values."""
-    consts, carry = 0, 0
-    if op.primitive == "scan":
-        consts, carry = _compat.num_scan_consts_carry(op.params)
-    elif op.primitive == "while" and inner.param[0] == "body_jaxpr":
-        consts, carry = op.params["body_nconsts"], len(inner.outputs)
+    """Returns the inputs of a loop's body that are carried."""
+    consts, carry = constants_and_carries(op, inner)
     return inner.inputs[consts : consts + carry]
 
 

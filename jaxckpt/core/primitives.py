@@ -11,11 +11,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxckpt.core import flops as rules
+from jaxckpt.core import turns
 from jaxckpt.core.flops import Avals, FlopsRule, RunsRule
 
 
@@ -285,7 +286,7 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     ("custom_vjp_call", replace(_RULE, backward_rule=True)),
     ("CustomVJPTraced", Primitive(backward_rule=True)),  # a jax.custom_vjp under the flag jax_custom_vjp3
     ("scan", replace(_LOOP, runs=rules.each_iteration)),
-    ("while", replace(_LOOP, opaque=True)),
+    ("while", replace(_LOOP, opaque=True, runs=turns.said)),
     ("cond", Primitive(holds=Holds.BRANCHES, asks_result=False)),
     ("shard_map", Primitive(holds=Holds.MAPPED, asks_result=False)),
     ("pallas_call", Primitive(opaque=True, runs=rules.each_block)),
@@ -347,12 +348,9 @@ def is_same(primitive: str, params: Mapping[str, Any], dtype: Any) -> bool:
     return of(primitive).result is Result.SAME
 
 
-_Number = TypeVar("_Number", int, float)
-
-
-def altogether(primitive: str, params: Mapping[str, Any], each: Sequence[_Number]) -> _Number:
+def altogether(primitive: str, params: Mapping[str, Any], each: Sequence[float]) -> float:
     """Returns what an operation takes that holds programs: of branches that of the dearest, of a while loop that of one
-    iteration.
+    iteration, unless it is one of `jaxckpt.core.turns`.
 
     Args:
       primitive, params: the operation's.

@@ -25,7 +25,7 @@ from jaxckpt import _compat
 from jaxckpt.actions import Cost
 from jaxckpt.core import primitives
 from jaxckpt.core.constants import MATRIX, VECTOR, WEIGHT
-from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op, constants_and_carries
 from jaxckpt.core.primitives import Holds, Kernel
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner.cycles import Cycles
@@ -72,7 +72,7 @@ def roofline(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycle
     ops = list(graph.walk())
     wanted = wanted_whole(graph)
     read = _read_bytes(graph, wanted)
-    turned = _turned(graph, ops)
+    turned, in_place = _turned(graph, ops), _in_place(graph.body)
 
     def seconds(op: Op) -> float:
         if op.bodies:
@@ -84,8 +84,10 @@ def roofline(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycle
         if passes(graph, op) or op in turned:
             return waits
         rate = devices * _rate(graph, op, rates)
-        moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
         facts = primitives.of(op.primitive)
+        moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
+        if op in in_place:  # what is new is read and written, not the rest
+            moved = 2 * sum(map(read, set(op.inputs[1:])))
         if facts.collective:
             sizes = [sum(graph.values[index].bytes for index in ends) for ends in (op.inputs, op.outputs)]
             return facts.sends * max(sizes) / target.link_bandwidth + moved / bandwidth
@@ -233,6 +235,27 @@ def _entering(op: Op) -> list[tuple[int, int]]:
     given = iter(op.inputs)
     passed = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
     return [(outer, own) for outer, own in zip(passed, op.bodies[0].inputs, strict=True) if outer is not None]
+
+
+def _in_place(body: Body, inside: bool = False, fixed: Collection[int] = ()) -> set[Op]:
+    """Returns the operations in bodies of loops that write over their first operand: a loop's buffers stay where they
+    are. Not so where that operand is read later, or is the same in all iterations.
+
+    Args:
+      inside: whether the body is that of a loop, or in one.
+      fixed: values that are the same in all iterations.
+    """
+    found: set[Op] = set()
+    last = {index: op for op in body.ops for index in op.inputs}
+    stays = {*fixed, *body.outputs}
+    for op in body.ops:
+        over = inside and not op.bodies and primitives.of(op.primitive).writes_over and op.inputs
+        if over and op.inputs[0] not in stays and last[op.inputs[0]] is op:
+            found.add(op)
+        for inner in op.bodies:
+            loop = primitives.of(op.primitive).holds is Holds.LOOP
+            found |= _in_place(inner, inside or loop, inner.inputs[: constants_and_carries(op, inner)[0]])
+    return found
 
 
 def _turned(graph: Graph, ops: Sequence[Op]) -> Collection[Op]:

@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxckpt.core.constants import CLOSE, OVERTIMED, TINIEST, TINY
+from jaxckpt.core.constants import CLOSE, OVERSTATED_LOOP, OVERTIMED, TINIEST, TINY
 from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.planner.chain import Solution, cost
 from jaxckpt.planner.measured import Measured, Try
@@ -18,6 +18,14 @@ from jaxckpt.planner.predictions import Predictions
 def most_overstated(problem: Measured) -> float:
     """Returns how many times its compiled peak a step may be estimated to need on the target's platform, at most."""
     return PLATFORMS[problem.target.platform].overstated
+
+
+def likely(predictions: Predictions, solution: Solution) -> float:
+    """Returns the estimate up to which a solution, written by hand, may be within the budget."""
+    problem, budget = predictions.problem, predictions.budget
+    if predictions.quick and problem.model.checkpoints_loops(solution):  # others say nothing of what a body needs
+        return OVERSTATED_LOOP * budget
+    return min(most_overstated(problem) * budget, predictions.most_estimated(budget))
 
 
 def first_blocks(predictions: Predictions) -> Sequence[Solution]:
@@ -77,8 +85,7 @@ def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best
     slack = CLOSE if predictions.quick else TINY  # equal estimates may be 64 bytes apart
     chosen = next((s for s in cheaper if estimate(s) <= (1 + slack) * max(known, 1.0) * budget), None)
     if chosen is None and (learned is None or predictions.quick):  # what one is worth another may not be
-        limit = min(most_overstated(problem) * budget, predictions.most_estimated(budget))
-        near = [solution for solution in cheaper if estimate(solution) <= limit]
+        near = [solution for solution in cheaper if estimate(solution) <= likely(predictions, solution)]
         chosen = min(near, key=estimate, default=None)
     return chosen
 

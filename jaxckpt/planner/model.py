@@ -224,6 +224,11 @@ class Model:
         hows = [candidate.how for candidate in self.chain.segment(stage, stage + 1).candidates]
         return Keep(stage, stage + 1, hows.index(every)) if every in hows else None
 
+    def checkpoints_loops(self, solution: Solution) -> bool:
+        """Whether a solution checkpoints bodies of loops, and leaves all else to JAX."""
+        made = [item for item in solution if not isinstance(item, Keep) or not item.left]
+        return bool(made) and all(isinstance(item, Keep) and self.places[item.start] in self.loops for item in made)
+
     def _around(
         self, blocks: Sequence[Keep | Drop], preference: Callable[[Candidate], tuple[float, float]]
     ) -> Solution:

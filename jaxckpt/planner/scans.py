@@ -19,9 +19,11 @@ from jaxckpt.core.constants import (
     CLOSE,
     DEAR_LOOP,
     INNER,
+    KEPT_FOR_LESS,
     LENGTHS,
     MOST_LOOP_CANDIDATES,
     PART,
+    SAME_TIME,
     SHORTEST,
     SLOT_FACTOR,
     SLOT_LIMITS,
@@ -180,7 +182,12 @@ def loop_candidates_of(
                 way for way in _within(inner, op, found, sizes) if not any(_is_nearly(each, way) for each in ways)
             ]
     # What a plan of the body is said to take is of another model of it: it says nothing against the other ways.
-    best = (_best([way for way in some if bool(way.host) is away]) for away in (False, True) for some in (ways, within))
+    same = SAME_TIME * length * (found.forward + found.backward).effort
+    best = (
+        _best([way for way in some if bool(way.host) is away], same)
+        for away in (False, True)
+        for some in (ways, within)
+    )
     return LoopCandidates(
         tuple(itertools.chain.from_iterable(best)),
         length * found.forward,
@@ -334,9 +341,9 @@ def _spaced(first: int, last: int, most: int) -> list[int]:
     return sorted({round(first + (last - first) * i / max(most - 1, 1)) for i in range(most)})
 
 
-def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
+def _best(ways: Sequence[LoopCandidate], same: float) -> list[LoopCandidate]:
     """Returns the ways that no other beats in bytes, seconds, work and the host's link, at most `MOST_LOOP_CANDIDATES`
-    of them.
+    of them. Times that differ by no more than `same` seconds are the same.
     """
     best: list[LoopCandidate] = []
     for way in sorted(ways, key=lambda w: (w.time.effort, w.bytes + w.work, w.bytes)):
@@ -344,9 +351,28 @@ def _best(ways: Sequence[LoopCandidate]) -> list[LoopCandidate]:
             b.bytes <= way.bytes and b.bytes + b.work <= way.bytes + way.work and b.link <= way.link for b in best
         ):
             best.append(way)
+    best = _leaner(best, same)
     while len(best) > MOST_LOOP_CANDIDATES:  # every second of those in the middle
         best = [best[0], *best[1:-1:2], best[-1]]
     return best
+
+
+def _leaner(best: Sequence[LoopCandidate], same: float) -> list[LoopCandidate]:
+    """Returns ways without those for which another one needs fewer bytes and takes no more than `same` seconds longer;
+    the loop as it stands stays. What waits for the loop's turn may be a little more, where the loop needs far less in
+    all: large stacks in turn take a CPU's caches more time than rates say.
+    """
+    kept: list[LoopCandidate] = []
+    for way in sorted(best, key=lambda w: (w.bytes + w.work, w.bytes)):
+        leaner = (
+            each.bytes - way.bytes <= KEPT_FOR_LESS * (way.bytes + way.work - each.bytes - each.work)
+            and each.link <= way.link
+            and each.time.effort <= way.time.effort + same
+            for each in kept
+        )
+        if way.schedule is None or not any(leaner):
+            kept.append(way)
+    return [way for way in best if way in kept]
 
 
 def _is_nearly(known: LoopCandidate, way: LoopCandidate) -> bool:

@@ -26,6 +26,7 @@ from jaxckpt.core.constants import (
     LEANER,
     MORE,
     OVERSTATED,
+    OVERSTATED_LOOP,
     QUICK_COMPILES,
     ROOM,
     TINY,
@@ -331,7 +332,8 @@ class Search:
             # What one estimate of a person's checkpoints is off by says little of others: one such plan of a model of
             # many operations needed 34 MiB more than its estimate, the next 5 MiB.
             limit = self.predictions.most_estimated(min(compiled)) if self.quick and compiled else self.budget
-            hopeful = written and estimates[solution, written] <= limit
+            loops = self.quick and problem.model.checkpoints_loops(solution)
+            hopeful = written and estimates[solution, written] <= (OVERSTATED_LOOP * self.budget if loops else limit)
             if far and not hopeful and solution not in leaner:
                 continue
             made = self._try(solution, by_hand=written)

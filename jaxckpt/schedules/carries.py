@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt.actions import Action
+from jaxckpt.core import turns
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros
@@ -105,7 +106,7 @@ class Carries(KeptCarries):
         slots = [self.home.buffer(value, plan.slots, self.operands) for value in init]
         if self.home.away:  # only what is kept goes to the host
             whole = self.parts_of(*self.places.whole)
-            carry, ys, slots, _ = self.advance(plan.units - 1, 0, init, ys, slots, whole)
+            carry, ys, slots, _ = self.advance(plan.units - 1, 0, init, ys, slots, whole, mean=plan.units - 1)
             slots = self.home.write(slots, carry, self.spare)
             return self.iterate(carry, (plan.units - 1) * plan.run, plan.last, ys), slots
 
@@ -134,10 +135,10 @@ class Carries(KeptCarries):
         return jnp.where(slot == 0, self.spare, slot - 1)
 
     def advance(
-        self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: Unreversed
+        self, to: Any, at: Any, carry: Values, ys: Values, slots: Values, parts: Unreversed, *, mean: float
     ) -> tuple[Values, Values, Values, Unreversed]:
         """Takes the carry of run `at`, the start of the last part, to run `to`, storing carries of the parts that it
-        makes on the way.
+        makes on the way. `mean`: through how many runs, on average.
         """
         run = self.plan.run
         if self.plan.units == 1:
@@ -152,7 +153,7 @@ class Carries(KeptCarries):
             at, carry, ys, slots, parts = state
             left = parts.left[parts.top]
             end = at + self.places.cut(self.table, to + 1 - at, self.places.slots - parts.top, left)
-            carry, ys = lax.fori_loop(at, end, one, (carry, ys))
+            carry, ys = turns.loop(at, end, one, (carry, ys), mean)  # the loop around this one is counted once
             # What lies after `end` is a part of its own, unless it is run `to` alone, whose turn it is.
             more = end < to
             top = parts.top + more
@@ -176,7 +177,8 @@ class Carries(KeptCarries):
         initial = (parts.top == 0) & ~last
         carry = [lax.select(initial, first, later) for first, later in zip(self.init, kept)]
         at = jnp.where(last, unit, parts.starts[parts.top])
-        carry, _, slots, parts = self.advance(unit, at, carry, [], slots, parts)
+        mean = self.plan.advances_a_turn
+        carry, _, slots, parts = self.advance(unit, at, carry, [], slots, parts, mean=mean)
         ended = parts.starts[parts.top] == unit
         return carry, slots, parts._replace(top=jnp.maximum(parts.top - ended, 0))
 

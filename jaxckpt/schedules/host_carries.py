@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt.actions import OFFLOAD, SAVE, Action
+from jaxckpt.core import turns
 from jaxckpt.core.scans import ScanBody, Values
 from jaxckpt.schedules.body import zeros
 from jaxckpt.schedules.carries import Carries, Home, KeptCarries, Operands
 from jaxckpt.schedules.optimum import Binomial
-from jaxckpt.schedules.two_levels import HAND, TwoLevelRuns, turns
+from jaxckpt.schedules.two_levels import HAND, TwoLevelRuns
+from jaxckpt.schedules.two_levels import turns as tables
 
 
 def carries_of(body: ScanBody, plan: Binomial, carry: Action, operands: Operands) -> KeptCarries:
@@ -37,7 +39,7 @@ class HostCarries(KeptCarries):
         super().__init__(body, plan, operands)
         self.here, self.there = Home(SAVE, body.carry_avals), Home(OFFLOAD, body.carry_avals)
         self.spare = plan.placed.device_rows  # the row of the carry that the forward pass ends with
-        self.turns = turns(plan.placed)
+        self.turns = tables(plan.placed)
         self.parts = ()
 
     def forward(self) -> tuple[tuple[Values, Values], Values]:
@@ -47,7 +49,8 @@ class HostCarries(KeptCarries):
         host = [self.there.buffer(value, plan.placed.host_rows, self.operands) for value in self.init]
         ys = [zeros(aval, self.body.length) for aval in self.body.y_avals]
         begun = (0, int(self.turns.host[0])), (0, int(self.turns.device[0]))
-        carry, ys, device, host = self._advance(jnp.int32(0), plan.units - 1, begun, (self.init, ys, device, host))
+        state = (self.init, ys, device, host)
+        carry, ys, device, host = self._advance(jnp.int32(0), plan.units - 1, begun, state, mean=plan.units - 1)
         device = self.here.write(device, carry, self.spare)
         return self.iterate(carry, (plan.units - 1) * plan.run, plan.last, ys), [*device, *host]
 
@@ -67,11 +70,18 @@ class HostCarries(KeptCarries):
         read_there = lambda _, carry: self.there.read(host, ~place)
         carry = lax.fori_loop(0, away.astype(jnp.int32), read_there, carry)
         begun = (of_host[i], of_host[i + 1]), (of_device[i], of_device[i + 1])
-        carry, _, device, host = self._advance(at[i], self.plan.units - 1 - i, begun, (carry, [], device, host))
+        to, mean = self.plan.units - 1 - i, self.plan.advances_a_turn
+        carry, _, device, host = self._advance(at[i], to, begun, (carry, [], device, host), mean=mean)
         return carry, [*device, *host], parts
 
     def _advance(
-        self, at: Any, to: Any, events: Sequence[tuple[Any, Any]], state: tuple[Values, Values, Values, Values]
+        self,
+        at: Any,
+        to: Any,
+        events: Sequence[tuple[Any, Any]],
+        state: tuple[Values, Values, Values, Values],
+        *,
+        mean: float,
     ) -> tuple[Values, Values, Values, Values]:
         """Takes the carry of run `at` to run `to` and stores carries on the way.
 
@@ -79,6 +89,7 @@ class HostCarries(KeptCarries):
           at, to: runs.
           events: the first of the events that store on the host and the one after the last, and those for the device.
           state: the carry, the ys, the buffers on the device and those on the host.
+          mean: how many runs it takes the carry through, on average.
         """
         to_host, to_device = jnp.asarray(self.turns.to_host), jnp.asarray(self.turns.to_device)
         carry, ys, device, host = state
@@ -89,7 +100,7 @@ class HostCarries(KeptCarries):
         def keep(home: Home, table: Any, event: Any, state: Any) -> Any:
             at, carry, ys, slots = state
             stop, slot = table[2 * event], table[2 * event + 1]
-            carry, ys = lax.fori_loop(at, stop, one, (carry, ys))
+            carry, ys = turns.loop(at, stop, one, (carry, ys), 0.0)  # counted by the last loop
             return stop, carry, ys, home.write(slots, carry, slot)
 
         at = jnp.asarray(at, jnp.int32)
@@ -98,5 +109,5 @@ class HostCarries(KeptCarries):
             event = lambda event, state, home=home, table=table: keep(home, table, event, state)
             at, carry, ys, slots = lax.fori_loop(first, end, event, (at, carry, ys, slots))
             host, device = (slots, device) if home is self.there else (host, slots)
-        carry, ys = lax.fori_loop(at, to, one, (carry, ys))
+        carry, ys = turns.loop(at, to, one, (carry, ys), mean)
         return carry, ys, device, host

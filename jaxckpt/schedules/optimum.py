@@ -174,9 +174,20 @@ class Binomial:
         """
         if not self.length:
             return 0
-        advances = extra_iterations(self.units, self.slots) - (self.units - 1)
         twice = self.length - self.units if self.again else 0
-        return 2 * self.length + advances * self.run + twice
+        return 2 * self.length + self.advances * self.run + twice
+
+    @property
+    def advances(self) -> int:
+        """Runs that the backward pass takes a carry through to obtain another."""
+        return extra_iterations(self.units, self.slots) - (self.units - 1)
+
+    @property
+    def advances_a_turn(self) -> float:
+        """The mean of `advances` for one run of those whose carries the backward loop obtains: all of them, but for a
+        last one that is shorter.
+        """
+        return self.advances / max(self.units - (self.last < self.run), 1)
 
     @property
     def steps(self) -> int:

@@ -380,9 +380,13 @@ class TwoLevelRuns(Binomial):
     @property
     def body_runs(self) -> int:
         """Runs of the body over a forward and a backward pass."""
-        advances = self.placed.extra_iterations - (self.units - 1)
         twice = self.length - self.units if self.again else 0
-        return 2 * self.length + advances * self.run + twice
+        return 2 * self.length + self.advances * self.run + twice
+
+    @property
+    def advances(self) -> int:
+        """Runs that the backward pass takes a carry through to obtain another."""
+        return self.placed.extra_iterations - (self.units - 1)
 
     @property
     def transfers(self) -> int:

@@ -17,6 +17,7 @@ import jaxckpt
 from jaxckpt import _compat
 from jaxckpt.core.graph import trace
 from jaxckpt.planner import predictions, stages
+from jaxckpt.planner.frontier import cost_of
 from jaxckpt.planner.problems import problem_of
 from tests.helpers import gradient_executions
 
@@ -553,6 +554,55 @@ def trained(steps, momentum, layers=2):
     ps = [*[(spec(WIDTH, 2 * WIDTH), spec(2 * WIDTH, WIDTH))] * layers, spec(WIDTH, 1)]
     loss = lambda ps, xs, ys: jnp.mean(jax.vmap(task, in_axes=(None, 0, 0))(ps, xs, ys))
     return loss, (ps, spec(4, ROWS, WIDTH), spec(4, ROWS, 1)), 4 * sum(leaf.size * 4 for leaf in jax.tree.leaves(ps))
+
+
+RAYS, LAYERS = 1024, 4
+
+
+def marched(wrap=lambda body: body):
+    """A loss that marches along rays twice, in a scan and in a `lax.fori_loop`: layers with relu at each sample."""
+
+    def field(ws, x):
+        for w in ws:
+            x = jax.nn.relu(x @ w)
+        return x[:, 0], x[:, :3]
+
+    def loss(both, x, samples):
+        def coarse(state, t):
+            through, colour = state
+            density, own = field(both[0], x * t)
+            seen = through * (1 - jnp.exp(-density))
+            return (through - seen, colour + seen[:, None] * own), seen
+
+        def fine(i, state):
+            through, colour = state
+            density, own = field(both[1], x * samples[i])
+            seen = through * (1 - jnp.exp(-density))
+            return through - seen, colour + seen[:, None] * own
+
+        start = jnp.ones(RAYS), jnp.zeros((RAYS, 3))
+        (_, colour), seen = lax.scan(wrap(coarse), start, samples)
+        _, finer = lax.fori_loop(0, 12, wrap(fine), start)
+        return jnp.sum(colour**2) + jnp.sum(finer**2) + jnp.sum(seen)
+
+    networks = [[jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS] * 2
+    rays = jax.ShapeDtypeStruct((RAYS, WIDTH), jnp.float32)
+    return loss, (networks, rays, jax.ShapeDtypeStruct((12,), jnp.float32))
+
+
+@pytest.mark.cuda
+def test_checkpoints_around_the_bodies_of_two_loops_are_to_the_byte_those_of_people():
+    loss, args = marched()
+    hand, _ = marched(functools.partial(jax.checkpoint, prevent_cse=False))
+    peak = jaxckpt.measure(jax.value_and_grad(hand), *args, target="cuda:h100", generate_code=False).peak_bytes
+    problem = problem_of(loss, *args, target="cuda:h100")
+    written = problem.by_hand[-1]
+    assert problem.model.checkpoints_loops(written)
+    assert problem.measure_planned(problem.plan_of(written, True)).peak_bytes == peak
+    plan = problem.plan(peak)
+    assert plan.measured_bytes <= peak
+    work = lambda fun: cost_of(jax.value_and_grad(fun), args, problem.target)
+    assert all(own <= 1.001 * other for own, other in zip(work(plan.apply(loss)), work(hand)))
 
 
 @pytest.mark.cuda

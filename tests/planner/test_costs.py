@@ -9,6 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import jaxckpt
+from jaxckpt import Slots
 from jaxckpt.core import primitives
 from jaxckpt.core.graph import trace
 from jaxckpt.core.liveness import estimate_peak
@@ -169,3 +171,58 @@ def test_a_matmul_writes_its_result_in_the_order_in_which_it_is_read():
 def test_a_transposed_number_takes_no_time():
     plain = seconds(lambda x: np.float32(2.0) * jnp.tanh(x), X)
     assert seconds(lambda x: lax.transpose(np.float32(2.0), ()) * jnp.tanh(x), X) == pytest.approx(plain)
+
+
+def over(schedule, wrap):
+    """A loss whose scan runs by a schedule; of three examples."""
+
+    def one(c, xs, w):
+        last, _ = jaxckpt.scan(lambda c, x: (jnp.tanh(jnp.tanh(c @ w) @ w) + x, None), c, xs, schedule=schedule)
+        return jnp.sum(last**2)
+
+    return lambda c, xs, w: jnp.sum(wrap(one)(c, xs, w))
+
+
+@pytest.mark.parametrize(
+    ("length", "schedule"),
+    [
+        (96, Slots(6, run_length=16)),  # no iteration is run to obtain a carry
+        (96, Slots(3, run_length=1)),  # many are, and often
+        (100, Slots(4, run_length=8)),
+        (100, Slots(3, host=6, run_length=1)),
+        (100, Slots(3, host=6, run_length=7)),
+    ],
+    ids=["none", "often", "uneven", "host", "host in runs"],
+)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda one: jax.vmap(one, (0, None, None))], ids=["jit", "vmap"])
+def test_iterations_that_slots_run_again_are_counted_as_often_as_they_run(wrap, length, schedule):
+    args = (jnp.ones((3, 64)), jnp.ones((length, 64)), jnp.eye(64))
+
+    def flops(chosen, make=jax.value_and_grad):
+        return trace(make(over(chosen, wrap)), *args).flops
+
+    again = flops(schedule) - flops("none")
+    iteration = flops("none", lambda fun: fun) / length
+    assert again == pytest.approx((schedule.cost(length).runs - length) * iteration, rel=0.02)
+
+
+def test_what_a_loop_writes_into_a_buffer_takes_as_long_in_a_larger_buffer():
+    def filled(rows, buffer):
+        def body(buffer, both):
+            i, row = both
+            return lax.dynamic_update_slice(buffer, row[None], (i, 0)), None
+
+        return lax.scan(body, buffer, (jnp.arange(8), rows))[0]
+
+    def copied(rows, buffer):  # each iteration begins with the same buffer
+        def body(last, both):
+            i, row = both
+            return lax.dynamic_update_slice(buffer, row[None], (i, 0)), None
+
+        return lax.scan(body, buffer, (jnp.arange(8), rows))[0]
+
+    rows = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    small, large = (jax.ShapeDtypeStruct((count, 1024), jnp.float32) for count in (8, 8192))
+    assert seconds(filled, rows, large) == pytest.approx(seconds(filled, rows, small))
+    assert seconds(filled, rows, large) == pytest.approx(4 * 8 * 1024 * 4 / H100.bandwidth, rel=0.01)
+    assert seconds(copied, rows, large) > 100 * seconds(copied, rows, small)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxckpt
 from jaxckpt import InfeasibleBudgetError, Slots
-from jaxckpt.core.constants import SHORTEST
+from jaxckpt.core.constants import KEPT_FOR_LESS, SAME_TIME, SHORTEST
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop, Plan
 from jaxckpt.memory.targets import target_of
@@ -49,6 +51,16 @@ def test_slots_are_offered_below_what_nested_segments_reach_and_only_where_they_
         assert all(c.time.effort > one.time.effort for c in rivals)
     assert not [c for c in candidates(once=False)[2].candidates if isinstance(c.schedule, Slots)]
     assert not [c for c in candidates(SHORTEST - 1)[2].candidates if isinstance(c.schedule, Slots)]
+
+
+def test_of_ways_that_take_the_same_time_the_one_of_fewer_bytes_is_offered():
+    *_, found = candidates(512)
+    same = SAME_TIME * (found.forward + found.backward).effort
+    assert sum(isinstance(c.schedule, Slots) for c in found.candidates) >= 3
+    for way, other in itertools.permutations([c for c in found.candidates if c.schedule is not None], 2):
+        saved = way.bytes + way.work - other.bytes - other.work
+        leaner = saved > 0 and other.bytes <= way.bytes + KEPT_FOR_LESS * saved
+        assert not (leaner and other.time.effort <= way.time.effort + same), (way, other)
 
 
 def test_slots_keep_the_bytes_and_run_as_often_as_their_candidate_says():
