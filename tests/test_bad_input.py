@@ -439,6 +439,8 @@ MISCALLS = {
     "a class": (lambda: jaxckpt.checkpoint(Block), ArgumentError, "jaxckpt.flax.checkpoint"),
     "by position": (lambda: jaxckpt.flax.checkpoint(Block, "dots"), ArgumentError, "Write policy='dots'"),
     "a mapping": (lambda: jaxckpt.checkpoint(loss, policy={"a": "save"}), ArgumentError, "policy=Policy({...})"),
+    "an action that begins with a digit": (lambda: Policy(default="8bit"), ArgumentError, "default must be an action"),
+    "two that begin with digits": (lambda: Policy({"a": "1 | 2"}), ArgumentError, "must be an action"),
     "an action": (lambda: jaxckpt.checkpoint(loss, policy=jaxckpt.SAVE), ArgumentError, "Policy(default=SAVE)"),
     "a short unit": (lambda: jaxckpt.plan(loss, WS, X, budget="4G"), ArgumentError, "Did you mean '4GiB'?"),
     "a share": (lambda: SCAN(budget="50%"), ArgumentError, "jaxckpt.plan(loss, *args, budget='60%')"),

@@ -520,7 +520,7 @@ def _check_order(parts: Sequence[Action]) -> None:
         raise ArgumentError("parts", rule, shown, hint)
 
 
-_CALL = re.compile(r"\s*(\w+)\s*(?:\(\s*['\"]?(\w+)['\"]?\s*\))?\s*")
+_CALL = re.compile(r"\s*([^\W\d]\w*)\s*(?:\(\s*['\"]?(\w+)['\"]?\s*\))?\s*")
 
 
 def _called(kind: str, parameter: str | None, argument: str) -> Action:

@@ -217,7 +217,7 @@ class _Inliner:
 
     def _descend(self, eqn: Any) -> Any:
         if reads.is_call(eqn):
-            program = self.closed(eqn.params["call_jaxpr"])
+            program = self.closed(eqn.params["call_jaxpr"], constants=False)
             return eqn if program is eqn.params["call_jaxpr"] else reads.with_program(eqn, program)
         holds = primitives.of(_compat.primitive_name(eqn)).holds
         if holds not in self.entered:

@@ -17,7 +17,7 @@ from flax.errors import TraceContextError
 
 from jaxckpt._compat.flax import IndexMap, RefMap, is_node_module
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.leaves import Whole, defines_call
+from jaxckpt.core.leaves import Whole, defines_call, is_given
 from jaxckpt.core.typed import typed
 
 
@@ -37,8 +37,31 @@ def is_closed_over(error: Exception) -> bool:
 
 
 def gradient(values: bool) -> Callable[..., Any]:
-    """Returns nnx's gradient of a function, with values or without."""
-    return nnx.value_and_grad if values else nnx.grad
+    """Returns nnx's gradient of a function, with values or without, jitted as its users jit it: what `nnx.jit` returns
+    beside the gradients, the values of all Variables, takes memory too.
+
+    Arguments without arrays, such as flags, are constants of what is jitted. Where an argument has both, it is not
+    jitted.
+    """
+    made = nnx.value_and_grad if values else nnx.grad
+
+    def of(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            leaves = [jax.tree.leaves(arg, is_leaf=is_object) for arg in args]
+            moving = [any(is_object(leaf) or is_given(leaf) for leaf in each) for each in leaves]
+            given = [leaf for each, moves in zip(leaves, moving) if moves for leaf in each]
+            if not all(is_object(leaf) or is_given(leaf) for leaf in given):
+                return made(fun, **options)(*args, **kwargs)
+
+            def filled(*some: Any) -> Any:
+                rest = iter(some)
+                return fun(*(next(rest) if moves else arg for arg, moves in zip(args, moving)), **kwargs)
+
+            return nnx.jit(made(filled, **options))(*(arg for arg, moves in zip(args, moving) if moves))
+
+        return step
+
+    return of
 
 
 def unbound(fun: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

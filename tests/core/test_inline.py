@@ -8,6 +8,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.ode import odeint
 
 import jaxckpt
 from jaxckpt import SAVE, Plan, Policy, Region, op, tag
@@ -193,3 +194,18 @@ def test_a_plan_of_a_random_program_keeps_and_runs_as_much_whether_its_operation
     counts = gradient_executions(planned, *args), gradient_executions(expected, *args)
     assert {name: counts[0][name] for name in programs.COUNTED} == {name: counts[1][name] for name in programs.COUNTED}
     assert_trees_close(jax.grad(planned)(*args), jax.grad(written)(*args), rtol=1e-4)
+
+
+@pytest.mark.parametrize("action", [jaxckpt.OFFLOAD, jaxckpt.compress("bfloat16")], ids=["offload", "compress"])
+def test_a_call_with_constants_in_a_region_of_actions_stays_a_call(action):
+    """An ODE's solver is a jitted function that holds arrays: they have no place among the operands of the region."""
+
+    def loss(w, x):
+        solved = odeint(lambda y, t, w: jnp.tanh(y @ w) - y, x, jnp.array([0.0, 0.2]), w)[-1]
+        return jnp.mean((solved @ w) ** 2)
+
+    def kept(w, x):
+        return jaxckpt.checkpoint(loss, policy=Policy(default=action))(w, x)
+
+    planned = jaxckpt.plan(kept, W, X, budget="100%", verify=False).apply(kept)
+    assert_trees_close(jax.grad(planned)(W, X), jax.grad(loss)(W, X), rtol=1e-2, atol=1e-4)

@@ -105,6 +105,14 @@ def test_the_compiled_peak_is_within_the_budget(step):
     assert peak <= 1.05 * plan.budget < 0.8 * jaxckpt.measure(nnx.value_and_grad(loss), Net(), X).peak_bytes
 
 
+def test_the_default_step_is_measured_as_its_users_run_it():
+    """`nnx.jit` returns the values of all Variables beside the gradients."""
+    plan = jaxckpt.plan(loss, Net(), X, budget="65%")
+    jitted = jaxckpt.measure(nnx.jit(nnx.value_and_grad(plan.apply(loss))), Net(), X)
+    assert plan.measured_bytes == jitted.peak_bytes
+    assert plan.unplanned_bytes == jaxckpt.measure(nnx.jit(nnx.value_and_grad(loss)), Net(), X).peak_bytes
+
+
 def test_a_step_with_an_optimizer_is_planned_and_trains_alike():
     def train(fun):
         def step(model, optimizer, x):
