@@ -296,8 +296,8 @@ Judged by twelve models: on the CPU at most 1.334, where XLA fuses what is left 
 are below."""
 
 OVERSTATED_LOOP = 2.0
-"""As `OVERSTATED`, where bodies of loops are checkpointed and all else is left to JAX, in a small program: what one
-iteration needs is all that counts. Judged by a ray marcher with a network of six layers with relu, whose estimate is
+"""As `OVERSTATED`, where bodies of loops are checkpointed and all else is left to JAX: what one iteration needs is all
+that counts. Judged by a ray marcher with a network of six layers with relu, whose estimate is
 1.58 times the compiled peak on the H100."""
 
 OVERTIMED = 1.2

@@ -23,7 +23,7 @@ def most_overstated(problem: Measured) -> float:
 def likely(predictions: Predictions, solution: Solution) -> float:
     """Returns the estimate up to which a solution, written by hand, may be within the budget."""
     problem, budget = predictions.problem, predictions.budget
-    if predictions.quick and problem.model.checkpoints_loops(solution):  # others say nothing of what a body needs
+    if problem.model.checkpoints_loops(solution):  # others say nothing of what a body needs
         return OVERSTATED_LOOP * budget
     return min(most_overstated(problem) * budget, predictions.most_estimated(budget))
 
@@ -99,7 +99,8 @@ def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Tr
     limit = predictions.modelled_limit_by_hand(most_overstated(problem) * predictions.budget)
     slowest = OVERTIMED * max(cost(chain, best.solution).time, best.effort)
     dearest = best.effort - (TINIEST if predictions.quick else TINY) * problem.plain.time.effort
-    near = [s for s in times if times[s] < slowest and (predictions.quick or cost(chain, s).peak <= limit)]
+    traced = lambda s: predictions.quick or problem.model.checkpoints_loops(s) or cost(chain, s).peak <= limit
+    near = [s for s in times if times[s] < slowest and traced(s)]
     near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
     efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
     return sorted((s for s in near if efforts[s] < dearest), key=lambda solution: efforts[solution])

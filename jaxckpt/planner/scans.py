@@ -239,6 +239,8 @@ def _ways(found: Candidates, sizes: _Sizes, length: int) -> Iterator[LoopCandida
             yield LoopCandidate(schedule, kept, time, max(less.work, more.work) + loop + copies)
     for number, choice in enumerate(choices):
         yield from _alike(choice, found, sizes, length, deeper=number < 2)
+    if choices[0].how:  # what people write keeps nothing, where a few bytes more are worth it too
+        yield LoopCandidate(checkpointed(length), length * sizes.carry, length * found.forward, choices[0].work + loop)
 
 
 def _splits(length: int) -> list[int]:

@@ -332,7 +332,7 @@ class Search:
             # What one estimate of a person's checkpoints is off by says little of others: one such plan of a model of
             # many operations needed 34 MiB more than its estimate, the next 5 MiB.
             limit = self.predictions.most_estimated(min(compiled)) if self.quick and compiled else self.budget
-            loops = self.quick and problem.model.checkpoints_loops(solution)
+            loops = problem.model.checkpoints_loops(solution)
             hopeful = written and estimates[solution, written] <= (OVERSTATED_LOOP * self.budget if loops else limit)
             if far and not hopeful and solution not in leaner:
                 continue
