@@ -10,6 +10,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -439,6 +440,21 @@ MISCALLS = {
     "a class": (lambda: jaxckpt.checkpoint(Block), ArgumentError, "jaxckpt.flax.checkpoint"),
     "by position": (lambda: jaxckpt.flax.checkpoint(Block, "dots"), ArgumentError, "Write policy='dots'"),
     "a mapping": (lambda: jaxckpt.checkpoint(loss, policy={"a": "save"}), ArgumentError, "policy=Policy({...})"),
+    "an array for a segment's size": (
+        lambda: jaxckpt.checkpoint_sequential([jnp.tanh] * 3, segment_size=np.ones(3)),
+        ArgumentError,
+        "segment_size must be an int",
+    ),
+    "an array for an action": (lambda: Policy(default=np.ones(3)), ArgumentError, "default must be an action"),
+    "an array for a form": (lambda: jaxckpt.compress(np.ones(3)), ArgumentError, "form must be one of"),
+    "an array for costs": (
+        lambda: jaxckpt.plan(loss, 1.0, budget="100%", costs=np.ones(3)),
+        ArgumentError,
+        "costs must be one of",
+    ),
+    "a number of regions": (lambda: jaxckpt.Plan(3, ""), jaxckpt.PlanMismatchError, "regions must each be"),
+    "a region's actions": (lambda: jaxckpt.Region(0, 1, None), jaxckpt.PlanMismatchError, "actions must be a mapping"),
+    "rules of a model": (lambda: jaxckpt.flax.apply(None, None), ArgumentError, "rules must be a mapping"),
     "an action that begins with a digit": (lambda: Policy(default="8bit"), ArgumentError, "default must be an action"),
     "two that begin with digits": (lambda: Policy({"a": "1 | 2"}), ArgumentError, "must be an action"),
     "an action": (lambda: jaxckpt.checkpoint(loss, policy=jaxckpt.SAVE), ArgumentError, "Policy(default=SAVE)"),

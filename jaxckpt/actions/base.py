@@ -569,7 +569,10 @@ def action_from(value: Any, argument: str = "action") -> Action:
         hint = nearest(str(kind).lower(), known) or next(
             (f"Did you mean {name!r}?" for name in known if name in str(kind).lower()), ""
         )
-        hint = next((f"Write {cls.kind}({kind!r})." for cls in KINDS.values() if kind in cls.words), hint)
+        words = [kind] if isinstance(kind, str) else []
+        hint = next(
+            (f"Write {cls.kind}({kind!r})." for cls in KINDS.values() for kind in words if kind in cls.words), hint
+        )
         if isinstance(value, Mapping) and isinstance(kind, str) and not hint:  # of a file
             hint = f"Import what defines the action {kind!r} first."
         raise ArgumentError(argument, rule, value, hint)

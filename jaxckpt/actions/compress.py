@@ -79,7 +79,7 @@ class Compress(Action):
         """Returns the action of integers for "narrow", so that files and command lines may name it as `compress`
         does.
         """
-        if form != "narrow":
+        if not isinstance(form, str) or form != "narrow":
             return super().__new__(cls)
         if key is not None:
             raise ArgumentError("key", "None for 'narrow', which rounds nothing", key)

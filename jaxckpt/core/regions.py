@@ -156,7 +156,7 @@ def check_flag(value: Any, what: str) -> None:
 
 def all_of(values: Iterable[Any], kind: type, what: str) -> tuple[Any, ...]:
     """Returns values that are all of one type, as a tuple."""
-    found = tuple(values)
+    found = tuple(values) if isinstance(values, Iterable) else (None,)
     if isinstance(values, str) or not all(isinstance(value, kind) for value in found):
         raise PlanMismatchError(f"{what} must each be of type {kind.__name__}; got {values!r:.80}. Plan anew.")
     return found
@@ -164,6 +164,8 @@ def all_of(values: Iterable[Any], kind: type, what: str) -> tuple[Any, ...]:
 
 def checked_actions(actions: Mapping[int, Action]) -> Mapping[int, Action]:
     """Returns a mapping from values to actions that cannot be changed."""
+    if not isinstance(actions, Mapping):
+        raise PlanMismatchError(f"actions must be a mapping from values to actions; got {actions!r:.80}. Plan anew.")
     all_of(actions.values(), Action, "actions")
     return MappingProxyType({whole(index, "an action's value"): action for index, action in actions.items()})
 

@@ -131,7 +131,7 @@ def apply(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> A
     >>> bool((less.apply(params, jnp.ones((1, 4))) == model.apply(params, jnp.ones((1, 4)))).all())
     True
     """
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules) if isinstance(rules, Iterable) else [rules]
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ArgumentError("rules", "a mapping, or pairs, from path globs to policies", rules)
     made = _Rules(tuple((path, _options(policy, True, ())) for path, policy in pairs))

@@ -44,7 +44,7 @@ class PlanSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", actions_of(self.actions))
         check_flags(reverse_only=self.reverse_only, respect_checkpoints=self.respect_checkpoints, tile=self.tile)
-        if self.costs not in COSTS:
+        if not isinstance(self.costs, str) or self.costs not in COSTS:
             raise ArgumentError("costs", f"one of {', '.join(COSTS)}", self.costs)
         check_step(self.step)
         parse_host_budget(self.host_budget)

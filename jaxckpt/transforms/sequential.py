@@ -133,7 +133,7 @@ def segment_length(segment_size: int | str, count: int) -> int:
     >>> segment_length("sqrt", 100), segment_length(3, 100)
     (10, 3)
     """
-    if segment_size == "sqrt":
+    if isinstance(segment_size, str) and segment_size == "sqrt":
         return max(1, round(math.sqrt(count)))
     if (size := as_int(segment_size)) is not None and size >= 1:
         return size
