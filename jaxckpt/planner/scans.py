@@ -361,20 +361,26 @@ def _best(ways: Sequence[LoopCandidate], same: float) -> list[LoopCandidate]:
 
 def _leaner(best: Sequence[LoopCandidate], same: float) -> list[LoopCandidate]:
     """Returns ways without those for which another one needs fewer bytes and takes no more than `same` seconds longer;
-    the loop as it stands stays. What waits for the loop's turn may be a little more, where the loop needs far less in
-    all: large stacks in turn take a CPU's caches more time than rates say.
+    the loop as it stands stays, and as people checkpoint it. What waits for the loop's turn may be a little more, where
+    the loop needs far less in all: large stacks in turn take a CPU's caches more time than rates say.
     """
-    kept: list[LoopCandidate] = []
+    kept: dict[int, LoopCandidate] = {}
     for way in sorted(best, key=lambda w: (w.bytes + w.work, w.bytes)):
         leaner = (
             each.bytes - way.bytes <= KEPT_FOR_LESS * (way.bytes + way.work - each.bytes - each.work)
             and each.link <= way.link
             and each.time.effort <= way.time.effort + same
-            for each in kept
+            for each in kept.values()
         )
-        if way.schedule is None or not any(leaner):
-            kept.append(way)
-    return [way for way in best if way in kept]
+        if _is_written(way) or not any(leaner):
+            kept[id(way)] = way
+    return [way for way in best if id(way) in kept]
+
+
+def _is_written(way: LoopCandidate) -> bool:
+    """Whether a loop runs as people write it: as it stands, or each iteration under a checkpoint that keeps nothing."""
+    plain = way.schedule is None
+    return plain or (isinstance(way.schedule, Nested) and way.schedule == checkpointed(way.schedule.length))
 
 
 def _is_nearly(known: LoopCandidate, way: LoopCandidate) -> bool:
