@@ -475,7 +475,7 @@ class _Place:
         """Returns the place of the operations inside an equation."""
         scope = "/".join(filter(None, [self.scope, _compat.name_stack(eqn)])) if call else self.scope
         facts = primitives.of(primitive)
-        times = 1 if facts.opaque else round(facts.runs(params))
+        times = 1 if facts.opaque else _whole(facts.runs(params))
         return _Place(self.repeats * times, self.addressable and (call or not facts.opaque), scope)
 
 
@@ -492,8 +492,13 @@ def constants_and_carries(op: Op, body: Body) -> tuple[int, int]:
 
 def _op_flops(primitive: str, params: dict[str, Any], eqn: Any, bodies: tuple[Body, ...]) -> int:
     if bodies:
-        return round(primitives.altogether(primitive, params, [sum(op.flops for op in body.ops) for body in bodies]))
+        return _whole(primitives.altogether(primitive, params, [sum(op.flops for op in body.ops) for body in bodies]))
     return primitives.flops(primitive, [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars], params)
+
+
+def _whole(number: Any) -> Any:
+    """Returns a mean, rounded; an int, or the symbolic dimension of `jax.export`, as it is."""
+    return round(number) if isinstance(number, float) else number
 
 
 def aval_bytes(aval: Any) -> int:
