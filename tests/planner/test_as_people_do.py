@@ -619,31 +619,21 @@ def piped(wrap=lambda body: body):
 
 
 @pytest.mark.cuda
-def test_a_checkpoint_around_each_tick_of_a_pipeline_is_to_the_byte_that_of_people():
-    """A tick has numbers and flags of a few bytes, which plans keep beside its carry."""
-    loss, args = piped()
-    hand, _ = piped(functools.partial(jax.checkpoint, prevent_cse=False))
-    peak = jaxckpt.measure(jax.value_and_grad(hand), *args, target="cuda:h100x4", generate_code=False).peak_bytes
-    problem = problem_of(loss, *args, target="cuda:h100x4")
-    assert problem.measure_planned(problem.plan_of(problem.by_hand[-1], True)).peak_bytes == peak
-    plan = problem.plan(peak)
-    assert plan.measured_bytes <= peak
-    work = lambda fun: cost_of(jax.value_and_grad(fun), args, problem.target, problem.model.shards)
-    assert all(own <= 1.001 * other for own, other in zip(work(plan.apply(loss)), work(hand)))
-
-
-@pytest.mark.cuda
-def test_checkpoints_around_the_bodies_of_two_loops_are_to_the_byte_those_of_people():
-    loss, args = marched()
-    hand, _ = marched(functools.partial(jax.checkpoint, prevent_cse=False))
-    peak = jaxckpt.measure(jax.value_and_grad(hand), *args, target="cuda:h100", generate_code=False).peak_bytes
-    problem = problem_of(loss, *args, target="cuda:h100")
+@pytest.mark.parametrize(
+    ("made", "target"), [(piped, "cuda:h100x4"), (marched, "cuda:h100")], ids=["ticks", "two loops"]
+)
+def test_checkpoints_around_bodies_of_loops_are_to_the_byte_those_of_people(made, target):
+    """A tick of the pipeline has numbers and flags of a few bytes, which plans keep beside its carry."""
+    loss, args = made()
+    hand, _ = made(functools.partial(jax.checkpoint, prevent_cse=False))
+    peak = jaxckpt.measure(jax.value_and_grad(hand), *args, target=target, generate_code=False).peak_bytes
+    problem = problem_of(loss, *args, target=target)
     written = problem.by_hand[-1]
     assert problem.model.checkpoints_loops(written)
     assert problem.measure_planned(problem.plan_of(written, True)).peak_bytes == peak
     plan = problem.plan(peak)
     assert plan.measured_bytes <= peak
-    work = lambda fun: cost_of(jax.value_and_grad(fun), args, problem.target)
+    work = lambda fun: cost_of(jax.value_and_grad(fun), args, problem.target, problem.model.shards)
     assert all(own <= 1.001 * other for own, other in zip(work(plan.apply(loss)), work(hand)))
 
 
