@@ -39,6 +39,12 @@ def each_input(inputs: Avals, outputs: Avals, params: Params) -> int:
     return size(inputs[0])
 
 
+def reduction(inputs: Avals, outputs: Avals, params: Params) -> int:
+    """One for each element of the first operand; none where there is nothing to reduce, as over axes of one element."""
+    given, made = size(inputs[0]), size(outputs[0])
+    return 0 if given == made else given
+
+
 def dot_general(inputs: Avals, outputs: Avals, params: Params) -> int:
     """Of a matmul, its batch and contracted dimensions named."""
     (contracted, _), _ = params["dimension_numbers"]

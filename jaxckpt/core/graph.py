@@ -216,6 +216,20 @@ class Graph:
             body = op.bodies[place]
         return body
 
+    def facts(self, op: Op) -> primitives.Primitive:
+        """Returns what is known of an operation: of its primitive, or of a reshape where it only adds or drops axes of
+        one element. XLA makes that of it.
+        """
+        return primitives.of("reshape" if self.reshapes_units(op) else op.primitive)
+
+    def reshapes_units(self, op: Op) -> bool:
+        """Whether an operation only adds or drops axes of one element, as the gradient of `x[None]` does by a sum."""
+        if not primitives.of(op.primitive).over_units or not op.inputs or not op.outputs:
+            return False
+        before, after = self.values[op.inputs[0]], self.values[op.outputs[0]]
+        longer = [[size for size in value.shape if size != 1] for value in (before, after)]
+        return longer[0] == longer[1] and before.dtype == after.dtype
+
     @property
     def flops(self) -> int:
         """FLOPs of one run."""

@@ -422,7 +422,7 @@ def _flatten(
             if len(made) == len(op.outputs)
             else [True] * len(op.outputs)
         )
-        facts = primitives.of(op.primitive)
+        facts = graph.facts(op)
         one = len(inputs) <= 1 and all(slot.fill for slot in inputs)  # or a literal
         fill = one and facts.linear and facts.kernel is Kernel.AT_USES
         outputs = [
@@ -437,7 +437,8 @@ def _flatten(
         workspace = max((_workspace(op, *each) for each in inside), default=0)
         if op.primitive in ("random_bits", "threefry2x32"):
             workspace += FUSING[platform].draws * sum(graph.values[index].bytes for index in op.outputs)
-        yield _Event(op.primitive, inputs, outputs, workspace, (*around, op))
+        primitive = "reshape" if graph.reshapes_units(op) else op.primitive
+        yield _Event(primitive, inputs, outputs, workspace, (*around, op))
 
 
 def _given(graph: Graph, indices: Iterable[int]) -> dict[int, _Memory]:

@@ -90,6 +90,8 @@ class Primitive:
       dear: whether it costs what it computes rather than what it moves. Its results are worth keeping; others can be
         computed again for a few times what it takes to read and write them.
       result: how much of its operand the result is.
+      over_units: whether it is its operand under another shape where it only adds or drops axes of one element: a sum
+        over these, a broadcast that puts some in.
       linear: whether it is linear in all of its operands together, so that its derivative needs none of them; False
         also where nobody asked.
       linear_in: of a product and the like, the places of the operands in each of which it is linear, the others held
@@ -119,6 +121,7 @@ class Primitive:
     kernel: Kernel = Kernel.OWN
     dear: bool = True
     result: Result = Result.OTHER
+    over_units: bool = False
     linear: bool = False
     linear_in: tuple[int, ...] = ()
     lays_out: bool = False
@@ -174,7 +177,7 @@ _FUSED = Primitive(kernel=Kernel.FUSED, dear=False)
 _SIMPLE = replace(_FUSED, asks_result=False)
 _EACH = replace(_FUSED, elementwise=True)
 _EACH_SIMPLE = replace(_SIMPLE, elementwise=True)
-_REDUCED = Primitive(rules.each_input, Kernel.ROOT, dear=False, holds=Holds.SCALARS)
+_REDUCED = Primitive(rules.reduction, Kernel.ROOT, dear=False, holds=Holds.SCALARS)
 # Not dear, although on a CPU a cumulative sum takes 12 to 60 times as long as an elementwise operation, and a maximum
 # over windows of 3 x 3 takes 10 to 25 times (float32, 256 x 512 and 2048 x 2048; a matmul with a square matrix takes
 # 1.4 and 6 times as long as the sum). What they make is as large as what they read: a scan that keeps it has room for
@@ -198,9 +201,9 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     # Only moved: no FLOPs.
     ("copy name", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True)),
     ("stop_gradient", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True, flat=True)),
-    ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True)),
+    ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True, over_units=True)),
     ("transpose", replace(_MOVED, result=Result.REORDERED, linear=True)),
-    ("broadcast_in_dim", replace(_MOVED, linear=True)),
+    ("broadcast_in_dim", replace(_MOVED, linear=True, over_units=True)),
     ("convert_element_type", replace(_MOVED, linear=True, elementwise=True)),
     ("slice", replace(_MOVED, linear=True, shows=True)),
     ("split unstack", replace(_MOVED, linear=True, shows=True)),
@@ -243,9 +246,10 @@ _ROWS: tuple[tuple[str, Primitive], ...] = (
     # XLA makes loops of these.
     ("igamma igammac igamma_grad_a regularized_incomplete_beta", Primitive(elementwise=True)),
     # Reductions.
-    ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False)),
-    ("reduce_max reduce_min", replace(_REDUCED, compares=True)),
-    ("reduce reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _REDUCED),
+    ("reduce_sum", replace(_REDUCED, linear=True, asks_result=False, over_units=True)),
+    ("reduce_max reduce_min", replace(_REDUCED, compares=True, over_units=True)),
+    ("reduce_prod reduce_and reduce_or reduce_xor", replace(_REDUCED, over_units=True)),
+    ("reduce argmax argmin", _REDUCED),
     ("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _WINDOW),
     ("cumsum", replace(_CUMULATIVE, linear=True, asks_result=False)),
     ("cumprod cummax cummin cumlogsumexp", _CUMULATIVE),

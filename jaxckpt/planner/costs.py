@@ -84,7 +84,7 @@ def roofline(graph: Graph, target: Target, shards: Shards = WHOLE, cycles: Cycle
         if passes(graph, op) or op in turned:
             return waits
         rate = devices * _rate(graph, op, rates)
-        facts = primitives.of(op.primitive)
+        facts = graph.facts(op)
         moved = sum(map(read, set(op.inputs))) + sum(graph.values[index].bytes for index in op.outputs)
         if op in in_place:  # what is new is read and written, not the rest
             moved = 2 * sum(map(read, set(op.inputs[1:])))
@@ -154,7 +154,7 @@ def behind_barrier(graph: Graph, target: Target) -> Callable[[int], Time]:
 
 def _elsewhere(graph: Graph, wanted: Collection[int]) -> dict[int, Op]:
     """Returns value -> the operation that makes it, for those that are computed where they are used."""
-    ops = (op for op in graph.walk() if primitives.of(op.primitive).fused)
+    ops = (op for op in graph.walk() if graph.facts(op).fused)
     return {index: op for op in ops for index in op.outputs if index not in wanted}
 
 
@@ -196,8 +196,12 @@ def is_dear(op: Op) -> bool:
 
 
 def passes(graph: Graph, op: Op) -> bool:
-    """Whether an operation's results are its operands: see `primitives.is_same`."""
-    return primitives.is_same(op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None)
+    """Whether an operation's results are its operands, or these under a shape with more or fewer axes of one element:
+    see `primitives.is_same`.
+    """
+    return graph.reshapes_units(op) or primitives.is_same(
+        op.primitive, op.params, graph.values[op.outputs[0]].dtype if op.outputs else None
+    )
 
 
 def wanted_whole(graph: Graph) -> Collection[int]:
@@ -209,7 +213,7 @@ def wanted_whole(graph: Graph) -> Collection[int]:
 
     def mark(body: Body) -> None:
         for op in reversed(body.ops):
-            facts = primitives.of(op.primitive)
+            facts = graph.facts(op)
             for inner in op.bodies:
                 ends = zip(inner.outputs, op.outputs)
                 if facts.holds.returns:
@@ -287,7 +291,7 @@ def _read_bytes(graph: Graph, wanted: Collection[int]) -> Callable[[int], int]:
 
     def look(body: Body) -> None:
         for op in body.ops:
-            facts = primitives.of(op.primitive)
+            facts = graph.facts(op)
             mapped = facts.holds is Holds.MAPPED
             for outer, own in _entering(op) if mapped else ():
                 passed_on(outer, own)
