@@ -34,7 +34,7 @@ from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.lift import count_flops, trace
 from jaxckpt.core.plan import MemoryEstimate, Plan, PlanReport
-from jaxckpt.core.regions import Loop, Region, TiledStretch
+from jaxckpt.core.regions import Loop, RecomputedStretch, Region, TiledStretch
 from jaxckpt.memory.compare import Comparison, compare
 from jaxckpt.memory.estimate import estimate_memory_savings
 from jaxckpt.memory.report import MemoryReport, measure
@@ -82,6 +82,7 @@ __all__ = [
     "PlanMismatchError",
     "PlanReport",
     "Policy",
+    "RecomputedStretch",
     "Region",
     "Residual",
     "ResidualReport",

@@ -17,7 +17,8 @@ ROOT = pathlib.Path(jaxckpt.__file__).parent
 NAMES = """
     Action ArgumentError Comparison DoesNotFitError EffectsError FactoryError ForwardModeError Frontier Graph InfeasibleBudgetError
     JaxckptError Loop MemoryEstimate MemoryReport MissingPackageError MissingTargetError NotDifferentiableError OFFLOAD Plan
-    PlanMismatchError PlanReport Policy RECOMPUTE Region Residual ResidualReport SAVE Slots StateLostError StructureError Target TargetError
+    PlanMismatchError PlanReport Policy RECOMPUTE RecomputedStretch Region Residual ResidualReport SAVE Slots
+    StateLostError StructureError Target TargetError
     TiledStretch UnknownTargetError
     TilingError UnmatchedTagError UnreadableDumpError UnsupportedJaxError Verification VerificationError
     adaptive autocheckpoint checkpoint checkpoint_sequential compare compiler_options compress

@@ -153,7 +153,9 @@ def target_text(plan: Plan) -> str:
 
 
 def regions_of(plan: Plan) -> dict[tuple[str, str], str]:
-    """Returns (kind and place, what is done there) -> a line that says so, for each region, planned loop and tile."""
+    """Returns (kind and place, what is done there) -> a line that says so, for each region, planned loop, tile, and
+    stretch that the function runs again.
+    """
     lines = {}
     for region in every_region(plan.regions):
         where = f"region {region.start} {region.stop} {region.body} {region.checkpoint}"
@@ -163,4 +165,6 @@ def regions_of(plan: Plan) -> dict[tuple[str, str], str]:
         lines[f"loop {loop.op} {loop.body}", json.dumps(loop.schedule.to_json())] = outline.loop_line(loop)
     for tile in plan.tiles:
         lines["tiles", repr(tile)] = outline.tile_line(tile)
+    for each in plan.recomputed:
+        lines["recomputed", repr(each)] = outline.recomputed_line(each)
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.graph import Graph, Value
-from jaxckpt.core.regions import Address, Loop, Region, TiledStretch
+from jaxckpt.core.regions import Address, Loop, RecomputedStretch, Region, TiledStretch
 from jaxckpt.core.units import counted
 
 
@@ -50,6 +50,11 @@ def tile_line(tile: TiledStretch, value: Value | None = None) -> str:
     """Returns a line on a tiled stretch; with the value whose axis is divided, where that is known."""
     along = "" if value is None else f" along axis {tile.axis} of {value.label} {list(value.shape)}"
     return f"ops {tile.start}..{tile.stop} in {counted(tile.tiles, 'tile')}{along}"
+
+
+def recomputed_line(each: RecomputedStretch) -> str:
+    """Returns a line on a stretch that the function runs again."""
+    return f"ops {each.start}..{each.stop} run again in front of op {each.at}"
 
 
 def _inside(address: Address) -> str:

@@ -22,6 +22,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, PlanMismatchError, refuse_call
 from jaxckpt.actions import Action, action_from
 from jaxckpt.core import outline, shown
+from jaxckpt.core.again import with_recomputed
 from jaxckpt.core.bare import bare
 from jaxckpt.core.emit import emit
 from jaxckpt.core.emit import run as run_emitted
@@ -31,6 +32,7 @@ from jaxckpt.core.lift import transformed
 from jaxckpt.core.plan_checks import check_loops, check_regions
 from jaxckpt.core.regions import (
     Loop,
+    RecomputedStretch,
     Region,
     TiledStretch,
     all_of,
@@ -44,11 +46,12 @@ from jaxckpt.core.shared_traces import traced_once
 from jaxckpt.core.tiling.stretches import with_tiles
 from jaxckpt.core.units import added, format_bytes
 
-FORMAT = 11
+FORMAT = 12
 """Version of the JSON form."""
-READ_FORMATS = (7, 8, 9, 10, FORMAT)
+READ_FORMATS = (7, 8, 9, 10, 11, FORMAT)
 """Versions that are read. Reports of format 7 have no figures of host memory; plans of formats 7 and 8 have no
-`pools_apart`; tiled stretches of formats 7 to 9 have no `parts`; plans of formats 7 to 10 have no `arguments`."""
+`pools_apart`; tiled stretches of formats 7 to 9 have no `parts`; plans of formats 7 to 10 have no `arguments`;
+those of formats 7 to 11 have no `recomputed`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ class Plan:
         `jaxckpt.without_checkpoints` of the function.
       tiles: stretches that run tile by tile, the first round's first, and of a round the last one first. Regions and
         loops are of the function that has all of them in tiles.
-      tiled_fingerprint: that of the graph of the function with its tiles; "" without tiles.
+      recomputed: stretches that the function itself runs again, where it takes a gradient. Regions and loops are of
+        the function that does. There are none where there are tiles.
+      tiled_fingerprint: that of the graph of the function with its tiles, or with what it runs again; "" where there is
+        neither.
       pools_apart: whether maxima over windows, which make a gradient out of zeros, are written such that the
         compiler does not store these from the forward pass on: see `jaxckpt.core.pooling`. Those in loops and in the
         function's own checkpoints stay as they are. Changes no value.
@@ -104,10 +110,17 @@ class Plan:
     tiled_fingerprint: str = ""
     pools_apart: bool = False
     arguments: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    recomputed: tuple[RecomputedStretch, ...] = ()
 
     def __post_init__(self) -> None:
         set_fields(self, regions=all_of(self.regions, Region, "regions"), loops=all_of(self.loops, Loop, "loops"))
         set_fields(self, tiles=all_of(self.tiles, TiledStretch, "tiles"))
+        set_fields(self, recomputed=all_of(self.recomputed, RecomputedStretch, "recomputed"))
+        if self.tiles and self.recomputed:
+            raise PlanMismatchError(
+                f"a plan must have tiles or stretches that run again; got {self.tiles!r:.100} and "
+                f"{self.recomputed!r:.100}. Plan anew."
+            )
         rounds = [tile.round for tile in self.tiles]
         if rounds != sorted(rounds) or not isinstance(self.tiled_fingerprint, str):
             raise PlanMismatchError(f"tiles must be in the order of their rounds; got {self.tiles!r:.200}. Plan anew.")
@@ -200,7 +213,7 @@ class Plan:
 
     def tiled_graph(self, graph: Graph) -> Graph:
         """Returns the graph that regions and loops are of, from that of the function; both are checked: see `check`."""
-        if not self.tiles:
+        if not self.tiles and not self.recomputed:
             return self._checked(graph, (), {})
         avals = [var.aval for var in graph.body.jaxpr.invars]
         weak = [bool(getattr(aval, "weak_type", False)) for aval in avals]
@@ -208,12 +221,14 @@ class Plan:
         return self._checked(graph, *jax.tree.unflatten(graph.in_tree, leaves))
 
     def _checked(self, graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
-        """Returns the graph of the function in its tiles; args, kwargs: of the function, or arrays like them."""
+        """Returns the graph of the function in its tiles, or with what it runs again; args, kwargs: of the function, or
+        arrays like them.
+        """
         self._check_made_for(graph)
-        found = with_tiles(graph, self.tiles, args, kwargs)
-        if self.tiles and self.tiled_fingerprint not in ("", found.fingerprint):
+        found = with_recomputed(with_tiles(graph, self.tiles, args, kwargs), self.recomputed, args, kwargs)
+        if found is not graph and self.tiled_fingerprint not in ("", found.fingerprint):
             raise PlanMismatchError(
-                f"The plan's regions are of the tiled program {self.tiled_fingerprint}, this one is "
+                f"The plan's regions are of the {'tiled' if self.tiles else 'recomputing'} program {self.tiled_fingerprint}, this one is "
                 f"{found.fingerprint}: it was made by another version of jax or jaxckpt. Plan anew."
             )
         check_regions(self.regions, found)
@@ -258,6 +273,7 @@ class Plan:
             "regions": [_region_to_json(region) for region in self.regions],
             "loops": [{"op": loop.op, "schedule": loop.schedule.to_json(), "body": loop.body} for loop in self.loops],
             "tiles": [asdict(tile) for tile in self.tiles],
+            "recomputed": [asdict(each) for each in self.recomputed],
             "tiled_fingerprint": self.tiled_fingerprint,
             "pools_apart": self.pools_apart,
             "arguments": list(self.arguments),
@@ -300,6 +316,7 @@ class Plan:
                 tiled_fingerprint=raw["tiled_fingerprint"],
                 pools_apart=apart,
                 arguments=raw.get("arguments", ()),
+                recomputed=tuple(RecomputedStretch(**each) for each in raw.get("recomputed", ())),
             )
             return plan if raw["report"] is None else _report_from_json(raw["report"], plan).plan
         except PlanMismatchError:
@@ -354,8 +371,11 @@ class Plan:
         return shown.text_of(self, graph)
 
     def tile_lines(self, graph: Graph) -> list[str]:
-        """Returns a line for each tiled stretch; with its value for those of the function's own graph."""
-        return [outline.tile_line(tile, None if tile.round else graph.values[tile.value]) for tile in self.tiles]
+        """Returns a line for each tiled stretch, with its value for those of the function's own graph, and for each
+        stretch that runs again.
+        """
+        tiles = [outline.tile_line(tile, None if tile.round else graph.values[tile.value]) for tile in self.tiles]
+        return [*tiles, *map(outline.recomputed_line, self.recomputed)]
 
     @property
     def title(self) -> str:
@@ -385,6 +405,7 @@ class Plan:
         for region, note in zip(self.regions, notes):
             lines.append(f"  {outline.region_line(region)} {note}".rstrip())
         lines += [f"  {outline.tile_line(tile)}" for tile in self.tiles]
+        lines += [f"  {outline.recomputed_line(each)}" for each in self.recomputed]
         lines += [f"  {outline.loop_line(loop)}" for loop in self.loops]
         return "\n".join(lines)
 

@@ -117,6 +117,29 @@ class TiledStretch:
             )
 
 
+@dataclass(frozen=True)
+class RecomputedStretch:
+    """A stretch of operations that the function itself runs again, in front of an operation that reads what they made:
+    see `jaxckpt.core.again`.
+
+    Attributes:
+      start, stop: the stretch, a half-open interval of `Graph.ops`.
+      at: the operation in front of which it runs again. Those from there on read what it makes then.
+    """
+
+    start: int
+    stop: int
+    at: int
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop", "at"):
+            set_fields(self, **{name: whole(getattr(self, name), f"a recomputed stretch's {name}")})
+        if not self.start < self.stop <= self.at:
+            raise PlanMismatchError(
+                f"a recomputed stretch must have operations, and end before it runs again; got {self}. Plan anew."
+            )
+
+
 def every_region(regions: tuple[Region, ...]) -> Iterator[Region]:
     """Yields regions and those nested in them."""
     for region in regions:

@@ -29,8 +29,8 @@ class Context:
         and those.
       stretches: the candidates of stretches that are known, of this function or of the same one with tiles: see
         `jaxckpt.planner.model`. It is shared by contexts that differ in `in_loop`, `quick`, `finer` and
-        `called` alone.
-      called: whether it is cut where the calls of the user's functions begin and end: see `stages.calls`.
+        `calls` alone.
+      calls: one of the ways of `stages.calls`; it is cut where these begin and end.
       in_loop: whether the stretches are of a loop's body.
       quick: whether the program is small, and on one device: see `is_quick`.
       finer: whether the program is cut finer than is needed for most budgets: see `stages.cuts`.
@@ -45,7 +45,7 @@ class Context:
     once: bool = True
     quick: bool = False
     finer: bool = False
-    called: bool = False
+    calls: tuple[tuple[int, int], ...] = ()
     in_loop: bool = False
     stretches: dict[tuple[str, bool, bool], Any] = field(default_factory=dict, compare=False)
     programs: dict[tuple[int, frozenset[int]], tuple[Body, Sequence[Candidate]]] = field(

@@ -254,9 +254,9 @@ class Measured:
         Raises:
           NotDifferentiableError: what it returns does not depend on the gradients.
         """
-        return self._look(None)
+        return self.look(None)
 
-    def _look(self, made: Plan | None) -> Traced:
+    def look(self, made: Plan | None) -> Traced:
         """Returns the step under a plan, or without one, as traced. `_compile` goes on from that trace, unless regions
         are in scopes in it.
         """
@@ -372,7 +372,7 @@ class Measured:
     def traced(self, solution: Solution, by_hand: bool = False) -> Traced:
         """Returns the step under a solution, as traced; `by_hand`: as people write it."""
         if (solution, by_hand) not in self._traced:
-            self._traced[solution, by_hand] = self._look(self.plan_of(solution, by_hand))
+            self._traced[solution, by_hand] = self.look(self.plan_of(solution, by_hand))
         return self._traced[solution, by_hand]
 
     def effort(self, solution: Solution, by_hand: bool = False) -> float:

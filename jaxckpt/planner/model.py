@@ -6,7 +6,7 @@ import bisect
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -117,25 +117,33 @@ class Model:
             if run > 1:
                 yield self._around([self._nested(a, b) for a, b in several], leanest)
         between = [list(itertools.pairwise(ends)) for ends in self.necks]
-        if self.calls:
-            yield self.by_calls()
         for pairs in (*between, *self._with_unlike_ends()):
             yield self._around([self._bare(a, b) for a, b in pairs], fastest)
         for pairs, name in itertools.product((self.blocks, *between), BLOCK_PRESETS):
-            if pairs and all(name in self.presets.get(pair, ()) for pair in pairs):
-                yield self._around([Keep(a, b, self.presets[a, b][name]) for a, b in pairs], fastest)
+            if pairs and (kept := self._preset(pairs, name)):
+                yield self._around(kept, fastest)
+        if self.calls:
+            yield self.by_calls()
+            yield from (self._or_left(kept) for name in BLOCK_PRESETS if (kept := self._preset(self.calls, name)))
         if bodies := [each for each in map(self._each_iteration, sorted(self.loops)) if each is not None]:
-            kept = {item.start: item for item in bodies}
-            yield tuple(kept.get(item.start, item) for item in self._left(0, self.chain.length))
+            yield self._or_left(bodies)
 
     def by_calls(self) -> Solution:
         """Returns what people do in any model: a checkpoint around each call of a function of theirs that keeps
         nothing, and all else left to JAX.
         """
-        around = [self._bare(start, stop) for start, stop in self.calls]
-        covered = {stage for start, stop in self.calls for stage in range(start, stop)}
+        return self._or_left([self._bare(start, stop) for start, stop in self.calls])
+
+    def _preset(self, pairs: Iterable[tuple[int, int]], name: str) -> list[Keep]:
+        """Returns blocks, each with what a preset keeps; none where that is not known of all."""
+        known = all(name in self.presets.get(pair, ()) for pair in pairs)
+        return [Keep(a, b, self.presets[a, b][name]) for a, b in pairs] if known else []
+
+    def _or_left(self, made: Sequence[Keep | Drop]) -> Solution:
+        """Returns what is made of some stages, and all others left to JAX."""
+        covered = {stage for item in made for stage in range(item.start, item.stop)}
         left = [item for item in self._left(0, self.chain.length) if item.start not in covered]
-        return tuple(sorted([*around, *left], key=lambda item: item.start))
+        return tuple(sorted([*made, *left], key=lambda item: item.start))
 
     def _with_unlike_ends(self) -> Iterator[list[tuple[int, int]]]:
         """Yields blocks, and every two, together with a first one that is no repetition of them, a last one, and both:
@@ -284,10 +292,12 @@ class Model:
         return self._is_block(item) or self.chain.candidate(item).time > slight
 
     def _is_block(self, item: Keep | Drop) -> bool:
-        """Whether stages are a block of a series, or several operations between two necks."""
+        """Whether stages are a block of a series, a call, or several operations between two necks."""
         within = lambda rows: any({item.start, item.stop} <= set(ends) for ends in rows)
         if not isinstance(item, Keep) or item.left:
             return False
+        if (item.start, item.stop) in self.calls:
+            return True
         return within(self.series) or (within(self.necks) and self.places[item.stop] > self.places[item.start] + 1)
 
     def _kept(self, start: int, stop: int, preference: Callable[[Candidate], tuple[float, float]]) -> Keep:
@@ -404,7 +414,7 @@ def _planned(
     inner = replace(
         build(
             whole(body, differentiated),
-            replace(context, timed=False, in_loop=True, finer=False, called=False),
+            replace(context, timed=False, in_loop=True, finer=False, calls=()),
             looped=True,
         ),
         address=address,
@@ -469,6 +479,7 @@ class _Builder:
         self.digests: dict[tuple[int, int], tuple[str, stages.Stretch, dict[int, int]]] = {}
         self.texts: dict[int, str] = {}
         self.blocks: Collection[tuple[int, int]] = ()
+        self.calls: tuple[tuple[int, int], ...] = ()
 
     def build(self) -> Model:
         """Cuts the function into stages, finds the candidates of each stretch that may be a region, and makes the chain
@@ -476,17 +487,17 @@ class _Builder:
         """
         graph = self.graph
         series = stages.series(graph)
-        called = stages.calls(graph, [place for each in series for place in each]) if self.context.called else []
-        places = self._cut_places(series, called)
+        places = self._cut_places(series)
         carried = self._carried(places)
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
         self.necks = self._necks(places)
         number = {place: stage for stage, place in enumerate(places)}
-        calls = [(number[a], number[b]) for a, b in called if a in number and b in number]  # some stages were joined
+        called = [each for each in self.context.calls if number.keys() >= {*each}]  # some stages were joined
+        self.calls = tuple((number[a], number[b]) for a, b in called)
         self.blocks = {
             (places[s], places[t]) for ends in (*self.series, *self.necks) for s, t in itertools.pairwise(ends)
-        }
+        } | {*called}
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
         segments = self._segments(places, found, singles, carried)
@@ -505,7 +516,7 @@ class _Builder:
             loops=self.loops,
             series=self.series,
             necks=self.necks,
-            calls=tuple(calls),
+            calls=self.calls,
             presets={each: one.presets for each, one in found.items() if isinstance(one, Candidates)},
             lean=self.lean,
             quick=self.context.quick,
@@ -539,13 +550,8 @@ class _Builder:
         more = replace(bare, time=bare.time * (1 + TINY), how=InnerRegions(regions, ()))
         return replace(segment, candidates=(*segment.candidates, more))
 
-    def _cut_places(self, series: Sequence[Sequence[int]], called: Sequence[tuple[int, int]]) -> list[int]:
-        """Returns where stages begin and end.
-
-        Args:
-          series: as of `stages.series`.
-          called: calls at whose ends it is cut.
-        """
+    def _cut_places(self, series: Sequence[Sequence[int]]) -> list[int]:
+        """Returns where stages begin and end; `series` as of `stages.series`."""
         blocks = sorted({place for each in series for place in each})
         if self.context.cycles is not None:
             # What the compiler says of an operation in a block is kept for its stages: it fuses there as in the step.
@@ -554,7 +560,7 @@ class _Builder:
                     self._found(start, stop)
         finer = self.context.finer
         cuts = stages.cuts(self.graph, blocks, unlike=finer or not blocks, finer=finer)
-        cuts = sorted({*cuts, *itertools.chain(*called)})
+        cuts = sorted({*cuts, *itertools.chain(*self.context.calls)})
         return self._finer(stages.join(self.graph, cuts, lambda a, b: self._stretch(a, b)[0]), blocks)
 
     def _all_found(self, places: Sequence[int]) -> dict[tuple[int, int], Candidates | LoopCandidates]:
@@ -696,7 +702,7 @@ class _Builder:
                 break
             known |= new.keys()
             ends += here
-        pairs = dict.fromkeys(pair for each in self.necks for pair in itertools.pairwise(each))
+        pairs = dict.fromkeys([*(pair for each in self.necks for pair in itertools.pairwise(each)), *self.calls])
         between = [pair for pair in pairs if pair not in ends]
         return [*ends, *(pair for pair in between if self._may_join(places, *pair))]
 

@@ -17,18 +17,20 @@ import jax
 from jaxckpt._errors import ArgumentError, InfeasibleBudgetError, check_flags, explains
 from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import garbage, lift, shown
+from jaxckpt.core.again import recomputing
 from jaxckpt.core.bare import bare
 from jaxckpt.core.constants import FEW_STAGES
 from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Plan
-from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress, silent, tells
 from jaxckpt.core.tiling.stretches import tiled
 from jaxckpt.memory.gradient import StepMaker
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import refusal, stages
+from jaxckpt.planner.around_calls import AroundCalls, CallEnds, Likely
 from jaxckpt.planner.budget import check_budget, check_device
 from jaxckpt.planner.cycles import Cycles
+from jaxckpt.planner.inner_gradients import Again, InnerGradients
 from jaxckpt.planner.inside import Inside
 from jaxckpt.planner.measured import Asked
 from jaxckpt.planner.model import Model
@@ -191,17 +193,35 @@ def problem_of(
         counted.known_unplanned = first.known_unplanned
         return counted
 
-    def cut_anew(finer: bool = False, called: bool = False) -> Problem:
+    def cut_anew(finer: bool = False, calls: CallEnds = ()) -> Problem:
         shards = subject.shards(bodies.first)
-        model = subject.model(bodies.first, wanted.keeping, shards, finer=finer, called=called)
+        model = subject.model(bodies.first, wanted.keeping, shards, finer=finer, calls=calls)
         return Problem(subject.asked, *model)
 
     found, other = problem(bodies.first), bodies.other
     if found.model.quick and found.model.is_unlike:
         found.finer = functools.cache(lambda: cut_anew(finer=True))
-    if not found.model.quick and stages.calls(found.model.graph, found.model.block_ends):
-        found.called = functools.cache(lambda: cut_anew(called=True))
+    ways = stages.calls(found.model.graph, found.model.block_ends)
+    found.around_calls = [AroundCalls(each, functools.cache(functools.partial(cut_anew, calls=each))) for each in ways]
     found.other = None if other is None else functools.cache(lambda: problem(other))
+    made_of: Callable[[Callable[..., Any]], Callable[..., Any]]
+    made_of = (lambda plain: plain) if wanted.respect_checkpoints else bare
+    alike = replace(wanted, target=subject.asked.target, step=subject.asked.step, respect_checkpoints=True, tile=False)
+
+    def changed(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Problem:
+        """Returns the problem of the function with its own operations changed."""
+        function = lift.transformed(lambda plain: change(made_of(plain)), fun)
+        known = subject.asked.cycles
+        problem = problem_of(function, *args, progress=progress, cycles=known, of=subject, **alike.keywords()).whole()
+        problem.inner_gradients = None
+        return problem
+
+    def running_again(again: Again) -> Problem:
+        problem = changed(lambda plain: recomputing(plain, again))
+        problem.around_calls, problem.finer = [], None  # there are several such problems already
+        return problem
+
+    found.inner_gradients = InnerGradients(found, running_again)
     found.saving = None if wanted.keeping == (SAVE,) else functools.cache(lambda: problem(bodies.first, (SAVE,)))
     if wanted.tile and bodies.first.mapped:
         logger.warning(
@@ -210,17 +230,7 @@ def problem_of(
             lift.title(fun),
         )
     elif wanted.tile:
-        source = (lambda plain: plain) if wanted.respect_checkpoints else bare
-        of_tiled = replace(
-            wanted, target=subject.asked.target, step=subject.asked.step, respect_checkpoints=True, tile=False
-        ).keywords()
-
-        def with_tiles(tiles: tuple[TiledStretch, ...]) -> Problem:
-            function = lift.transformed(lambda plain: tiled(source(plain), tiles), fun)
-            known = subject.asked.cycles
-            return problem_of(function, *args, progress=progress, cycles=known, of=subject, **of_tiled).whole()
-
-        found.tiled = Tiled(found, with_tiles)
+        found.tiled = Tiled(found, lambda tiles: changed(lambda plain: tiled(plain, tiles)))
     return found
 
 
@@ -232,10 +242,12 @@ class Problem(Tileable):
         a `jax.shard_map` in it that does not hold most of it. None where there is none.
       finer: makes the problem of a small program with at most two equal blocks in finer stages, which is searched too.
         None of other programs.
-      called: makes the problem of a larger program whose blocks do not repeat, cut where the calls of the user's
-        functions begin and end, for budgets that no other plan fits. None of other programs.
+      around_calls: the ways to cut a program whose blocks do not repeat where calls of the user's functions begin and
+        end: see `stages.calls`.
       saving: makes the problem where SAVE alone keeps values; what the compiler makes of other actions is hard to
         predict. None where there are no others.
+      inner_gradients: plans of the function that runs again what gradients that it takes itself read, for budgets that
+        no other plan fits. None of a function whose operations were changed already.
       tiled: plans with tiles, where they are wanted.
     """
 
@@ -243,8 +255,9 @@ class Problem(Tileable):
         super().__init__(asked, graph, model)
         self.other: Callable[[], Problem] | None = None
         self.finer: Callable[[], Problem] | None = None
-        self.called: Callable[[], Problem] | None = None
+        self.around_calls: list[AroundCalls[Problem]] = []
         self.saving: Callable[[], Problem] | None = None
+        self.inner_gradients: InnerGradients[Problem] | None = None
         self.tiled: Tiled | None = None
         self._made: list[Problem] = []
 
@@ -274,33 +287,52 @@ class Problem(Tileable):
 
     def best(self, within: Within) -> Plan:
         """Returns the cheapest plan of this problem, and of `other` where none fits. A plan that only saves and
-        recomputes is allowed under every list of actions, so `saving` is searched too; so is `finer`. The fastest of
-        these plans is returned. Where there is none, `called` is searched.
+        recomputes is allowed under every list of actions, so `saving` is searched too; so is `finer`. Of `around_calls`
+        those are searched that may give a faster one. The fastest of these plans is returned.
+
+        Where nothing fits at once, `around_calls` and `inner_gradients` go before the leanest plans of the function as
+        it stands, which take long to find.
         """
         found: list[tuple[float, Plan]] = []
         errors: list[InfeasibleBudgetError] = []
+        thorough = within.verify and within.thorough
+        ways = self.around_calls if thorough and self.shares(within.solver) else []
+        inner = self.inner_gradients if thorough and self.shares(within.solver) else None
+        last = not ways and (inner is None or not inner.ways)  # whether there is nothing else to look at
 
-        def look(problem: Problem) -> None:
+        def look(problem: Problem, floors: bool = True) -> None:
             asked = within.budget, within.solver, within.verify, within.progress
-            search = Search(problem, *asked, thorough=within.thorough)
+            search = Search(problem, *asked, thorough=within.thorough, floors=floors)
             try:
                 plan = search.run()
                 found.append((search.effort, plan))
             except InfeasibleBudgetError as error:
                 errors.append(error)
 
-        look(self)
-        if self.other is not None and not found:
-            look(self._shared(self.other()))
-        if self.saving is not None and not any(effort == 0.0 for effort, _ in found):
-            look(self._shared(self.saving()))
+        def look_at_all(floors: bool) -> None:
+            look(self, floors)
+            if self.other is not None and not found:
+                look(self._shared(self.other()), floors)
+            if self.saving is not None and not any(effort == 0.0 for effort, _ in found):
+                look(self._shared(self.saving()), floors)
+
+        look_at_all(floors=last)
         recomputes = not any(effort == 0.0 for effort, _ in found)
-        if self.finer is not None and within.verify and within.thorough and recomputes:
+        likely = Likely(self, within.budget, ways if recomputes else [])
+        while (way := likely.next(min((effort for effort, _ in found), default=None))) is not None:
+            look(self._shared(way.problem()))
+        if inner is not None and not found:
+            for again, problem in inner.problems(within.budget):
+                try:
+                    return inner.told(problem.best(within), again)
+                except InfeasibleBudgetError as error:
+                    errors.append(error)
+        if not last and not found:
+            look_at_all(floors=True)
+        if self.finer is not None and thorough and recomputes:
             finer = self._shared(self.finer())
             if finer.model.places != self.model.places or (not found and finer.model.chain.length <= FEW_STAGES):
                 look(finer)
-        if self.called is not None and within.verify and within.thorough and not found:
-            look(self._shared(self.called()))
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)
         times = [plan.overhead for _, plan in found]
@@ -324,6 +356,10 @@ class Problem(Tileable):
         wanted = self.budget_bytes(budget)
         searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
         found = [known.plan for search in searches if (known := search.known()) is not None]
+        if self.inner_gradients is not None:
+            made = self.inner_gradients.made.items()
+            plans = ((again, problem.recall(wanted, solver)) for again, problem in made)
+            found += [self.inner_gradients.told(plan, again) for again, plan in plans if plan is not None]
         if self.tiled is not None:
             found += self.tiled.recall(Within(wanted, self.solver(solver), True, silent))
         return min(found, key=lambda plan: plan.overhead or 0.0, default=None)

@@ -57,6 +57,7 @@ class Search:
     Args:
       thorough: whether a plan is looked for that is leaner than all that were compiled, however far these are above the
         budget. Not where others are to be tried yet, of the function with other tiles.
+      floors: whether the leanest plans are looked for where nothing else fits, which takes long.
       alone: whether it searches as if nothing had been compiled before it. What was is not compiled again.
     """
 
@@ -69,10 +70,12 @@ class Search:
         progress: Progress,
         *,
         thorough: bool = True,
+        floors: bool = True,
         alone: bool = False,
     ) -> None:
         self.problem, self.budget, self.solver, self.verify, self.progress = problem, budget, solver, verify, progress
-        self.shares, self.thorough, self.alone = problem.shares(solver), thorough, alone
+        self.shares, self.alone = problem.shares(solver), alone
+        self.thorough, self.floors = thorough, floors
         self.chain = problem.model.chain
         self.host = problem.host(solver)
         self.predictions = Predictions(problem, budget, solver, alone)
@@ -102,7 +105,7 @@ class Search:
         if self.problem.model.calls and not self._fits_by_calls():
             raise self._infeasible()
         best = self._search(least)
-        if best is None:
+        if best is None and self.floors:
             best = self._floor(least)
             if best is not None and self.shares:  # it may take far more time than the budget asks for
                 best = self._or_by_hand(best, self.problem.by_hand)
@@ -112,15 +115,32 @@ class Search:
             return found
         if best is None:
             self.progress(self.most, self.most, "")
+            self._remember_leanest()
             raise self._infeasible()
         self.remembered.add(Found(self.budget, best.compiled, best.effort, best.solution, best.by_hand))
         return self._returned(best)
 
     def _fits_by_calls(self) -> bool:
-        """Whether checkpoints around the calls of the user's functions fit; they are compiled if that is likely."""
-        solution = self.problem.model.by_calls()
-        likely = self.problem.estimate(solution, by_hand=True) <= OVERSTATED * self.budget
-        return likely and self._try(solution, by_hand=True).fits(self.budget)
+        """Whether checkpoints around the calls of the user's functions fit; they are compiled if that is likely. The
+        last ones are left to JAX if the others do not: where they need as much, people put none around them.
+        """
+        every = self.problem.model.by_calls()
+        estimate = functools.partial(self.problem.estimate, by_hand=True)
+        if estimate(every) > OVERSTATED * self.budget:
+            return False
+        left = (each for each in self.problem.model.with_last_blocks_left(every) if estimate(each) <= estimate(every))
+        tried = itertools.islice(itertools.chain([every], left), FLOORS)
+        return any(self._try(each, by_hand=True).fits(self.budget) for each in tried)
+
+    def _remember_leanest(self) -> None:
+        """Keeps the leanest plan as one for what it needs: the error names that, and the caller may ask for it. A
+        search for that budget may compile others.
+        """
+        with self.problem.lock:
+            compiled = [each for each in self.problem.tries.values() if each.report is not None]
+        if self.shares and compiled:
+            lean = min(compiled, key=lambda each: each.compiled)
+            self.remembered.add(Found(lean.compiled, lean.compiled, lean.effort, lean.solution, lean.by_hand))
 
     def _returned(self, best: Try) -> Plan:
         self.progress(self.most, self.most, "")

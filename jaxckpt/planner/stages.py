@@ -148,49 +148,102 @@ def _call_paths(graph: Graph) -> list[tuple[tuple[Any, ...], ...]]:
     return [path if not path or path[0][:2] == last else (path[0][:2], *path) for path in paths]
 
 
-def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[int, int]]:
-    """Returns the calls of the user's functions that people put checkpoints around, in order: where each begins and
-    ends. They are calls in the innermost function that runs most of the dear operations, of functions that run several
-    of these. A call in a loop begins anew where its first operation comes again. None where there are less than two, or
-    most of what is dear is in blocks that are repetitions of one another.
+def calls(graph: Graph, blocks: Collection[int] = ()) -> list[tuple[tuple[int, int], ...]]:
+    """Returns the calls of the user's functions that people put checkpoints around, in several ways: of each, in order,
+    where each call begins and ends. At first the calls in the innermost function that runs most of the dear operations,
+    of functions that run several of these; then the calls within those, and so on; then the same of functions that run
+    one dear operation or more, beside others. A call in a loop begins anew where its first operation comes again. Of
+    fewer than two calls there is no way, and none where most of what is dear is in blocks that are repetitions of one
+    another.
 
     Args:
       blocks: where these begin, and the last ends.
     """
     paths = _call_paths(graph)
     dear = [place for place, op in enumerate(graph.ops) if is_dear(op)]
-    sides = [-1, *dear, len(paths)]
-    before, after = dict(zip(dear, sides)), dict(zip(dear, sides[2:]))
+    covered = _among(dear, min(blocks), max(blocks)) if blocks else ()
+    if 2 * len(covered) > len(dear):
+        return []
+    ways: dict[tuple[tuple[int, int], ...], None] = {}
+    for fewest in (2, 1):
+        level = list(_Calls(paths, dear, fewest).outer())
+        while level:
+            ends = tuple((call.start, call.stop) for call in level if call.stop > call.start + 1)
+            if len(ends) > 1 and all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)):
+                ways[ends] = None
+            inner = [list(_Calls(paths, dear, fewest).within(call)) for call in level]
+            if not any(inner):
+                break
+            level = [each for call, found in zip(level, inner) for each in found or [call]]
+    return list(ways)
 
-    def look(places: Sequence[int], depth: int) -> Iterator[tuple[int, int]]:
-        for site, run in itertools.groupby(places, lambda place: paths[place][: depth + 1]):
+
+def _among(places: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    """Returns those of ordered places that are in start..stop."""
+    return places[bisect.bisect_left(places, start) : bisect.bisect_left(places, stop)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function: its operations start..stop, and how many calls its own frame lies within."""
+
+    start: int
+    stop: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Finds calls of functions that run at least so many dear operations.
+
+    Attributes:
+      paths: as of `_call_paths`.
+      dear: the places of the dear operations.
+      fewest: how many of these a call runs at least.
+    """
+
+    paths: Sequence[tuple[tuple[Any, ...], ...]]
+    dear: Sequence[int]
+    fewest: int
+
+    def outer(self) -> Iterator[_Call]:
+        """Yields the calls in the innermost function that runs most of the dear operations."""
+        yield from self._innermost(_Call(0, len(self.paths), -1))
+
+    def within(self, call: _Call) -> Iterator[_Call]:
+        """Yields the calls that a call makes, or the call that is all that it makes."""
+        yield from (each for each in self._made_by(call) if (each.start, each.stop) != (call.start, call.stop))
+
+    def _innermost(self, around: _Call) -> Iterator[_Call]:
+        for call in self._made_by(around):
+            most = 2 * len(_among(self.dear, call.start, call.stop)) > len(self.dear)
+            yield from (list(self._innermost(call)) if most else []) or [call]
+
+    def _made_by(self, around: _Call) -> Iterator[_Call]:
+        depth, paths = around.depth + 1, self.paths
+        mine = _among(self.dear, around.start, around.stop)
+        sides = [around.start - 1, *mine, around.stop]
+        before, after = dict(zip(mine, sides)), dict(zip(mine, sides[2:]))
+        for site, run in itertools.groupby(mine, lambda place: paths[place][: depth + 1]):
             here = list(run)
-            around = range(before[here[0]] + 1, after[here[-1]])
-            inside = [place for place in around if paths[place][: depth + 1] == site]
+            beside = range(before[here[0]] + 1, after[here[-1]])
+            inside = [place for place in beside if paths[place][: depth + 1] == site]
             if any(len(paths[place]) <= depth + 1 for place in inside):
                 continue  # no call
-            for one in anew(inside, depth, here):
-                if len(ones := among(here, one)) > 1:
-                    inner = list(look(ones, depth + 1)) if 2 * len(ones) > len(dear) else []
-                    yield from inner or [(one[0], one[-1] + 1)]
+            for one in self._anew(inside, depth):
+                if len(_among(self.dear, one[0], one[-1] + 1)) >= self.fewest:
+                    yield _Call(one[0], one[-1] + 1, depth)
 
-    def among(here: Sequence[int], one: Sequence[int]) -> Sequence[int]:
-        return here[bisect.bisect_left(here, one[0]) : bisect.bisect(here, one[-1])]
-
-    def anew(inside: Sequence[int], depth: int, here: Sequence[int]) -> list[Sequence[int]]:
+    def _anew(self, inside: Sequence[int], depth: int) -> list[Sequence[int]]:
         """Returns the operations of each call of several at one site: it begins where an operation is at the place in
-        the function at which the first one is, and the one before is not. One call, if some had less than two dear
+        the function at which the first one is, and the one before is not. One call, if some had too few dear
         operations: then the function has the loop.
         """
-        at = [paths[place][depth + 1] for place in inside]
+        at = [self.paths[place][depth + 1] for place in inside]
         starts = [k for k in range(len(at)) if at[k] == at[0] and (k == 0 or at[k - 1] != at[0])]
         found = [inside[start:stop] for start, stop in itertools.pairwise([*starts, len(at)])]
-        return [inside] if any(len(among(here, one)) < 2 for one in found) else found
-
-    covered = among(dear, (min(blocks), max(blocks) - 1)) if blocks else ()
-    found = list(look(dear, 0)) if 2 * len(covered) <= len(dear) else []
-    in_order = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
-    return found if len(found) > 1 and in_order else []
+        few = any(len(_among(self.dear, one[0], one[-1] + 1)) < self.fewest for one in found)
+        return [inside] if few else found
 
 
 def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, finer: bool = False) -> list[int]:

@@ -161,7 +161,7 @@ class Subject:
         sent: Sent = NOTHING,
         *,
         finer: bool = False,
-        called: bool = False,
+        calls: tuple[tuple[int, int], ...] = (),
     ) -> tuple[Graph, Model]:
         """Returns the function, with the bytes that one device holds, and the model of a body of it.
 
@@ -170,7 +170,7 @@ class Subject:
           keeping: the actions that may keep a value.
           shards: of the body: see `shards`.
           sent: what operations wait for other devices.
-          finer, called: as of `Context`.
+          finer, calls: as of `Context`.
         """
         inside = replace(inside, graph=shards.applied(inside.graph))
         alike = shards == WHOLE and sent == NOTHING and not inside.mapped  # equal stretches take the same time
@@ -183,7 +183,7 @@ class Subject:
             self.settings.reverse_only and not self.seen.again,
             is_quick(self.graph) and not is_sharded(self.asked.args),
             finer,
-            called,
+            calls,
             stretches=self.stretches.setdefault(keeping, {}) if alike else {},
         )
         found = inside.run(lambda: build(inside, context, self.progress))

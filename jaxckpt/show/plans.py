@@ -167,7 +167,7 @@ def _title(report: PlanReport) -> str:
 def _recipe(report: PlanReport) -> str:
     """Returns a sentence on what a plan does."""
     plan = report.plan
-    if not plan.regions and not plan.loops and not plan.tiles:
+    if not any((plan.regions, plan.loops, plan.tiles, plan.recomputed)):
         return nothing(plan)
     regions = list(every_region(plan.regions))
     actions = [
@@ -177,6 +177,7 @@ def _recipe(report: PlanReport) -> str:
     parts = [counted(len(regions), "region")] if regions else []
     parts += [counted(len(plan.loops), "planned loop")] if plan.loops else []
     parts += [f"tiles in {counted(len(plan.tiles), 'place')}"] if plan.tiles else []
+    parts += [f"what runs again in {counted(len(plan.recomputed), 'place')}"] if plan.recomputed else []
     return f"{' and '.join(parts)}: {kept_text(actions) or 'keep nothing but what goes in'}."
 
 

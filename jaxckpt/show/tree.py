@@ -72,8 +72,8 @@ def _lines(plan: Plan, graph: Graph, told: Sequence[str], short: bool) -> list[s
 
     Args:
       plan: the plan.
-      graph: of the function in its tiles.
-      told: a line for each tile.
+      graph: of the function in its tiles, or with what it runs again.
+      told: a line for each tile, and for each stretch that runs again.
       short: whether the largest values of a region alone are named.
     """
     tiles = [f"First, {line}." for line in told]

@@ -126,7 +126,7 @@ def test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each(make):
 
     problem.asked = dataclasses.replace(problem.asked, fun=counted)
     plans = list(map(problem.model.plan, _solutions(problem, 4)))
-    shared = list(map(problem._look, plans))
+    shared = list(map(problem.look, plans))
     assert len(called) == 1
     for plan in plans:
         with problem._shared_traces.another():
@@ -136,7 +136,7 @@ def test_what_is_traced_once_for_all_plans_is_what_is_traced_for_each(make):
     problem._shared_traces = SharedTraces(
         None, plans[0].fingerprint, ()
     )  # of another function, with which nothing is shared
-    assert list(map(problem._look, plans)) == shared and len(called) == 1 + len(plans)
+    assert list(map(problem.look, plans)) == shared and len(called) == 1 + len(plans)
 
 
 def test_programs_that_differ_in_what_their_fingerprint_leaves_out_share_nothing():

@@ -6,6 +6,7 @@ import pytest
 
 from jaxckpt import InfeasibleBudgetError
 from jaxckpt.planner import problems
+from jaxckpt.planner.around_calls import AroundCalls
 from jaxckpt.planner.solvers.optimal import Optimal
 from jaxckpt.planner.tiled import Within
 
@@ -13,33 +14,70 @@ from jaxckpt.planner.tiled import Within
 def bare():
     """A problem that knows of no other, and of nothing that was compiled."""
     each = object.__new__(problems.Problem)
-    each.other, each.finer, each.called, each.saving, each.known_unplanned, each._made = *[None] * 5, []
+    each.other, each.finer, each.inner_gradients, each.saving, each.known_unplanned = [None] * 5
+    each.around_calls, each._made = [], []
     return each
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_calls_are_looked_at_where_nothing_else_fits(monkeypatch, fits):
+@pytest.mark.parametrize(("fits", "faster"), [(True, False), (True, True), (False, False), (False, True)])
+def test_calls_are_looked_at_where_nothing_else_fits_or_they_may_be_faster(monkeypatch, fits, faster):
     first, called = bare(), bare()
-    plans = {id(each): SimpleNamespace(overhead=0.1) for each in (first, called)}
+    plans = {id(first): SimpleNamespace(overhead=0.2), id(called): SimpleNamespace(overhead=0.1)}
     seen = []
+
+    class Likely:
+        def __init__(self, problem, budget, ways):
+            self.left = list(ways)
+
+        def next(self, best):
+            assert (best is not None) == fits or not self.left
+            return self.left.pop() if self.left and (best is None or faster) else None
 
     class Found:
         effort = 1.0
 
-        def __init__(self, problem, budget, solver, verify, report, thorough):
+        def __init__(self, problem, budget, solver, verify, report, thorough, floors):
             self.problem = problem
+            seen.append((problem, floors))
 
         def run(self):
-            seen.append(self.problem)
             if self.problem is first and not fits:
                 raise InfeasibleBudgetError("too little", least_bytes=2, budget_bytes=1, stretch=None)
             return plans[id(self.problem)]
 
     monkeypatch.setattr(problems, "Search", Found)
-    first.called = lambda: called
-    expected = first if fits else called
-    assert first.best(Within(1, Optimal(), True, lambda done, total, what: None)) is plans[id(expected)]
-    assert seen == ([first] if fits else [first, called])
+    monkeypatch.setattr(problems, "Likely", Likely)
+    monkeypatch.setattr(problems.Problem, "shares", lambda problem, solver: True)
+    first.around_calls = [AroundCalls((), lambda: called)]
+    looked = faster or not fits
+    assert (
+        first.best(Within(1, Optimal(), True, lambda done, total, what: None)) is plans[id(called if looked else first)]
+    )
+    assert seen == ([(first, False), (called, True)] if looked else [(first, False)])
+
+
+def test_the_leanest_plans_are_looked_for_last(monkeypatch):
+    """They take long to find; nothing else is left to look at then."""
+    first, called, seen = bare(), bare(), []
+
+    class Found:
+        def __init__(self, problem, budget, solver, verify, report, thorough, floors):
+            seen.append((problem, floors))
+
+        def run(self):
+            raise InfeasibleBudgetError("too little", least_bytes=2, budget_bytes=1, stretch=None)
+
+    monkeypatch.setattr(problems, "Search", Found)
+    monkeypatch.setattr(
+        problems,
+        "Likely",
+        lambda problem, budget, ways: SimpleNamespace(next=lambda best: ways.pop() if ways else None),
+    )
+    monkeypatch.setattr(problems.Problem, "shares", lambda problem, solver: True)
+    first.around_calls = [AroundCalls((), lambda: called)]
+    with pytest.raises(InfeasibleBudgetError):
+        first.best(Within(1, Optimal(), True, lambda done, total, what: None))
+    assert seen == [(first, False), (called, True), (first, True)]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +93,8 @@ def test_more_actions_cost_no_time(monkeypatch, overheads, efforts, expected):
     plans = [SimpleNamespace(overhead=each) for each in overheads]
 
     class Found:
-        def __init__(self, problem, budget, solver, verify, report, thorough):
+        def __init__(self, problem, budget, solver, verify, report, thorough, floors):
+            assert floors, "there is nothing else to look at"
             self.place = both.index(problem)
             self.effort = efforts[self.place]
 

@@ -140,14 +140,33 @@ def one_of_most(w, x):
 def matmuls_of_calls(fun):
     graph = trace(fun, jnp.ones((4, 4)), jnp.ones((2, 4)))
     dots = lambda ops: sum(op.primitive == "dot_general" for op in ops)
-    return [(dots(graph.ops[start:stop]), graph.ops[stop - 1].primitive) for start, stop in stages.calls(graph)]
+    look = lambda way: [(dots(graph.ops[start:stop]), graph.ops[stop - 1].primitive) for start, stop in way]
+    return list(map(look, stages.calls(graph)))
 
 
 def test_calls_end_where_the_function_returns_in_loops_and_under_jit_too():
-    assert matmuls_of_calls(in_a_loop) == [(2, "sin")] * 3 + [(3, "tanh")]
-    assert matmuls_of_calls(nested) == [(2, "tanh")] * 2, "calls in the one that runs most"
-    assert matmuls_of_calls(one_of_most) == [(5, "tanh"), (2, "tanh")], "which has no calls in it"
-    assert matmuls_of_calls(lambda w, x: jnp.sum(layers(w, x, 4))) == [], "one call alone"
+    assert matmuls_of_calls(in_a_loop)[0] == [(2, "sin")] * 3 + [(3, "tanh")]
+    assert matmuls_of_calls(nested)[0] == [(2, "tanh")] * 2, "calls in the one that runs most"
+    assert matmuls_of_calls(one_of_most)[0] == [(5, "tanh"), (2, "tanh")], "which has no calls in it"
+    assert matmuls_of_calls(lambda w, x: jnp.sum(jnp.tanh(layers(w, x, 1) @ w))) == [], "one call alone"
+
+
+def towers(w, x):
+    def unit(x):
+        return jnp.tanh(x @ w)
+
+    def tower(x):
+        return jnp.sin(unit(unit(x)))
+
+    return jnp.sum(tower(x) * tower(2 * x))
+
+
+def test_calls_are_found_at_each_depth_and_of_functions_with_one_matmul():
+    """People checkpoint whole towers, or each layer of them."""
+    assert matmuls_of_calls(towers) == [[(2, "sin")] * 2, [(1, "tanh")] * 4]
+    assert matmuls_of_calls(lambda w, x: jnp.sum(layers(w, x, 4))) == [[(1, "tanh")] * 4], "iterations of its loop"
+    alone = lambda w, x: jnp.sum(jnp.tanh(jnp.matmul(jnp.tanh(jnp.matmul(x, w)), w)))
+    assert matmuls_of_calls(alone) == [], "a call that does nothing else has nothing to run again"
 
 
 def test_calls_are_not_looked_for_where_most_is_in_blocks_that_repeat():
