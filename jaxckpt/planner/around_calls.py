@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from jaxckpt.actions import SAVE
@@ -33,10 +33,12 @@ class AroundCalls(Generic[Called]):
     Attributes:
       calls: these.
       problem: makes its problem, once.
+      traced: preset, "" for none -> the step with checkpoints around them, as traced; filled in.
     """
 
     calls: CallEnds
     problem: Callable[[], Called]
+    traced: dict[str, Traced] = field(default_factory=dict, compare=False)
 
 
 class Likely(Generic[Called]):
@@ -49,7 +51,6 @@ class Likely(Generic[Called]):
 
     def __init__(self, problem: Measured, budget: int, ways: Sequence[AroundCalls[Called]]) -> None:
         self.problem, self.budget, self.left = problem, budget, list(ways)
-        self.traced: dict[tuple[CallEnds, str], Traced] = {}
 
     def next(self, best: float | None) -> AroundCalls[Called] | None:
         """Returns the way to be searched next, each once; None where none is likely to give a plan that takes less.
@@ -62,36 +63,35 @@ class Likely(Generic[Called]):
         if self.problem.divided:  # a trace of several devices does not say what one holds
             return self.left.pop(0) if best is None else None
         order = self._leanness if best is None else self._least
-        likely = {place: order(way.calls) for place, way in enumerate(self.left)}
+        likely = {place: order(way) for place, way in enumerate(self.left)}
         place = min(likely, key=lambda each: likely[each])
         margin = (TINIEST if self.problem.model.quick else TINY) * self.problem.plain.time.effort
         if likely[place] >= (math.inf if best is None else best - margin):
             return None
         return self.left.pop(place)
 
-    def _leanness(self, calls: CallEnds) -> float:
+    def _leanness(self, way: AroundCalls[Called]) -> float:
         """Returns the estimated peak with checkpoints that keep nothing; infinity where it is far above the budget."""
-        peak = self._look(calls).peak_bytes
+        peak = self._look(way).peak_bytes
         return peak if peak <= hand_written.most_overstated(self.problem) * self.budget else math.inf
 
-    def _least(self, calls: CallEnds) -> float:
+    def _least(self, way: AroundCalls[Called]) -> float:
         """Returns the least that checkpoints which may fit add to the step; infinity where none may. Where each trace
         takes time, only those that keep nothing are looked at.
         """
-        if self._leanness(calls) == math.inf:
+        if self._leanness(way) == math.inf:
             return math.inf
         presets = BLOCK_PRESETS if self.problem.model.quick else ()
-        traced = [self._look(calls), *(self._look(calls, name) for name in presets)]
+        traced = [self._look(way), *(self._look(way, name) for name in presets)]
         limit = hand_written.most_overstated(self.problem) * self.budget
         added = [each.time.effort - self.problem.plain.time.effort for each in traced if each.peak_bytes <= limit]
         return min(added)
 
-    def _look(self, calls: CallEnds, preset: str = "") -> Traced:
+    def _look(self, way: AroundCalls[Called], preset: str = "") -> Traced:
         """Returns the step with a checkpoint around each call, as traced; a `preset` says what they keep."""
-        known = calls, preset
-        if known not in self.traced:
-            self.traced[known] = self.problem.look(around(self.problem, calls, preset))
-        return self.traced[known]
+        if preset not in way.traced:
+            way.traced[preset] = self.problem.look(around(self.problem, way.calls, preset))
+        return way.traced[preset]
 
 
 def around(problem: Measured, calls: CallEnds, preset: str = "") -> Plan:

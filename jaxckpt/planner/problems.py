@@ -357,7 +357,7 @@ class Problem(Tileable):
         searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
         found = [known.plan for search in searches if (known := search.known()) is not None]
         if self.inner_gradients is not None:
-            made = self.inner_gradients.made.items()
+            made = list(self.inner_gradients.made.items())
             plans = ((again, problem.recall(wanted, solver)) for again, problem in made)
             found += [self.inner_gradients.told(plan, again) for again, plan in plans if plan is not None]
         if self.tiled is not None:
