@@ -67,7 +67,6 @@ def _rewritten(graph: Graph, recomputed: Sequence[RecomputedStretch]) -> Any:
     made = {var: place for place, group in enumerate(stretches.groups) for eqn in group for var in eqn.outvars}
     names: dict[Any, Any] = {}  # variable -> the one that is read in its place from here on
     eqns: list[Any] = []
-
     ends = sorted({0, len(stretches.groups), *(end for each in recomputed for end in (each.start, each.stop, each.at))})
 
     def plain(start: int, stop: int) -> None:
@@ -90,7 +89,8 @@ def _rewritten(graph: Graph, recomputed: Sequence[RecomputedStretch]) -> Any:
         # The compiler would merge what runs again with what ran at first, or run it long before it is needed.
         held = [var for var in inputs if var in made] or inputs
         behind = [_compat.fresh_var(var.aval) for var in (*held, *arriving)]
-        eqns.append(_barrier([*held, *(surgery.renamed(names, var) for var in arriving)], behind))
+        if behind:
+            eqns.append(_barrier([*held, *(surgery.renamed(names, var) for var in arriving)], behind))
         own = dict(zip(held, behind))
         names.update(zip(arriving, behind[len(held) :]))
         for eqn in program.eqns:

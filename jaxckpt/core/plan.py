@@ -227,8 +227,9 @@ class Plan:
         self._check_made_for(graph)
         found = with_recomputed(with_tiles(graph, self.tiles, args, kwargs), self.recomputed, args, kwargs)
         if found is not graph and self.tiled_fingerprint not in ("", found.fingerprint):
+            kind = "tiled" if self.tiles else "recomputing"
             raise PlanMismatchError(
-                f"The plan's regions are of the {'tiled' if self.tiles else 'recomputing'} program {self.tiled_fingerprint}, this one is "
+                f"The plan's regions are of the {kind} program {self.tiled_fingerprint}, this one is "
                 f"{found.fingerprint}: it was made by another version of jax or jaxckpt. Plan anew."
             )
         check_regions(self.regions, found)

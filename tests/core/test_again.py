@@ -162,6 +162,21 @@ def test_a_plan_that_is_none_is_refused():
         other.apply(forces)(params(), X)
 
 
+def test_what_reads_nothing_runs_again_too():
+    """Positions of a table that nobody gives."""
+
+    def loss(x):
+        table = jnp.sin(jnp.arange(float(WIDTH)))
+        return jnp.mean(jax.grad(lambda x: jnp.sum((x * table) ** 2))(x) ** 2)
+
+    graph = trace(loss, X)
+    reads = next(place for place, op in enumerate(graph.ops) if graph.ops[1].outputs[0] in op.inputs)
+    plan = Plan((), graph.fingerprint, recomputed=(RecomputedStretch(0, 2, reads),))
+    assert not graph.ops[0].inputs and graph.ops[1].primitive == "sin"
+    assert_close(jax.jit(jax.grad(plan.apply(loss)))(X), jax.jit(jax.grad(loss))(X))
+    assert sum(op.primitive == "sin" for op in plan.tiled_graph(graph).ops) == 2
+
+
 def test_side_effects_do_not_run_twice():
     def printing(p, x):
         def energy(x):
