@@ -15,12 +15,12 @@ from jaxckpt.core.graph import Graph
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import RecomputedStretch
 from jaxckpt.planner import hand_written, stages
-from jaxckpt.planner.measured import Measured
 from jaxckpt.planner.solvers.optimal import Optimal
+from jaxckpt.planner.tiled import Tileable, Within
 
 Again = tuple[RecomputedStretch, ...]
 """What a function runs again."""
-Recomputing = TypeVar("Recomputing", bound=Measured)
+Recomputing = TypeVar("Recomputing", bound=Tileable)
 
 
 def ways(graph: Graph) -> list[Again]:
@@ -44,9 +44,7 @@ def ways(graph: Graph) -> list[Again]:
     found = []
     for pairs in cuts:
         stretches = [(forward[start], forward[stop - 1] + 1, stop - start) for start, stop in pairs if start < stop]
-        whole = [
-            (start, stop) for start, stop, size in stretches if stop - start == size
-        ]  # with no backward pass in it
+        whole = [(start, stop) for start, stop, size in stretches if stop - start == size]  # all of it is forward
         found.append(tuple(_read_later(graph, whole)))
     return [each for each in dict.fromkeys(found) if each]
 
@@ -72,7 +70,7 @@ class InnerGradients(Generic[Recomputing]):
       make: returns the problem of the function that runs these parts again.
     """
 
-    def __init__(self, problem: Measured, make: Callable[[Again], Recomputing]) -> None:
+    def __init__(self, problem: Tileable, make: Callable[[Again], Recomputing]) -> None:
         self.problem, self._make = problem, make
         self.made: dict[Again, Recomputing] = {}
 
@@ -95,6 +93,11 @@ class InnerGradients(Generic[Recomputing]):
         for place, again in enumerate(sorted(leanest, key=lambda each: leanest[each])):
             if not place or leanest[again] <= hand_written.most_overstated(self.made[again]) * budget:
                 yield again, self.made[again]
+
+    def recall(self, within: Within) -> list[Plan]:
+        """Returns, for each way, the cheapest plan that was compiled, for whatever budget, and fits."""
+        plans = [(again, made.recall(within.budget, within.solver)) for again, made in list(self.made.items())]
+        return [self.told(plan, again) for again, plan in plans if plan is not None]
 
     def told(self, plan: Plan, again: Again) -> Plan:
         """Returns a plan of the function that runs parts of it again as one of the function itself."""

@@ -335,6 +335,8 @@ class Problem(Tileable):
                 look(finer)
         if not found:
             raise min(errors, key=lambda each: each.least_bytes or math.inf)
+        if inner is not None and recomputes:  # more memory never costs more
+            found += [(math.inf, plan) for plan in inner.recall(within)]
         times = [plan.overhead for _, plan in found]
         if all(time is not None for time in times):
             return min(zip(times, found), key=lambda each: (each[0], each[1][0]))[1][1]
@@ -356,10 +358,7 @@ class Problem(Tileable):
         wanted = self.budget_bytes(budget)
         searches = [Search(each, wanted, self.solver(solver), True, silent) for each in (self, *self._made)]
         found = [known.plan for search in searches if (known := search.known()) is not None]
-        if self.inner_gradients is not None:
-            made = list(self.inner_gradients.made.items())
-            plans = ((again, problem.recall(wanted, solver)) for again, problem in made)
-            found += [self.inner_gradients.told(plan, again) for again, plan in plans if plan is not None]
-        if self.tiled is not None:
-            found += self.tiled.recall(Within(wanted, self.solver(solver), True, silent))
+        within = Within(wanted, self.solver(solver), True, silent)
+        for others in (self.inner_gradients, self.tiled):
+            found += [] if others is None else others.recall(within)
         return min(found, key=lambda plan: plan.overhead or 0.0, default=None)

@@ -29,7 +29,7 @@ class Found:
     """A plan that was returned.
 
     Attributes:
-      budget: bytes that were asked for.
+      budget: bytes that were asked for; the leanest plan of a search that found none needs more.
       compiled: bytes of its compiled peak.
       effort: what it adds to the step without a plan.
       solution: the chain's.

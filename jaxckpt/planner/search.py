@@ -133,14 +133,14 @@ class Search:
         return any(self._try(each, by_hand=True).fits(self.budget) for each in tried)
 
     def _remember_leanest(self) -> None:
-        """Keeps the leanest plan as one for what it needs: the error names that, and the caller may ask for it. A
-        search for that budget may compile others.
+        """Keeps the leanest plan though it does not fit: the error names what it needs, the caller may ask for that,
+        and a search for it may compile others.
         """
         with self.problem.lock:
             compiled = [each for each in self.problem.tries.values() if each.report is not None]
         if self.shares and compiled:
             lean = min(compiled, key=lambda each: each.compiled)
-            self.remembered.add(Found(lean.compiled, lean.compiled, lean.effort, lean.solution, lean.by_hand))
+            self.remembered.add(Found(self.budget, lean.compiled, lean.effort, lean.solution, lean.by_hand))
 
     def _returned(self, best: Try) -> Plan:
         self.progress(self.most, self.most, "")

@@ -80,6 +80,26 @@ def test_the_leanest_plans_are_looked_for_last(monkeypatch):
     assert seen == [(first, False), (called, True), (first, True)]
 
 
+@pytest.mark.parametrize(("overhead", "expected"), [(0.1, 1), (0.3, 0)])
+def test_more_memory_costs_no_more_than_what_runs_again_for_less(monkeypatch, overhead, expected):
+    plans = [SimpleNamespace(overhead=each) for each in (0.2, overhead)]
+    first = bare()
+    first.inner_gradients = SimpleNamespace(ways=[()], recall=lambda within: [plans[1]])
+
+    class Found:
+        effort = 1.0
+
+        def __init__(self, *args, **settings):
+            pass
+
+        def run(self):
+            return plans[0]
+
+    monkeypatch.setattr(problems, "Search", Found)
+    monkeypatch.setattr(problems.Problem, "shares", lambda problem, solver: True)
+    assert first.best(Within(1, Optimal(), True, lambda done, total, what: None)) is plans[expected]
+
+
 @pytest.mark.parametrize(
     ("overheads", "efforts", "expected"),
     [
