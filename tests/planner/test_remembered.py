@@ -70,6 +70,17 @@ def test_a_plan_for_less_is_a_plan_for_more(tmp_path, monkeypatch):
         plan(tmp_path, less.measured_bytes - 1)
 
 
+def test_the_least_that_an_error_names_is_known_to_other_calls(tmp_path, monkeypatch):
+    with pytest.raises(jaxckpt.InfeasibleBudgetError) as raised:
+        plan(tmp_path, "20%")
+    least = raised.value.least_bytes
+    monkeypatch.setattr(search.Search, "_floor", lambda *_: None)
+    monkeypatch.setattr(search.Search, "_search", lambda self, _: self.known())
+    assert plan(tmp_path, least).measured_bytes == least
+    with pytest.raises(jaxckpt.InfeasibleBudgetError):
+        plan(False, least)
+
+
 def test_no_more_time_for_more_memory_in_calls_of_any_order(tmp_path):
     budgets = [40, 80, 60, 40]
     found = [(budget, plan(tmp_path, f"{budget}%")) for budget in budgets]
