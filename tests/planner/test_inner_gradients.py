@@ -7,9 +7,12 @@ import pytest
 
 import jaxckpt
 from jaxckpt.core.graph import trace
+from jaxckpt.core.shown import silent
 from jaxckpt.memory.targets import target_of
 from jaxckpt.planner import inner_gradients
 from jaxckpt.planner.frontier import cost_of
+from jaxckpt.planner.problems import problem_of
+from jaxckpt.planner.tiled import Within
 
 pytestmark = pytest.mark.cuda
 WIDTH = 32
@@ -64,24 +67,39 @@ def peak(loss):
 
 @pytest.mark.parametrize("unlike", [False, pytest.param(True, marks=pytest.mark.once)])
 def test_a_plan_fits_the_peak_of_checkpoints_around_blocks_with_no_more_work(unlike):
-    """Where blocks are unlike, the loss that is planned has checkpoints of its own, which do not count."""
+    """Where blocks are unlike, cuts at the ends of their calls fit too."""
     loss, by_hand = (energies_and_forces(wrap, unlike) for wrap in (lambda fun: fun, jax.checkpoint))
     budget = peak(by_hand)
     assert budget < 0.8 * peak(loss)
-    planned, asked = by_hand if unlike else loss, {"target": "cuda:h100", "cache": False}
-    plan = jaxckpt.plan(planned, *SHAPES, budget=budget, respect_checkpoints=not unlike, **asked)
-    assert plan.measured_bytes == peak(plan.apply(planned)) <= budget
-    known, found = (flops_and_seconds(fun) for fun in (by_hand, plan.apply(planned)))
+    plan = jaxckpt.plan(loss, *SHAPES, budget=budget, target="cuda:h100", cache=False)
+    assert plan.measured_bytes == peak(plan.apply(loss)) <= budget
+    known, found = (flops_and_seconds(fun) for fun in (by_hand, plan.apply(loss)))
     assert all(ours <= 1.001 * theirs for ours, theirs in zip(found, known))
-    assert plan.recomputed and "run again in front of op" in str(plan)
+    assert unlike or (plan.recomputed and "run again in front of op" in str(plan))
     assert 0 < plan.overhead == pytest.approx(found[1] / flops_and_seconds(loss)[1] - 1, rel=1e-3)
     read = jaxckpt.Plan.from_json(plan.to_json())
     keys = iter(jax.random.split(jax.random.key(0), 99))
     args = arguments(24, 8, lambda shape: jax.random.normal(next(keys), shape) / 4)
     expected = jax.jit(jax.value_and_grad(loss))(*args)
-    value = jax.jit(jax.value_and_grad(read.apply(planned)))(*args)
+    value = jax.jit(jax.value_and_grad(read.apply(loss)))(*args)
     for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * (1e-3 + np.abs(b).max()))
+
+
+def test_checkpoints_in_the_loss_that_do_not_count():
+    """What runs again is of the loss without them, and so is the plan."""
+    by_hand = energies_and_forces(jax.checkpoint)
+    problem = problem_of(by_hand, *SHAPES, target="cuda:h100", respect_checkpoints=False, cache=False)
+    inner = problem.inner_gradients
+    again, made = next(inner.problems(10**9))
+    plan = inner.told(made.best(Within(10**9, problem.solver("chain"), True, silent)), again)
+    assert not plan.respect_checkpoints and plan.recomputed == again and not plan.regions
+    assert plan.measured_bytes == peak(plan.apply(by_hand))
+    graphs = problem.graph, trace(plan.apply(by_hand), *SHAPES)
+    dots = [sum(op.primitive == "dot_general" for op in graph.walk()) for graph in graphs]
+    assert dots[1] == dots[0] + sum(
+        op.primitive == "dot_general" for each in again for op in graphs[0].ops[each.start : each.stop]
+    )
 
 
 @pytest.mark.long
