@@ -16,7 +16,7 @@ from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import RecomputedStretch
 from jaxckpt.planner import hand_written, stages
 from jaxckpt.planner.solvers.optimal import Optimal
-from jaxckpt.planner.tiled import Tileable, Within
+from jaxckpt.planner.tiled import Tileable, Within, of_function
 
 Again = tuple[RecomputedStretch, ...]
 """What a function runs again."""
@@ -101,22 +101,5 @@ class InnerGradients(Generic[Recomputing]):
 
     def told(self, plan: Plan, again: Again) -> Plan:
         """Returns a plan of the function that runs parts of it again as one of the function itself."""
-        whole, said = self.problem, plan.report
-        assert said is not None, "the planner's plans have reports"
-        made = replace(
-            plan,
-            fingerprint=whole.model.fingerprint,
-            recomputed=again,
-            tiled_fingerprint=plan.fingerprint,
-            respect_checkpoints=whole.asked.respect_checkpoints,
-            report=None,
-        )
-        told = replace(
-            said,
-            plan=made,
-            unplanned=whole.known_unplanned,
-            unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
-            unplanned_flops=whole.plain.flops,
-            unplanned_seconds=whole.plain.time.seconds,
-        )
+        told = of_function(self.problem, plan, recomputed=again)
         return replace(told, overhead=told.slowdown).plan

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxckpt._errors import DoesNotFitError, InfeasibleBudgetError, TilingError
 from jaxckpt.core.constants import (
@@ -28,7 +29,7 @@ from jaxckpt.core.constants import (
     TILE_TRIES,
     WORTH,
 )
-from jaxckpt.core.plan import Plan
+from jaxckpt.core.plan import Plan, PlanReport
 from jaxckpt.core.regions import TiledStretch
 from jaxckpt.core.shown import Progress
 from jaxckpt.planner import refusal
@@ -115,6 +116,35 @@ def _how_many_fewer(plan: Plan, budget: int) -> int:
     return 1 << max(min(room, most), 1).bit_length() - 1
 
 
+def of_function(whole: Measured, plan: Plan, **changes: Any) -> PlanReport:
+    """Returns the report of a plan of a changed function, as that of a plan of the function itself: against its step
+    without a plan.
+
+    Args:
+      whole: the problem of the function itself.
+      plan: of the changed function.
+      **changes: fields of `Plan` that say how it was changed.
+    """
+    said = plan.report
+    assert said is not None, "the planner's plans have reports"
+    made = replace(
+        plan,
+        fingerprint=whole.model.fingerprint,
+        tiled_fingerprint=plan.fingerprint,
+        respect_checkpoints=whole.asked.respect_checkpoints,
+        report=None,
+        **changes,
+    )
+    return replace(
+        said,
+        plan=made,
+        unplanned=whole.known_unplanned,
+        unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
+        unplanned_flops=whole.plain.flops,
+        unplanned_seconds=whole.plain.time.seconds,
+    )
+
+
 class Tiled:
     """Plans of a function with stretches of it in tiles.
 
@@ -154,28 +184,11 @@ class Tiled:
 
     def told(self, plan: Plan, tiles: TileSet) -> Plan:
         """Returns a plan of the function with tiles as one of the function itself."""
-        whole, said = self.problem, plan.report
-        assert said is not None
-        made = replace(
-            plan,
-            fingerprint=whole.model.fingerprint,
-            tiles=tiles,
-            tiled_fingerprint=plan.fingerprint,
-            respect_checkpoints=whole.asked.respect_checkpoints,
-            report=None,
-        )
-        told = replace(
-            said,
-            plan=made,
-            unplanned=whole.known_unplanned,
-            unplanned_bytes=None if whole.known_unplanned is None else whole.known_unplanned.peak_bytes,
-            unplanned_flops=whole.plain.flops,
-            unplanned_seconds=whole.plain.time.seconds,
-        )
+        whole, told = self.problem, of_function(self.problem, plan, tiles=tiles)
         if told.seconds is not None:
             return replace(told, overhead=told.slowdown).plan
         with_tiles = self.with_tiles(tiles)  # it is not verified: what it recomputes is the chain's word
-        seconds = with_tiles.plain.time.seconds + (said.overhead or 0.0) * with_tiles.model.step_seconds
+        seconds = with_tiles.plain.time.seconds + (plan.overhead or 0.0) * with_tiles.model.step_seconds
         return replace(told, overhead=seconds / whole.plain.time.seconds - 1).plan
 
 
