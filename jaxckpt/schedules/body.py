@@ -8,7 +8,7 @@ carry, x) -> (carry, y), with calls written out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core import reads, surgery
+from jaxckpt.core.forward import forward_pass
 from jaxckpt.core.inline import inline
 from jaxckpt.core.leaves import is_inexact
 from jaxckpt.core.scans import ScanBody, Values
@@ -84,6 +85,14 @@ def written_out(closed: Any, consts: int, carries: int, length: int, reverse: bo
     jaxpr = surgery.constants_as_inputs(opened)
     extra = list(_compat.jaxpr_consts(inner))
     return ScanBody(jaxpr, consts + len(extra), carries, len(opened.invars) - consts - carries, length, reverse), extra
+
+
+def in_forward_pass(body: ScanBody) -> ScanBody:
+    """Returns a body that runs the forward rules of functions with a `jax.custom_vjp`, as where JAX differentiates it:
+    forward mode over its reverse mode goes through these.
+    """
+    closed = _compat.close_jaxpr(body.jaxpr, [])
+    return replace(body, jaxpr=_compat.open_jaxpr(forward_pass(closed)))
 
 
 # ------------------------------------------------------------------------------------------------------ parts of jaxprs

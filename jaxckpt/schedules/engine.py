@@ -27,7 +27,7 @@ from jaxckpt.core.leaves import is_inexact, is_symbolic
 from jaxckpt.core.scans import ScanBody, ScanRun, Values
 from jaxckpt.core.tie import together
 from jaxckpt.schedules.alike import results_alike
-from jaxckpt.schedules.body import perturbed, pick, reached, split, zeros
+from jaxckpt.schedules.body import in_forward_pass, perturbed, pick, reached, split, zeros
 from jaxckpt.schedules.budget import SlotBudget
 from jaxckpt.schedules.carries import KeptCarries, Operands, loop, read, write
 from jaxckpt.schedules.host_carries import carries_of
@@ -135,6 +135,7 @@ class _Engine:
         carry: Action,
     ) -> None:
         self.body, self.slots, self.run, self.carry = body, slots, run, carry
+        self.moving = in_forward_pass(body)  # whose iterations forward mode may go through
         self.kept = dear_values(body) if kept is None else list(kept)
 
     def choose(self, flags: Operands) -> _Chosen:
@@ -177,7 +178,7 @@ class _Engine:
 
     def forward(self, plan: Binomial, operands: Operands) -> tuple[tuple[Values, Values], Values]:
         """Runs all iterations; returns the results and the slots."""
-        return carries_of(self.body, plan, self.carry, operands).forward()
+        return carries_of(self.moving, plan, self.carry, operands).forward()
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -193,7 +194,7 @@ class _Engine:
         fewer = wanted.limited(*reached(self.body, there(wanted.carry, ct_carry), some), some)
         if fewer != wanted:  # results that nothing was made of
             wanted, work = fewer, self._work(fewer, plan)
-        carries = carries_of(self.body, plan, self.carry, operands)
+        carries = carries_of(self.moving, plan, self.carry, operands)
         turns = _Turns(carries, work, [ct for ct, flag in zip(ct_ys, some) if flag])
 
         state = _State(

@@ -108,6 +108,37 @@ def test_slots_on_the_host_can_be_batched_and_differentiated_forward(transform: 
     assert_trees_close(jax.jit(away, compiler_options=FAST)(at), expected, rtol=1e-4, atol=1e-5)
 
 
+@jax.custom_vjp
+def ruled(x: Any, w: Any) -> Any:
+    """A function with a rule of its own, for reverse mode alone."""
+    return jnp.tanh(x @ w)
+
+
+def _ruled_backward(kept: Any, cotangent: Any) -> Any:
+    x, w, y = kept
+    inner = cotangent * (1 - y * y)
+    return inner @ w.T, jnp.outer(x, inner)
+
+
+ruled.defvjp(lambda x, w: (ruled(x, w), (x, w, jnp.tanh(x @ w))), _ruled_backward)
+
+
+@pytest.mark.parametrize(
+    "schedule", [Slots(1), Slots(3), Slots(2, run_length=2), Slots(2, host=3)], ids=["one", "three", "runs", "host"]
+)
+def test_forward_over_reverse_goes_through_rules_in_the_body(schedule: Any) -> None:
+    weights = jnp.eye(3) * 0.7 + 0.1
+
+    def fun(h: Any, run: Any = lax.scan, rule: Any = ruled) -> Any:
+        return jnp.sum(jnp.sin(run(lambda c, _: (rule(c, weights), None), h, None, 7)[0]))
+
+    slots = functools.partial(fun, run=functools.partial(scan, schedule=schedule))
+    plain = functools.partial(fun, rule=lambda x, w: jnp.tanh(x @ w))
+    for both in (jax.hessian, jax.grad):
+        found = jax.jit(both(slots), compiler_options=FAST)(H)
+        assert_trees_close(found, jax.jit(both(plain), compiler_options=FAST)(H), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("carry", [SAVE, OFFLOAD])
 def test_a_second_reverse_is_an_error_that_says_what_can(carry: Any) -> None:
     fun = recurrence(Slots(3), carry)
