@@ -458,6 +458,11 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
         if any(policy is getattr(jax.checkpoint_policies, name, None) for name in _MAKERS):
             hint = f"Call it: jax.checkpoint_policies.{policy.__name__}(...)."
             raise ArgumentError("policy", "a policy, not what makes one", policy, hint)
+        if not _is_jaxs(policy):
+            hint = (
+                "Such a policy is asked about an operation. For values, write Policy({where(lambda value: ...): SAVE})."
+            )
+            raise ArgumentError("policy", "a function of (primitive, *avals, **params), as JAX's are", policy, hint)
         return policy  # type: ignore[no-any-return]
     hint = "Write policy=Policy({...})." if isinstance(policy, Mapping) else ""
     if isinstance(policy, Action):
@@ -482,6 +487,17 @@ def _is_torchs(policy: Callable[..., Any]) -> bool:
         return next(iter(inspect.signature(policy).parameters), "") == "ctx"
     except (TypeError, ValueError):  # some builtins have no signature
         return False
+
+
+def _is_jaxs(policy: Callable[..., Any]) -> bool:
+    """Returns whether a function can be called as JAX calls its policies."""
+    try:
+        inspect.signature(policy).bind("dot_general", "aval", "aval", dimension_numbers=None)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
 
 
 def from_jax(policy: Callable[..., Any]) -> Policy:

@@ -68,13 +68,17 @@ _OF_LEAVES = re.compile(r"arguments\[(['\"])(.*)\1\]")
 
 def items(value: Any) -> tuple[Any, ...] | None:
     """Returns the items of an argument that is a sequence or another iterable; None if it is one thing: text, bytes, an
-    array without axes.
+    array without axes; or a set, whose order changes from run to run.
 
     >>> import numpy as np
     >>> items([1, 2]), items("save"), items(np.float32(3))
     ((1, 2), None, None)
     """
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "shape", None) == ():
+    if (
+        isinstance(value, (str, bytes, set, frozenset))
+        or not isinstance(value, Iterable)
+        or getattr(value, "shape", None) == ()
+    ):
         return None
     return tuple(value)
 

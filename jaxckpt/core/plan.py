@@ -121,6 +121,11 @@ class Plan:
                 f"a plan must have tiles or stretches that run again; got {self.tiles!r:.100} and "
                 f"{self.recomputed!r:.100}. Plan anew."
             )
+        if self.tiled_fingerprint and not (self.tiles or self.recomputed):
+            raise PlanMismatchError(
+                "tiled_fingerprint must be empty in a plan without tiles and without stretches that run again; got "
+                f"{self.tiled_fingerprint!r:.80}. Plan anew."
+            )
         rounds = [tile.round for tile in self.tiles]
         if rounds != sorted(rounds) or not isinstance(self.tiled_fingerprint, str):
             raise PlanMismatchError(f"tiles must be in the order of their rounds; got {self.tiles!r:.200}. Plan anew.")

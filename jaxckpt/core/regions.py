@@ -4,7 +4,6 @@ them. Frozen, checked.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,7 +11,9 @@ from typing import Any
 
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
+from jaxckpt.core.argument_names import items
 from jaxckpt.core.schedule import LoopSchedule
+from jaxckpt.core.units import as_int
 
 Address = tuple[tuple[int, int], ...]
 """Where a body lies: for each operation around it, the outermost first, (its `Op.index`, the body's place in
@@ -166,9 +167,10 @@ def set_fields(instance: Any, **fields: Any) -> None:
 
 def whole(value: Any, what: str) -> int:
     """Returns a whole number, 0 or more, as an int."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+    found = as_int(value)
+    if found is None or found < 0:
         raise PlanMismatchError(f"{what} must be a whole number, 0 or more; got {value!r:.80}. Plan anew.")
-    return operator.index(value)
+    return found
 
 
 def check_flag(value: Any, what: str) -> None:
@@ -179,8 +181,8 @@ def check_flag(value: Any, what: str) -> None:
 
 def all_of(values: Iterable[Any], kind: type, what: str) -> tuple[Any, ...]:
     """Returns values that are all of one type, as a tuple."""
-    found = tuple(values) if isinstance(values, Iterable) else (None,)
-    if isinstance(values, str) or not all(isinstance(value, kind) for value in found):
+    found = items(values)
+    if found is None or not all(isinstance(value, kind) for value in found):
         raise PlanMismatchError(f"{what} must each be of type {kind.__name__}; got {values!r:.80}. Plan anew.")
     return found
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxckpt._errors import ArgumentError
+from jaxckpt._errors import ArgumentError, check_flags
 from jaxckpt.core.argument_names import argument_numbers, positional
 from jaxckpt.core.leaves import Whole
 from jaxckpt.core.lift import Lifted, title
@@ -44,8 +44,9 @@ def options(policy: Any, prevent_cse: bool, static_argnums: int | Sequence[int])
     """Returns checked options.
 
     Raises:
-      ArgumentError: the policy is invalid, or `static_argnums` has something other than ints.
+      ArgumentError: the policy or `prevent_cse` is invalid, or `static_argnums` has something other than ints.
     """
+    check_flags(prevent_cse=prevent_cse)
     made = Options(policy, prevent_cse, argument_numbers(static_argnums))
     made.engine(lambda: None)  # raises for an unknown policy here, and not at the first call
     return made

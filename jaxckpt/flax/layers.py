@@ -83,7 +83,7 @@ def scan_layers(
     policy_of(policy)
     if names is not None and make is _nnx_class:
         raise ArgumentError("names", "omitted for a block of nnx, whose streams have no names", names)
-    names = names or f"{Block.__name__}_{{}}"
+    names = f"{Block.__name__}_{{}}" if names is None else names
     if len(pattern_parts(names, "names")) > 1:
         raise ArgumentError("names", "a name, not a path: the unrolled layers are where the stack is", names)
     return make(Block, Stack(layers, tuple(schedule) if isinstance(schedule, list) else schedule, policy, names))

@@ -101,8 +101,9 @@ def folder_of(cache: str | os.PathLike[str] | bool | None) -> pathlib.Path | Non
         if given and folder.exists() and not folder.is_dir():
             raise ArgumentError("cache", "a folder, None for the usual one, or False for none", cache, "It is a file.")
         return folder
-    except RuntimeError as error:  # the home of a user that does not exist
-        _warn(f"{str(cache)!r} cannot be the folder of compilers' results: {error}")
+    except (RuntimeError, OSError) as error:  # the home of a user that does not exist; a name that is too long
+        why = getattr(error, "strerror", None) or error  # an OSError's text has the whole name
+        _warn(f"{str(cache)!r:.200} cannot be the folder of compilers' results: {why}")
         return None
 
 

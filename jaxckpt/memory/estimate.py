@@ -44,7 +44,7 @@ import math
 from typing import NamedTuple
 
 from jaxckpt._errors import ArgumentError
-from jaxckpt.core.units import parse_bytes
+from jaxckpt.core.units import as_int, parse_bytes
 from jaxckpt.transforms.sequential import segment_length
 
 
@@ -87,8 +87,10 @@ def estimate_memory_savings(num_layers: int, activation_bytes: int | str, segmen
     >>> estimate_memory_savings(100, "1KiB", "sqrt").with_checkpoint
     20480
     """
-    if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 0:
+    layers = as_int(num_layers)
+    if layers is None or layers < 0:
         raise ArgumentError("num_layers", "an int >= 0", num_layers)
+    num_layers = layers
     size = parse_bytes(activation_bytes, "activation_bytes")
     segment = segment_length(segment_size, num_layers)
     if num_layers == 0:

@@ -163,7 +163,7 @@ def autocheckpoint(
 def _wrapper(fun: Callable[..., Any], settings: AutoSettings, path: str | os.PathLike[str] | None) -> Autocheckpointed:
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @autocheckpoint(budget='60%').")
-    if path is not None and not isinstance(path, (str, os.PathLike)):
+    if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path)):
         raise ArgumentError("path", "the path of a folder", path)
     folder = None if path is None else pathlib.Path(path)
     if folder is not None and folder.exists() and not folder.is_dir():

@@ -59,43 +59,48 @@ def budget_bytes(
     return parse_bytes(budget)
 
 
-def check_budget(budget: Any) -> None:
-    """Raises `ArgumentError` for a budget that is invalid for every program, without compiling anything."""
+def check_budget(budget: Any, argument: str = "budget") -> None:
+    """Raises `ArgumentError` for a budget that is invalid for every program, without compiling anything.
+
+    Args:
+      budget: bytes or a text.
+      argument: the name that an error gives to it.
+    """
     if isinstance(budget, str):
-        _check_text(budget)
+        _check_text(budget, argument)
         return
     if isinstance(budget, float):
         hint = f"A share is text: '{budget:.0%}'." if 0 < budget <= 1 else "Bytes are whole: make it an int."
-        raise ArgumentError("budget", RULE, budget, hint)
+        raise ArgumentError(argument, RULE, budget, hint)
     try:
         count = None if isinstance(budget, bool) else operator.index(budget)
     except TypeError:
         count = None
     if count is None:
-        raise ArgumentError("budget", RULE, budget)
+        raise ArgumentError(argument, RULE, budget)
     if count <= 0:
-        raise ArgumentError("budget", RULE, budget, "Not even the arguments fit that.")
+        raise ArgumentError(argument, RULE, budget, "Not even the arguments fit that.")
 
 
-def _check_text(budget: str) -> None:
+def _check_text(budget: str, argument: str) -> None:
     if budget.strip().lower() == DEVICE:
         return
     if found := _SHARE.fullmatch(budget):
         share = float(found[1])
         if not 0 < share <= 100:
             hint = "Without a plan it is 100%." if share > 100 else ""
-            raise ArgumentError("budget", "a share above 0% and of at most 100%", budget, hint)
+            raise ArgumentError(argument, "a share above 0% and of at most 100%", budget, hint)
         return
     try:
         count = parse_bytes(budget)
     except ArgumentError:
         found = _SHORT.fullmatch(budget)
         hint = f"Did you mean '{found[1]}{found[2].upper()}iB'?" if found else ""
-        raise ArgumentError("budget", RULE, budget, hint) from None
+        raise ArgumentError(argument, RULE, budget, hint) from None
     if _FRACTION.fullmatch(budget):  # bytes are whole, and nobody means one byte
-        raise ArgumentError("budget", RULE, budget, f"A share is written with %: '{float(budget):.0%}'.")
+        raise ArgumentError(argument, RULE, budget, f"A share is written with %: '{float(budget):.0%}'.")
     if not count:
-        raise ArgumentError("budget", RULE, budget, "Not even the arguments fit that.")
+        raise ArgumentError(argument, RULE, budget, "Not even the arguments fit that.")
 
 
 def check_device(budget: Any, target: Target | str | None) -> None:

@@ -233,8 +233,8 @@ def frontier(
     budgets = tuple(each if (count := as_int(each)) is None else count for each in listed)
     if not budgets or None in budgets:
         raise ArgumentError("budgets", "at least one budget, and each as for jaxckpt.plan", budgets)
-    for budget in budgets:
-        check_budget(budget)
+    for place, budget in enumerate(budgets):
+        check_budget(budget, f"budgets[{place}]")
     solver_for(solver)
     if others is not None and not (isinstance(others, Mapping) and all(map(callable, others.values()))):
         raise ArgumentError("others", "a mapping from names to functions", others)

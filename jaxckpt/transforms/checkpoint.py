@@ -108,7 +108,7 @@ def checkpoint(
     barriers = _barriers(prevent_cse)
     resolved = policy_of(policy)
     if not is_model(fun):
-        return _checkpointed(fun, resolved, barriers, static)
+        return _checkpointed(_with_hash(fun), resolved, barriers, static)
     if not isinstance(barriers, bool):
         barriers = (True, *barriers)  # the model's arrays are an argument too
     static = None if static is None else static.after_model(_call)
@@ -117,6 +117,15 @@ def checkpoint(
     except TypeError:  # a policy of one's own, that has no hash
         call = _checkpointed(_call, resolved, barriers, static)
     return jax.tree_util.Partial(call, fun)
+
+
+def _with_hash(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that JAX's caches take: an instance that can be called, of a class that says when two of its
+    instances are equal, has no hash.
+    """
+    if type(fun).__hash__ is not None:
+        return fun
+    return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
 
 
 @functools.lru_cache(maxsize=256)

@@ -414,6 +414,12 @@ def test_a_report_goes_with_the_plan_through_pickle_copy_and_json(tmp_path):
         lambda: Plan((), "", prevent_cse="no"),
         lambda: Plan((), "", notes="all"),
         lambda: Plan((), "", report=3),
+        lambda: Plan((), "", tiled_fingerprint="0123"),
+        lambda: Plan(np.float32(3), ""),
+        lambda: Plan({Region(0, 1)}, ""),
+        lambda: Region(np.arange(2), 4),
+        lambda: Region(0, 4, {}, np.int32(1)),
+        lambda: Loop(np.arange(2), checkpointed(2)),
     ],
 )
 def test_a_plan_of_other_types_cannot_be_made(make):

@@ -280,6 +280,12 @@ def test_a_folder_that_can_be_none_is_said_and_costs_nothing_else(monkeypatch, c
     assert len(compiles) == 1 and any(record.levelname == "WARNING" for record in caplog.records)
 
 
+def test_a_folder_of_a_name_that_is_too_long_is_said_in_short(caplog, compiles):
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        assert measure(loss, X, target="cpu", cache="x" * 5000).peak_bytes > 0
+    assert len(compiles) == 1 and "too long" in caplog.text and len(caplog.text) < 1000
+
+
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file" / "answers"))

@@ -1,5 +1,6 @@
 """estimate_memory_savings: the closed form, and that compiled chains have what it says."""
 
+import numpy as np
 import pytest
 
 import jaxckpt
@@ -37,6 +38,11 @@ def test_short_chains(layers):
 def test_arguments_that_are_none(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         jaxckpt.estimate_memory_savings(*arguments)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    numpys = jaxckpt.estimate_memory_savings(np.int64(10), np.int32(1024), np.int16(2))
+    assert numpys == jaxckpt.estimate_memory_savings(10, 1024, 2)
 
 
 @pytest.mark.compile

@@ -378,6 +378,27 @@ def test_what_is_no_function_is_said_to_be_none():
         jaxckpt.checkpoint(3)
 
 
+@dataclasses.dataclass
+class Scaled:
+    """An instance that can be called and has no hash, as its class says when two are equal."""
+
+    factor: float
+
+    def __call__(self, x):
+        return jnp.sin(x @ x) * self.factor
+
+
+@pytest.mark.parametrize("policy", [None, "dots", Policy({"*": SAVE}, strict=False)])
+def test_instances_without_a_hash(policy):
+    x = jnp.eye(4) * 0.3
+    grads = [
+        jax.grad(lambda x, fun=fun: jaxckpt.checkpoint(fun, policy=policy)(x).sum())(x)
+        for fun in (Scaled(2.0), Scaled(3.0))
+    ]
+    assert jnp.allclose(grads[0], jax.grad(lambda x: Scaled(2.0)(x).sum())(x))
+    assert jnp.allclose(3 * grads[0], 2 * grads[1])
+
+
 def test_decorators_keep_the_name():
     @jaxckpt.checkpoint
     def one(x):
