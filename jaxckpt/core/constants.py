@@ -65,6 +65,12 @@ LOOPS = 25
 """Maximum number of scans that are planned for as loops: those that hold most bytes. What lies between them is a stage
 too. A limit of planning time, judged by benchmarks/planning_scale.py."""
 
+HELD = 0.01
+"""A scan without a matmul or the like is planned for as a loop if its iterations make more than this share of the bytes
+of what a function makes. Judged by elementwise scans of 15 to 256 iterations on an H100, which need up to 21 times the
+peak of a checkpoint around runs of 16 of these iterations otherwise.
+"""
+
 CHEAP = 48
 """Operations that follow one another without a matmul or the like, of which at least so many may be cut, if their stage
 bounds every plan. Judged by chains of 60 and 400 elementwise operations, which XLA's CPU compiler does not fuse. With

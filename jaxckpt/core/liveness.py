@@ -13,6 +13,7 @@ is live. These habits of XLA matter for bytes, and are in it:
   - *In place.* A fused operation writes over an operand of the same size that dies there; so does a scatter, or an
     update of a slice. What an iteration makes of a carry is written over that carry, but on TPUs. XLA for GPUs adds the
     result of a matmul, such as a part of a weight's gradient, to what is there already as the matmul computes it.
+  - *Rows.* What an iteration reads of an array that its loop goes along has memory of its own for a loop inside alone.
   - *Fills.* An array of one constant that all iterations of a loop read is made in the loop's body, but on TPUs.
   - *Outputs.* They have their buffers from the start; while one is not written yet, a value that is no larger may live
     in it.
@@ -140,6 +141,7 @@ class _Event:
     outputs: list[_Memory]
     workspace: int = 0
     path: tuple[Op, ...] = ()  # the operation, behind those that it lies in
+    carried: list[_Memory] | None = None  # of a scan, what its carries begin with: it writes over nothing else
     facts: Primitive = field(init=False)
 
     def __post_init__(self) -> None:
@@ -356,15 +358,22 @@ def _written(
 
 
 def _events(
-    graph: Graph, body: Body, outside: Mapping[int, _Memory], platform: str, carried: Sequence[int] = ()
+    graph: Graph,
+    body: Body,
+    outside: Mapping[int, _Memory],
+    platform: str,
+    carried: Sequence[int] = (),
+    rows: Sequence[int] = (),
 ) -> tuple[list[_Event], list[_Memory]]:
     """Returns what a body of an operation does, and the slots of its results.
 
     Args:
       outside: value -> slot, of what is the caller's.
       carried: of a loop's body, its inputs that the first results take the places of.
+      rows: of a loop's body, its inputs that are parts of the loop's operands.
     """
     events, results = _needed_events(graph, body, outside, platform)
+    events = [*_cut_out([outside[index] for index in rows], events), *events]
     events = _ordered(events, outside.values(), results, platform, carried=[outside[index] for index in carried])
     return events, [slot.owner() for slot in results]
 
@@ -377,6 +386,22 @@ def _needed_events(
     events = list(_flatten(graph, body, slots, platform))
     results = [_slot(graph, slots, index) for index in body.outputs if index is not None]
     return _needed(events, results), results
+
+
+def _cut_out(rows: Sequence[_Memory], events: list[_Event]) -> Iterator[_Event]:
+    """Yields what cuts rows out of a loop's operands for the loops that read them: these want a row whole, in memory of
+    its own. Others read it where it lies.
+    """
+    whole: set[int] = set()
+    for event in reversed(events):
+        if event.facts.barrier:
+            whole.update(id(before) for before, after in zip(event.inputs, event.outputs) if id(after) in whole)
+        elif event.facts.holds is Holds.LOOP:
+            whole.update(map(id, event.inputs))
+    for row in rows:
+        if id(row) in whole:
+            row.counted = True
+            yield _Event("dynamic_slice", [_Memory(0, stored=True, counted=False)], [row])
 
 
 def _ordered(
@@ -429,16 +454,18 @@ def _flatten(
             _Memory(graph.values[index].bytes, fill=fill, counted=counted) for index, counted in zip(op.outputs, here)
         ]
         slots.update(zip(op.outputs, outputs))
+        carried = _carried_in(op, inputs) if op.primitive == "scan" else None
         if op.primitive == "scan" and FUSING[platform].sinks_fills:
             inputs = _without_fills(op, inputs)
         inside = [
-            _events(graph, inner, _given(graph, inner.inputs), platform, _carried(op, inner)) for inner in op.bodies
+            _events(graph, inner, _given(graph, inner.inputs), platform, *_carried_and_rows(op, inner))
+            for inner in op.bodies
         ]
         workspace = max((_workspace(op, *each) for each in inside), default=0)
         if op.primitive in ("random_bits", "threefry2x32"):
             workspace += FUSING[platform].draws * sum(graph.values[index].bytes for index in op.outputs)
         primitive = "reshape" if graph.reshapes_units(op) else op.primitive
-        yield _Event(primitive, inputs, outputs, workspace, (*around, op))
+        yield _Event(primitive, inputs, outputs, workspace, (*around, op), carried)
 
 
 def _given(graph: Graph, indices: Iterable[int]) -> dict[int, _Memory]:
@@ -454,18 +481,29 @@ def _workspace(op: Op, events: list[_Event], results: list[_Memory]) -> int:
     return _peak(events, own) - sum(slot.bytes for slot in own)
 
 
-def _carried(op: Op, inner: Body) -> tuple[int, ...]:
-    """Returns the inputs of a loop's body that are carried."""
+def _carried_and_rows(op: Op, inner: Body) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the inputs of a loop's body that are carried, and those that are parts of the loop's operands."""
     consts, carry = constants_and_carries(op, inner)
-    return inner.inputs[consts : consts + carry]
+    return inner.inputs[consts : consts + carry], inner.inputs[consts + carry :] if op.primitive == "scan" else ()
+
+
+def _carried_in(op: Op, inputs: list[_Memory]) -> list[_Memory]:
+    """Returns what the carries of a scan begin with; `inputs`: of the scan, as of an event."""
+    consts, carries = _compat.num_scan_consts_carry(op.params)
+    return [slot for slot in _operands(op, inputs)[consts : consts + carries] if slot is not None]
 
 
 def _without_fills(op: Op, inputs: list[_Memory]) -> list[_Memory]:
     """Returns what a scan reads, without the arrays of one constant that all of its iterations read."""
     consts, _ = _compat.num_scan_consts_carry(op.params)
+    slots = enumerate(_operands(op, inputs))
+    return [slot for place, slot in slots if slot is not None and not (place < consts and slot.fill)]
+
+
+def _operands(op: Op, inputs: list[_Memory]) -> list[_Memory | None]:
+    """Returns the slots of an operation's operands, None for literals."""
     given = iter(inputs)
-    slots = [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
-    return [slot for place, slot in enumerate(slots) if slot is not None and not (place < consts and slot.fill)]
+    return [None if isinstance(atom, _compat.Literal) else next(given) for atom in op.equation.invars]
 
 
 def _slot(graph: Graph, slots: dict[int, _Memory], index: int) -> _Memory:
@@ -733,7 +771,7 @@ def _live(events: list[_Event], outputs: list[_Memory], copies: Sequence[_Copy] 
     for time, event in enumerate(events):
         made = [slot for slot in event.outputs if _takes_memory(slot)]
         if event.facts.fused or event.facts.writes_over:
-            _write_over(made, event.inputs, lives, time)
+            _write_over(made, event.inputs if event.carried is None else event.carried, lives, time)
         lives.update((slot, (time, slot.last)) for slot in made)
     waiting = _Buffers({slot: lives[slot][0] if slot in lives else 0 for slot in outputs}, len(events))
     change = [0] * (len(events) + 1)

@@ -108,7 +108,8 @@ class LoopCandidates:
 @dataclass(frozen=True)
 class _Sizes:
     """Bytes: of one carry, of the rows that iterations read, of cotangents of rows and constants, of stacked results,
-    of their cotangents.
+    of their cotangents. And what each segment takes: its carry is stored and read back, and its cotangents of constants
+    are added to those of the segments behind it.
     """
 
     carry: int
@@ -116,6 +117,7 @@ class _Sizes:
     gradients: int
     results: int
     arriving: int
+    segment: Time
 
 
 def lean_loops(graph: Graph, body: Body | None = None, address: Address = ()) -> Iterator[Loop]:
@@ -158,12 +160,14 @@ def loop_candidates_of(
         return sum(v.bytes for v in values if not moving or (v.index in inside and is_inexact(v)))
 
     inputs, results = body.inputs, [index for index in body.outputs[carries:] if index is not None]
+    passed = 2 * total(inputs[consts : consts + carries]) + 3 * total(inputs[:consts], True)
     sizes = _Sizes(
         carry=total(inputs[consts : consts + carries]),
         rows=length * total(inputs[consts + carries :]),
         gradients=length * total(inputs[consts + carries :], True) + total(inputs[:consts], True),
         results=length * total(results),
         arriving=length * total(results, True),
+        segment=Time(*2 * [passed / context.target.bandwidth]),
     )
     ways = [_as_it_stands(found, sizes, length)]
     if can_be_rewritten(op):
@@ -262,21 +266,22 @@ def _alike(
     forward = length * found.forward
     for size in _lengths(length):
         rest = copies if length % size else 0
+        segments, apart = -(-length // size), copies * size // length  # an inner loop's rows stand by themselves
         yield LoopCandidate(
             _nested(length, (size,), choice),
-            -(-length // size) * sizes.carry,
-            forward + length * _time(choice),
-            size * (sizes.carry + choice.kept) + choice.work + loop + rest,
+            segments * sizes.carry,
+            forward + length * _time(choice) + segments * sizes.segment,
+            size * (sizes.carry + choice.kept) + choice.work + loop + rest + apart,
         )
         within = round(math.sqrt(size))
         if not deeper or within < 2 or size < 4:
             continue
         inner = -(-size // within) * sizes.carry + within * (sizes.carry + choice.kept)
-        again = rest + (copies * size // length if size % within else 0)
+        again = rest + apart + (apart if size % within else copies * within // length)
         yield LoopCandidate(
             _nested(length, (size, within), choice),
-            -(-length // size) * sizes.carry,
-            2 * forward + length * _time(choice),
+            segments * sizes.carry,
+            2 * forward + length * _time(choice) + segments * (1 + -(-size // within)) * sizes.segment,
             inner + choice.work + loop + again,
         )
 

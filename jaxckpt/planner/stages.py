@@ -28,6 +28,7 @@ from jaxckpt.core import surgery
 from jaxckpt.core.constants import (
     CHEAP,
     FEW_STAGES,
+    HELD,
     LONG,
     LOOPS,
     MORE_BLOCKS,
@@ -374,20 +375,21 @@ def middle(graph: Graph, live: Sequence[int], start: int, stop: int) -> list[int
 
 
 def loops(graph: Graph) -> frozenset[int]:
-    """Returns the places of the operations that are planned for as loops: scans with something dear in them, `LOOPS` at
-    most.
+    """Returns the places of the operations that are planned for as loops: scans with something dear in them, and those
+    whose iterations hold much of what the function makes; `LOOPS` at most.
     """
-    scans = [place for place, op in enumerate(graph.ops) if _is_scan(op)]
-
-    def holds(place: int) -> int:
-        op = graph.ops[place]
-        return int(op.params["length"]) * sum(inner.bytes for inner in op.bodies[0].ops)
-
-    return frozenset(sorted(scans, key=holds, reverse=True)[:LOOPS])
+    held = [_held_bytes(graph, op) for op in graph.ops]
+    least = HELD * sum(held)
+    scans = [place for place, op in enumerate(graph.ops) if op.primitive == "scan" and op.params["length"] > 1]
+    scans = [place for place in scans if is_dear(graph.ops[place]) or held[place] > least]
+    return frozenset(sorted(scans, key=held.__getitem__, reverse=True)[:LOOPS])
 
 
-def _is_scan(op: Op) -> bool:
-    return op.primitive == "scan" and op.params["length"] > 1 and is_dear(op)
+def _held_bytes(graph: Graph, op: Op) -> int:
+    """Returns the bytes of what an operation makes; of a scan, of what all its iterations make."""
+    if op.primitive != "scan":
+        return sum(graph.values[index].bytes for index in op.outputs)
+    return int(op.params["length"]) * sum(_held_bytes(graph, inner) for inner in op.bodies[0].ops)
 
 
 def repeats(graph: Graph) -> list[int]:
