@@ -99,8 +99,9 @@ def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Tr
     limit = predictions.modelled_limit_by_hand(most_overstated(problem) * predictions.budget)
     slowest = OVERTIMED * max(cost(chain, best.solution).time, best.effort)
     dearest = best.effort - (TINIEST if predictions.quick else TINY) * problem.plain.time.effort
-    traced = lambda s: predictions.quick or problem.model.checkpoints_loops(s) or cost(chain, s).peak <= limit
-    near = [s for s in times if times[s] < slowest and traced(s)]
+    loops = problem.model.checkpoints_loops  # which may take less than what the chain compares with, the step as it is
+    traced = lambda s: times[s] < slowest and (predictions.quick or cost(chain, s).peak <= limit)
+    near = [s for s in times if loops(s) or traced(s)]
     near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
     efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}
     return sorted((s for s in near if efforts[s] < dearest), key=lambda solution: efforts[solution])

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt import _compat
-from jaxckpt.core import surgery
+from jaxckpt.core import primitives, surgery
 from jaxckpt.core.constants import (
     CHEAP,
     FEW_STAGES,
@@ -42,6 +42,7 @@ from jaxckpt.core.constants import (
     UNLIKE,
 )
 from jaxckpt.core.graph import Graph, Op, parameters_text
+from jaxckpt.core.primitives import Holds
 from jaxckpt.planner.costs import is_dear
 from jaxckpt.planner.held import is_flat, spread
 
@@ -262,7 +263,7 @@ def cuts(graph: Graph, blocks: Sequence[int] = (), *, unlike: bool = False, fine
         if len({*narrow, *(more := _finer(graph, live, narrow))}) < FEW_STAGES:
             narrow += more
         narrow += steps
-    ends = [end for place in loops(graph) for end in (place, place + 1)]
+    ends = [end for place in (*loops(graph), *_cheap_branches(graph)) for end in (place, place + 1)]
     places = sorted({0, *narrow, *ends, *blocks, len(graph.ops)})
     return sorted({*places, *(p for a, b in itertools.pairwise(places) for p in _equal_cuts(live, a, b))})
 
@@ -385,11 +386,25 @@ def loops(graph: Graph) -> frozenset[int]:
     return frozenset(sorted(scans, key=held.__getitem__, reverse=True)[:LOOPS])
 
 
+def _cheap_branches(graph: Graph) -> list[int]:
+    """Returns the places of branches without anything dear in them that make much of what the function makes, as a
+    simulation in each does. A stretch with two of these would run both again at once.
+    """
+    held = [_held_bytes(graph, op) for op in graph.ops]
+    least = HELD * sum(held)
+    branches = [place for place, op in enumerate(graph.ops) if primitives.of(op.primitive).holds is Holds.BRANCHES]
+    return [place for place in branches if held[place] > least and not is_dear(graph.ops[place])][:LOOPS]
+
+
 def _held_bytes(graph: Graph, op: Op) -> int:
-    """Returns the bytes of what an operation makes; of a scan, of what all its iterations make."""
-    if op.primitive != "scan":
+    """Returns the bytes of what an operation makes; of a scan, of what all its iterations make, and of branches, of
+    what the one makes that makes most.
+    """
+    holds = primitives.of(op.primitive).holds
+    if op.primitive != "scan" and holds is not Holds.BRANCHES:
         return sum(graph.values[index].bytes for index in op.outputs)
-    return int(op.params["length"]) * sum(_held_bytes(graph, inner) for inner in op.bodies[0].ops)
+    times = int(op.params["length"]) if op.primitive == "scan" else 1
+    return times * max(sum(_held_bytes(graph, inner) for inner in body.ops) for body in op.bodies)
 
 
 def repeats(graph: Graph) -> list[int]:

@@ -89,6 +89,60 @@ def test_the_iterations_of_a_segment_run_again_and_gradients_are_the_same(kind):
         assert jnp.allclose(own, plain, rtol=1e-4, atol=1e-6)
 
 
+def selective(way="plain"):
+    """Returns four layers with a recurrence of cheap iterations in each, as state space models have, and arguments."""
+
+    def layer(w, x):
+        gate, u = jnp.split(x @ w["in"], 2, -1)
+        rows = [a.swapaxes(0, 1) for a in (u, jax.nn.softplus(u @ w["dt"]), u @ w["b"], u @ w["c"])]
+
+        def step(h, row):
+            u, dt, b, c = row
+            h = jnp.exp(-dt[..., None]) * h + (dt * u)[..., None] * b[:, None]
+            return h, (h * c[:, None]).sum(-1)
+
+        step = jax.checkpoint(step) if way == "each" else step
+        _, y = lax.scan(step, jnp.zeros((2, 64, 16)), tuple(rows))
+        return x + (y.swapaxes(0, 1) * jax.nn.silu(gate)) @ w["out"]
+
+    def loss(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    w = {"in": spec(64, 128), "dt": spec(64, 64), "b": spec(64, 16), "c": spec(64, 16), "out": spec(64, 64)}
+    return loss, ([w] * 4, spec(2, 128, 64))
+
+
+def branching(way="plain"):
+    """Returns two simulations, one after the other, each of them one of two, and arguments."""
+
+    def loss(c, u, which):
+        step = lambda k: lambda u, _: (jnp.sin(u) * k * c, None)
+        wrap = (lambda fun: fun) if way == "plain" else jax.checkpoint
+        run = lambda k: lambda u: lax.scan(wrap(step(k)), u, None, length=48)[0]
+        chosen = wrap(lambda u: lax.switch(which, [run(1.0), run(2.0)], u))
+        return jnp.mean(chosen(chosen(u)) ** 2)
+
+    return loss, (SQUARE, SQUARE, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("made", [selective, branching])
+def test_cheap_loops_between_matmuls_and_in_branches(made, target):
+    loss, args = made()
+    hand, _ = made("each")
+    peak = jaxckpt.measure(jax.value_and_grad(hand), *args, target=target, generate_code=False).peak_bytes
+    plan = jaxckpt.plan(loss, *args, budget=peak, target=target)
+    assert (
+        plan.measured_bytes <= peak < 0.8 * jaxckpt.measure(jax.value_and_grad(loss), *args, target=target).peak_bytes
+    )
+    flops, seconds = cost_of(jax.value_and_grad(hand), args, target_of(target))
+    assert plan.report.flops - flops <= 0.001 * plan.report.unplanned_flops
+    assert plan.report.seconds - seconds <= 0.001 * plan.report.unplanned_seconds
+
+
 def test_loops_that_hold_little_of_what_a_function_makes_stay_in_the_stretch_around_them():
     def loss(w, x):
         small = lax.scan(lambda c, _: (jnp.sin(c), None), x[0, :8], None, length=16)[0]
