@@ -199,7 +199,10 @@ _LOOP = Primitive(holds=Holds.LOOP, asks_result=False, writes_over=True)
 
 _ROWS: tuple[tuple[str, Primitive], ...] = (
     # Only moved: no FLOPs.
-    ("copy name", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True)),
+    (
+        "copy name jaxckpt_once_in_reverse jaxckpt_last_reverse",
+        replace(_MOVED, result=Result.SAME, linear=True, elementwise=True),
+    ),
     ("stop_gradient", replace(_MOVED, result=Result.SAME, linear=True, elementwise=True, flat=True)),
     ("reshape squeeze", replace(_MOVED, result=Result.RESHAPED, linear=True, over_units=True)),
     ("transpose", replace(_MOVED, result=Result.REORDERED, linear=True)),

@@ -173,3 +173,18 @@ def test_rows_that_an_inner_loop_reads_count_in_estimates(kind, segment):
     compiled = jaxckpt.measure(step, *args, target="cuda:h100", generate_code=False).peak_bytes
     estimate = estimate_peak(step, *args, platform="cuda")
     assert estimate == pytest.approx(compiled, abs=2.1 * 96 * 96 * 4), "two arrays of about 30"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("schedule", [jaxckpt.Slots(5), jaxckpt.Slots(13), jaxckpt.Slots(3, run_length=4)], ids=str)
+def test_slots_read_rows_where_they_lie(schedule, target):
+    """What says that they have one reverse mode alone makes no array."""
+
+    def loss(c, xs):
+        step = lambda u, x: (BODIES["driven"](c, u, x), None)
+        return jnp.mean(jaxckpt.scan(step, jnp.ones((96, 96)), xs, schedule=schedule)[0] ** 2)
+
+    step = jax.value_and_grad(loss)
+    compiled = jaxckpt.measure(step, SQUARE, ROWS, target=target, generate_code=False).peak_bytes
+    estimate = estimate_peak(step, SQUARE, ROWS, platform=target.split(":")[0])
+    assert estimate == pytest.approx(compiled, abs=5 * 96 * 96 * 4), "of over 100 arrays"
