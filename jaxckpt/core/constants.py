@@ -67,7 +67,7 @@ too. A limit of planning time, judged by benchmarks/planning_scale.py."""
 
 HELD = 0.01
 """A scan without a matmul or the like is planned for as a loop if its iterations make more than this share of the bytes
-of what a function makes. Judged by elementwise scans of 15 to 256 iterations on an H100, which need up to 21 times the
+of what a function makes. Judged by elementwise scans of 15 to 256 iterations on an H100, which need up to 14 times the
 peak of a checkpoint around runs of 16 of these iterations otherwise.
 """
 

@@ -404,7 +404,7 @@ def _held_bytes(graph: Graph, op: Op) -> int:
     if op.primitive != "scan" and holds is not Holds.BRANCHES:
         return sum(graph.values[index].bytes for index in op.outputs)
     times = int(op.params["length"]) if op.primitive == "scan" else 1
-    return times * max(sum(_held_bytes(graph, inner) for inner in body.ops) for body in op.bodies)
+    return times * max((sum(_held_bytes(graph, inner) for inner in body.ops) for body in op.bodies), default=0)
 
 
 def repeats(graph: Graph) -> list[int]:

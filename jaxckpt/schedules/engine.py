@@ -12,6 +12,7 @@ all of its results. Those that do not depend on what is differentiated lose it a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -135,8 +136,12 @@ class _Engine:
         carry: Action,
     ) -> None:
         self.body, self.slots, self.run, self.carry = body, slots, run, carry
-        self.moving = in_forward_pass(body)  # whose iterations forward mode may go through
         self.kept = dear_values(body) if kept is None else list(kept)
+
+    @functools.cached_property
+    def moving(self) -> ScanBody:
+        """The body as it runs where the scan is differentiated: forward mode may go through it."""
+        return in_forward_pass(self.body)
 
     def choose(self, flags: Operands) -> _Chosen:
         """Returns the backward pass and the schedule; `flags` say what is differentiated in."""
