@@ -101,7 +101,7 @@ def test_seconds_that_were_measured_are_told_as_such():
 def test_what_is_no_budget_is_an_error():
     with pytest.raises(ArgumentError, match="budgets must be at least one budget"):
         frontier(loss, *ARGS, budgets=(), target="cpu")
-    with pytest.raises(ArgumentError, match="budget must be"):
+    with pytest.raises(ArgumentError, match=r"budgets\[0\] must be"):
         frontier(loss, *ARGS, budgets=("half",), target="cpu")
 
 
