@@ -40,6 +40,7 @@ class Candidate:
         hides them.
       waits: seconds of the link that nothing hides, in both directions; counted in `time` and `seconds`.
       host: bytes kept in host memory.
+      unseen: seconds that a trace of the step does not show; counted in `time` and `seconds`.
     """
 
     kept: int
@@ -50,6 +51,7 @@ class Candidate:
     link: float = 0.0
     host: int = 0
     waits: float = 0.0
+    unseen: float = 0.0
 
     @property
     def on_host(self) -> bool:
@@ -267,6 +269,11 @@ def _covers(chain: Chain, items: Sequence[Keep | Drop], start: int, stop: int) -
             return False
         at = item.stop
     return at == stop
+
+
+def unseen_seconds(chain: Chain, solution: Sequence[Keep | Drop]) -> float:
+    """Returns the seconds of a solution that a trace of the step does not show."""
+    return sum(chain.candidate(item).unseen for _, item in items(solution) if isinstance(item, Keep))
 
 
 def items(solution: Sequence[Keep | Drop], depth: int = 0) -> Iterator[tuple[int, Keep | Drop]]:

@@ -26,7 +26,7 @@ from jaxckpt.memory.report import MemoryReport, measure, measure_traced, traced_
 from jaxckpt.memory.targets import Target
 from jaxckpt.planner import stages
 from jaxckpt.planner.budget import budget_bytes, resident_bytes
-from jaxckpt.planner.chain import Moment, Solution, cost
+from jaxckpt.planner.chain import Moment, Solution, cost, unseen_seconds
 from jaxckpt.planner.collectives import NOTHING, Sent, sent
 from jaxckpt.planner.corrections import traced_moments
 from jaxckpt.planner.costs import Time, timer, total
@@ -376,12 +376,12 @@ class Measured:
         return self._traced[solution, by_hand]
 
     def effort(self, solution: Solution, by_hand: bool = False) -> float:
-        """Returns what a solution adds to the traced step, with transfers that nothing hides: what plans are chosen
-        by.
+        """Returns what a solution adds to the traced step, with transfers that nothing hides, and what is known of it
+        that no trace shows: what plans are chosen by.
         """
-        traced = self.traced(solution, by_hand).time
-        exposed = host_use(self.model.chain, solution).exposed(traced.seconds)
-        return traced.effort - self.plain.time.effort + exposed
+        traced, chain = self.traced(solution, by_hand).time, self.model.chain
+        exposed = host_use(chain, solution).exposed(traced.seconds)
+        return traced.effort - self.plain.time.effort + exposed + unseen_seconds(chain, solution)
 
     def remembered(self, solver: Solver) -> Remembered:
         """Returns the plans that were returned for it, in whatever process, from what a solver found."""

@@ -851,7 +851,12 @@ def _listed(found: Candidates | LoopCandidates) -> list[Candidate]:
     if isinstance(found, Candidates):
         return list(found.candidates)
     return [
-        Candidate(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule, way.link, way.host)
+        Candidate(
+            *(way.bytes, way.time.effort, way.work, way.time.seconds, way.schedule),
+            link=way.link,
+            host=way.host,
+            unseen=way.unseen,
+        )
         for way in found.candidates
     ]
 

@@ -38,6 +38,7 @@ from jaxckpt.core.primitives import Holds
 from jaxckpt.core.regions import Address, Loop, Region
 from jaxckpt.core.scans import ScanBody
 from jaxckpt.core.schedule import LoopSchedule
+from jaxckpt.memory.platforms import PLATFORMS
 from jaxckpt.planner.candidates import Candidates, candidates_of
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
@@ -84,7 +85,7 @@ class LoopCandidate:
 
     Attributes:
       schedule: of the loop, or what lies in its body; None for the scan as it stands.
-      bytes, time, work, link, host: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
+      bytes, time, work, link, host, unseen: as of `jaxckpt.planner.chain.Candidate`, `bytes` as `kept` there.
     """
 
     schedule: LoopSchedule | InnerRegions | None
@@ -93,6 +94,7 @@ class LoopCandidate:
     work: int
     link: float = 0.0
     host: int = 0
+    unseen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -309,12 +311,13 @@ def _slots(
     budget = SlotBudget(scan, 0)
     most = budget.kept_bytes(Binomial(length, 1, length)) + budget.work_bytes(wanted, Binomial(length, 1, length))
     loop = sizes.gradients + sizes.arriving
+    unseen = PLATFORMS[context.target.platform].slots_slower * length * (found.forward + found.backward).seconds
     for i in range(SLOT_LIMITS + 1):
         plan = budget.within(wanted, most / SLOT_FACTOR**i)
         turns = budget.turn_flops(plan) / TURNS_A_SECOND
-        again = (plan.body_runs - length) * found.forward + Time(turns, turns)
-        schedule = Slots(plan.slots, run_length=plan.run)
-        yield LoopCandidate(schedule, budget.kept_bytes(plan), again, budget.work_bytes(wanted, plan) + loop)
+        again = (plan.body_runs - length) * found.forward + Time(turns + unseen, turns + unseen)
+        schedule, work = Slots(plan.slots, run_length=plan.run), budget.work_bytes(wanted, plan) + loop
+        yield LoopCandidate(schedule, budget.kept_bytes(plan), again, work, unseen=unseen)
         if plan.slots == 1:
             return
 

@@ -14,6 +14,7 @@ from jaxckpt.core.constants import KEPT_FOR_LESS, SAME_TIME, SHORTEST
 from jaxckpt.core.graph import trace
 from jaxckpt.core.plan import Loop, Plan
 from jaxckpt.memory.targets import target_of
+from jaxckpt.models import lstm
 from jaxckpt.planner.context import Context
 from jaxckpt.planner.inside import whole
 from jaxckpt.planner.problems import problem_of
@@ -74,7 +75,8 @@ def test_slots_keep_the_bytes_and_run_as_often_as_their_candidate_says():
         kept = kept_bytes(planned, *arguments())
         assert choice.bytes <= kept <= choice.bytes + 2 * CARRY  # the initial carry, and the result that is squared
         again = (choice.schedule.cost(LENGTH).runs - LENGTH) * found.forward.effort / LENGTH
-        assert again <= choice.time.effort <= again + LENGTH * 25e-6
+        more = choice.time.effort - choice.unseen - again  # on a CPU some of it is not in a trace
+        assert -1e-9 <= more <= LENGTH * 25e-6 and choice.unseen > 0
     assert plain == LENGTH * 2 + LENGTH * 4
 
 
@@ -107,3 +109,15 @@ def test_steps_that_differentiate_a_gradient_get_no_slots():
     chain = problem.model.chain
     hows = [c.how for s in range(chain.length) for c in chain.segment(s, s + 1).candidates]
     assert hows and not any(isinstance(how, Slots) for how in hows)
+
+
+def test_on_a_cpu_slots_are_for_what_nothing_else_fits():
+    """By the rates they take less time than a checkpoint around each iteration; a CPU takes more."""
+    loss, args = lstm.lstm(steps=512, width=64, batch=32)
+    hand, _ = lstm.lstm(steps=512, width=64, batch=32, checkpoint=jax.checkpoint)
+    peak = jaxckpt.measure(jax.value_and_grad(hand), *args, target="cpu", generate_code=False).peak_bytes
+    problem = problem_of(loss, *args, target="cpu")
+    (loop,) = problem.plan(peak).loops
+    assert not isinstance(loop.schedule, Slots)
+    (loop,) = problem.plan(peak // 6).loops
+    assert isinstance(loop.schedule, Slots)

@@ -92,6 +92,8 @@ class Platform(abc.ABC):
       code_in_memory: whether the code of a program is in the device's memory, too.
       overstated: by how much the estimate of a step with checkpoints as people write them may be above its compiled
         peak.
+      slots_slower: by which share of a loop's time, forward and backward, it takes longer by `Slots` than a trace says;
+        0 where that was not measured.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Platform(abc.ABC):
     hidden_transfers: float = 1.0
     code_in_memory: bool = False
     overstated: float = OVERSTATED
+    slots_slower: float = 0.0
 
     @property
     def lowering(self) -> str:  # noqa: D102 (an attribute, see the class)

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from jaxckpt import _compat
+from jaxckpt.core.constants import SLOTS_SLOWER
 from jaxckpt.core.liveness import Branches, Fusing
 from jaxckpt.memory import chips
 from jaxckpt.memory.chips import Chip
@@ -27,6 +28,7 @@ class Cpu(Platform):
         draws=3,
     )
     host_is_apart = False
+    slots_slower = SLOTS_SLOWER
 
     def parse(self, text: str) -> Place | None:
         """Returns None: the only CPU is that of this machine."""
