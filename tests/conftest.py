@@ -197,7 +197,6 @@ LONG = _lines("""
     planner/test_adaptive.py::test_nnx_modules_hold_what_they_held_when_the_step_runs_again[True]
     planner/test_adaptive.py::test_where_nothing_tighter_is_feasible_the_first_error_says_what_was_tried
     planner/test_as_people_do.py::test_a_plan_at_the_peak_of_a_checkpoint_around_each_block[branches]
-    planner/test_as_people_do.py::test_calls_of_unlike_functions_are_checkpointed_as_people_do
     planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[a rule, another-cpu]
     planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[a rule-cuda:h100]
     planner/test_as_people_do.py::test_unlike_layers_in_no_more_than_checkpoints_around_each_need[dropout-cuda:h100]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from jaxckpt.actions import SAVE
-from jaxckpt.core.constants import TINIEST, TINY
+from jaxckpt.core.constants import OVERSTATED, TINIEST, TINY
 from jaxckpt.core.graph import Op
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import Region
@@ -71,19 +71,21 @@ class Likely(Generic[Called]):
         return self.left.pop(place)
 
     def _leanness(self, way: AroundCalls[Called]) -> float:
-        """Returns the estimated peak with checkpoints that keep nothing; infinity where it is far above the budget."""
+        """Returns the estimated peak with checkpoints that keep nothing; infinity where it is far above the budget, on
+        any platform: nothing else fits, and what is called infeasible is to be compiled.
+        """
         peak = self._look(way).peak_bytes
-        return peak if peak <= hand_written.most_overstated(self.problem) * self.budget else math.inf
+        return peak if peak <= OVERSTATED * self.budget else math.inf
 
     def _least(self, way: AroundCalls[Called]) -> float:
         """Returns the least that checkpoints which may fit add to the step; infinity where none may. Where each trace
         takes time, only those that keep nothing are looked at.
         """
-        if self._leanness(way) == math.inf:
+        limit = hand_written.most_overstated(self.problem) * self.budget
+        if self._look(way).peak_bytes > limit:
             return math.inf
         presets = BLOCK_PRESETS if self.problem.model.quick else ()
         traced = [self._look(way), *(self._look(way, name) for name in presets)]
-        limit = hand_written.most_overstated(self.problem) * self.budget
         added = [each.time.effort - self.problem.plain.time.effort for each in traced if each.peak_bytes <= limit]
         return min(added)
 
