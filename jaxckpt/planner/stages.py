@@ -379,10 +379,9 @@ def loops(graph: Graph) -> frozenset[int]:
     """Returns the places of the operations that are planned for as loops: scans with something dear in them, and those
     whose iterations hold much of what the function makes; `LOOPS` at most.
     """
-    held = [_held_bytes(graph, op) for op in graph.ops]
-    least = HELD * sum(held)
+    held, much = _held(graph)
     scans = [place for place, op in enumerate(graph.ops) if op.primitive == "scan" and op.params["length"] > 1]
-    scans = [place for place in scans if is_dear(graph.ops[place]) or held[place] > least]
+    scans = [place for place in scans if is_dear(graph.ops[place]) or held[place] > much]
     return frozenset(sorted(scans, key=held.__getitem__, reverse=True)[:LOOPS])
 
 
@@ -390,10 +389,15 @@ def _cheap_branches(graph: Graph) -> list[int]:
     """Returns the places of branches without anything dear in them that make much of what the function makes, as a
     simulation in each does. A stretch with two of these would run both again at once.
     """
-    held = [_held_bytes(graph, op) for op in graph.ops]
-    least = HELD * sum(held)
+    held, much = _held(graph)
     branches = [place for place, op in enumerate(graph.ops) if primitives.of(op.primitive).holds is Holds.BRANCHES]
-    return [place for place in branches if held[place] > least and not is_dear(graph.ops[place])][:LOOPS]
+    return [place for place in branches if held[place] > much and not is_dear(graph.ops[place])][:LOOPS]
+
+
+def _held(graph: Graph) -> tuple[list[int], float]:
+    """Returns the bytes of what each operation makes, as of `_held_bytes`, and the bytes that are much of all of it."""
+    held = [_held_bytes(graph, op) for op in graph.ops]
+    return held, HELD * sum(held)
 
 
 def _held_bytes(graph: Graph, op: Op) -> int:
