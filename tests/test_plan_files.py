@@ -122,6 +122,16 @@ def test_diff_of_the_same_and_of_other_programs(files, capsys):
     assert code == 0 and "for different programs" in out
 
 
+def test_diff_says_whose_model_was_given_whatever_the_plans_are(files, capsys):
+    model = files / "plan_files_model.py:model"
+    code, out, _ = run(capsys, "diff", files / "a.json", files / "c.json", model, "--set", "layers=6")
+    assert code == 0 and "is the program of c.json." in out
+    assert run(capsys, "diff", files / "a.json", files / "a.json", model)[0] == 0
+    for second in ("a.json", "c.json"):
+        code, _, err = run(capsys, "diff", files / "a.json", files / second, model, "--set", "layers=5")
+        assert code == 1 and "Make a plan for this function" in err
+
+
 @pytest.mark.parametrize("command", ["show", "diff"])
 @pytest.mark.parametrize(
     ("text", "message"),

@@ -6,8 +6,9 @@ import argparse
 import difflib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from jaxckpt._errors import PlanMismatchError
 from jaxckpt.commands import base, output, saved
 from jaxckpt.commands.base import Command
 from jaxckpt.core.plan import Plan
@@ -31,12 +32,13 @@ def _run(options: argparse.Namespace) -> None:
     gone, come = _regions(first, second)
     if first.fingerprint != second.fingerprint:
         lines = ["The plans are for different programs, so their regions cannot be compared."]
+        lines += [] if options.factory is None else [_whose(options, {names[0]: first, names[1]: second})]
         gone, come = [], []
-    elif first == second:
-        lines = ["Both plans do the same."]
     elif options.factory is not None:
         trees = [plan_lines(plan, saved.graph_of(plan, options)) for plan in (first, second)]
-        lines = _different(trees[0], trees[1], names)
+        lines = ["Both plans do the same."] if first == second else _different(trees[0], trees[1], names)
+    elif first == second:
+        lines = ["Both plans do the same."]
     elif one is not None and two is not None:
         lines = _different(one.tree, two.tree, names)
     else:
@@ -53,6 +55,22 @@ def _run(options: argparse.Namespace) -> None:
         "only_in_second": come,
     }
     output.write(options.json, lambda: json.dumps(content, indent=1))
+
+
+def _whose(options: argparse.Namespace, plans: Mapping[str, Plan]) -> str:
+    """Returns a line that says which of some plans, for different programs, is for the model that was given.
+
+    Raises:
+      PlanMismatchError: none is.
+    """
+    for name, plan in plans.items():
+        try:
+            saved.graph_of(plan, options)
+        except PlanMismatchError as error:
+            refused = error
+        else:
+            return f"{options.factory} is the program of {name}."
+    raise refused
 
 
 def _different(one: Sequence[str], two: Sequence[str], names: tuple[str, str]) -> list[str]:
