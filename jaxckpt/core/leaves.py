@@ -4,7 +4,8 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -38,6 +39,22 @@ def is_symbolic(values: Iterable[Any]) -> bool:
 def is_number(x: Any) -> bool:
     """Returns whether a leaf is a number of Python's, bools among them, or a scalar of NumPy's."""
     return isinstance(x, (bool, int, float, complex, np.generic))
+
+
+def held_numbers(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
+    """Returns for each leaf of a pytree whether it is a number that is passed as it is: one of an equinox module, as
+    equinox's own transformations (`eqx.filter_jit`) have it. Its layers ask for the types of their numbers.
+
+    Args:
+      tree: the pytree.
+      is_leaf: as of `jax.tree.leaves`.
+    """
+    module = getattr(sys.modules.get("equinox"), "Module", None)  # before it is imported, there are no modules
+    if module is None:
+        return [False] * len(jax.tree.leaves(tree, is_leaf=is_leaf))
+    is_module = lambda x: isinstance(x, module)
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: is_module(x) or (is_leaf is not None and is_leaf(x)))
+    return [is_module(part) and is_number(leaf) for part in parts for leaf in jax.tree.leaves(part, is_leaf=is_leaf)]
 
 
 def is_given(x: Any) -> bool:

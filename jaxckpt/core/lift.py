@@ -14,7 +14,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from jaxckpt._errors import ArgumentError, JaxckptError
 from jaxckpt.core import graph as graphs
 from jaxckpt.core.argument_names import leaf_name, named_leaves, positional
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.leaves import Whole, is_array, is_given, is_number, is_operand
+from jaxckpt.core.leaves import Whole, held_numbers, is_array, is_given, is_number, is_operand
 from jaxckpt.core.typed import typed
 
 T = TypeVar("T")
@@ -66,12 +66,15 @@ class Spec:
         object.__setattr__(self, "key", typed(self.constants))
 
 
-def spread(operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array) -> tuple[dict[str, Any], Spec]:
+def spread(
+    operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array, held: Collection[str] = ()
+) -> tuple[dict[str, Any], Spec]:
     """Returns the arrays in operands, by label ("x['mask']"), and what else there is.
 
     Args:
       operands: name -> pytree of anything.
       traced: whether a leaf counts as an array.
+      held: labels of leaves that do not.
     """
     leaves: dict[str, Any] = {}
     trees = []
@@ -80,7 +83,7 @@ def spread(operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array
         labels = tuple(operand + jax.tree_util.keystr(path) for path, _ in paths)
         leaves.update(zip(labels, (leaf for _, leaf in paths), strict=True))
         trees.append((operand, structure, labels))
-    arrays = {label: leaf for label, leaf in leaves.items() if traced(leaf)}
+    arrays = {label: leaf for label, leaf in leaves.items() if label not in held and traced(leaf)}
     return arrays, Spec(tuple(trees), tuple((label, leaf) for label, leaf in leaves.items() if label not in arrays))
 
 
@@ -204,7 +207,8 @@ def take(
     flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
     leaves = [leaf for _, leaf in flat]
     places = [place for place, leaf in enumerate(leaves) if is_object is not None and is_object(leaf)]
-    if not places and all(map(traced, leaves)):
+    held = held_numbers((args, kwargs), is_object)
+    if not places and not any(held) and all(map(traced, leaves)):
         return Taken(fun, args, kwargs, lambda out: out, lambda given: given, fun, tree)
 
     names = parameters_of(fun, args)
@@ -213,7 +217,7 @@ def take(
     name = lambda path: ".".join((labels[places[path[0]]], *map(str, path[1:])))
     objects = nnx.Objects([leaves[place] for place in places], name) if places else None
     operands = {labels[place]: leaves[place] for place in rest} | ({} if objects is None else objects.operands)
-    arrays, spec = spread(operands, traced)
+    arrays, spec = spread(operands, traced, {label for label, number in zip(labels, held) if number})
 
     def merged(operands: dict[str, Any], built: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values: list[Any] = [None] * len(leaves)
@@ -331,9 +335,9 @@ def map_leaves(fun: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], use: Callable[[Taken], T]) -> T:
-    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it. If
-    the function needs their values (`if train:`, `range(n)`), with bools as they are; and if that does not help, with
-    all numbers as they are.
+    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it, but
+    for those of equinox modules. If the function needs their values (`if train:`, `range(n)`), with bools as they are;
+    and if that does not help, with all numbers as they are.
     """
     numbers = [type(leaf) for leaf in jax.tree.leaves((args, kwargs)) if is_number(leaf)]
     ways = [is_operand, *([_is_no_bool] if bool in numbers else []), *([is_given] if {*numbers} - {bool} else [])]
@@ -398,6 +402,7 @@ def anything(
             not owner
             and not has_objects((dynamic, kwargs))
             and all(map(is_operand, jax.tree.leaves((dynamic, kwargs))))
+            and not any(held_numbers((dynamic, kwargs)))
         ):
             return plain(*args, **kwargs)
         wrapped = (Whole(arg) if place in places else arg for place, arg in enumerate(args))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxckpt._errors import ArgumentError, InWords, NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.core.argument_names import named_leaves
-from jaxckpt.core.leaves import is_inexact
+from jaxckpt.core.leaves import held_numbers, is_inexact
 from jaxckpt.core.units import counted
 
 StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -76,8 +76,8 @@ def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> S
     """Returns the step, or its replacement if JAX's gradient does not accept the first argument.
 
     For a module of nnx, `jax.value_and_grad` becomes `nnx.value_and_grad` with respect to its Params. For any other
-    tree with leaves that are integers, random keys or not arrays, it becomes the gradient with respect to the other
-    leaves; so it does if the function needs the value of a Python float among them.
+    tree with leaves that are integers, random keys, numbers of equinox modules or not arrays, it becomes the gradient
+    with respect to the other leaves; so it does if the function needs the value of a Python float among them.
 
     Args:
       step: as in `jaxckpt.plan`.
@@ -93,7 +93,7 @@ def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> S
     if instead is not None:
         return instead
     named = named_leaves(args[:1], {})
-    inexact = [is_inexact(leaf) for _, leaf in named]
+    inexact = [is_inexact(leaf) and not held for (_, leaf), held in zip(named, held_numbers(args[:1]))]
     if not any(inexact):
         kinds = [f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}" for name, leaf in named]
         raise NotDifferentiableError(

@@ -16,11 +16,9 @@ import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, NotDifferentiableError
-from jaxckpt.core import primitives, surgery
-from jaxckpt.core.argument_names import named_leaves
+from jaxckpt.core import lift, primitives, surgery
 from jaxckpt.core.graph import INTERNAL, aval_bytes
 from jaxckpt.core.leaves import is_inexact
-from jaxckpt.core.lift import is_operand
 from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import counted, format_bytes
 
@@ -102,10 +100,11 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
     Args:
       fun: a function of pytrees of arrays: the loss, not the training step, of which it would list what a second
         derivative keeps. It is differentiated with respect to every argument of an inexact dtype.
-      *args: arrays, or anything with a shape and a dtype; nothing is computed.
+      *args: arrays, or anything with a shape and a dtype; modules; other leaves are passed as they are. Nothing is
+        computed.
 
     Raises:
-      ArgumentError: `fun` is not a function, or an argument has a leaf that is not an array, a shape or a number.
+      ArgumentError: `fun` is not a function.
       NotDifferentiableError: no argument, or no result, has an inexact dtype.
 
     >>> import jax.numpy as jnp
@@ -115,12 +114,12 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
-    named = named_leaves(args, {})
-    for name, leaf in named:
-        if not is_operand(leaf):
-            hint = "Close over values that are not arrays: residuals(lambda x: fun(x, 'mode'), x)."
-            raise ArgumentError(name, "an array, a shape or a number", leaf, hint)
-    leaves, tree = jax.tree.flatten(args)
+    return lift.attempt(fun, args, {}, _of_call)
+
+
+def _of_call(call: lift.Taken) -> ResidualReport:
+    named = call.paths() if call.whole else sorted(call.paths())  # as the leaves of a dictionary lie
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     inexact = [is_inexact(leaf) for leaf in leaves]
     if not any(inexact):
         raise NotDifferentiableError(
@@ -129,7 +128,8 @@ def residuals(fun: Callable[..., Any], *args: Any) -> ResidualReport:
 
     def kept(*leaves: Any) -> list[Any]:
         def run(*leaves: Any) -> list[Any]:
-            return [leaf for leaf in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))) if is_inexact(leaf)]
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            return [leaf for leaf in jax.tree.leaves(call.fun(*args, **kwargs)) if is_inexact(leaf)]
 
         varying, given = surgery.with_holes(run, leaves, inexact)
         out, pullback = jax.vjp(varying, *given)

@@ -313,3 +313,69 @@ def test_the_default_step_leaves_out_floats_whose_value_the_function_needs():
     assert len(jaxckpt.compare({"plain": loss}, *args, target="cpu")) == 1
     of = lambda fun: jax.grad(lambda ws: fun({"ws": ws, "rate": 0.5}, args[1]))(args[0]["ws"])
     assert_trees_close(of(plan.apply(loss)), of(loss))
+
+
+class Attending(eqx.Module):
+    """Its layers ask for the types of their numbers: a Dropout has a rate, and a flag."""
+
+    attention: list
+
+    def __init__(self, key, rate=0.0):
+        make = functools.partial(eqx.nn.MultiheadAttention, 4, 32, dropout_p=rate)
+        self.attention = [make(key=each) for each in jax.random.split(key, 3)]
+
+    def __call__(self, x, key=None):
+        for layer in self.attention:
+            x = x + layer(x, x, x, key=key)
+        return x
+
+
+def attending_loss(model, x, key=None):
+    return jnp.mean(jax.vmap(model, in_axes=(0, None))(x, key) ** 2)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_numbers_of_modules_are_passed_as_equinox_passes_them(rate):
+    network, x = Attending(jax.random.key(1), rate), jax.random.normal(jax.random.key(0), (4, 64, 32))
+    args = (network, x, jax.random.key(2)) if rate else (network, x)
+    gradient = lambda loss: eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args)
+    expected = gradient(attending_loss)
+
+    plan = jaxckpt.plan(attending_loss, *args, budget="70%")
+    assert plan.regions and plan.measured_bytes <= plan.budget < plan.unplanned_bytes
+    auto = jaxckpt.autocheckpoint(attending_loss, budget="70%")
+    assert auto.plan(*args).regions
+    for fun in (plan.apply(attending_loss), auto):
+        assert_trees_close(eqx.filter(gradient(fun), eqx.is_array), eqx.filter(expected, eqx.is_array), rtol=1e-5)
+    jaxckpt.verify(plan.apply(attending_loss), attending_loss, *args)  # raises where they differ
+
+    kept = jaxckpt.residuals(attending_loss, *args)
+    parts, rest = eqx.partition(args, eqx.is_array)
+    assert kept.kept_bytes == kept_bytes(lambda parts: attending_loss(*eqx.combine(parts, rest)), parts)
+    assert any("attention[0].query_proj.weight" in each.name for each in kept.residuals if each.argument)
+    drawn = "random_bits" in str(jax.make_jaxpr(lambda x: attending_loss(network, x, *args[2:]))(x))
+    operations = {op.primitive for op in jaxckpt.trace(attending_loss, *args).ops}
+    assert drawn == bool(operations & {"random_bits", "threefry2x32"}) == bool(rate), "no dropout at a rate of 0"
+
+
+@pytest.mark.parametrize("policy", [None, "dots"])
+def test_checkpointed_layers_ask_for_their_numbers(policy):
+    network, x = Attending(jax.random.key(1)), jax.random.normal(jax.random.key(0), (64, 32))
+    wrap = jaxckpt.checkpoint(policy=policy)
+    in_place = eqx.tree_at(lambda m: m.attention, network, [wrap(layer) for layer in network.attention])
+    called = wrap(lambda layer, x: layer(x, x, x))
+
+    def by_argument(network, x):
+        for layer in network.attention:
+            x = x + called(layer, x)
+        return jnp.sum(x**2)
+
+    plain = lambda network, x: jnp.sum(network(x) ** 2)
+    expected = eqx.filter(eqx.filter_grad(plain)(network, x), eqx.is_array)
+    for model, loss in ((in_place, plain), (network, by_argument)):
+        found = eqx.filter(eqx.filter_grad(loss)(model, x), eqx.is_array)
+        assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected), rtol=1e-4)
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        kept = lambda loss, arrays=arrays, rest=rest: kept_bytes(lambda a, x: loss(eqx.combine(a, rest), x), arrays, x)
+        full, fixed = eqx.partition(network, eqx.is_array)
+        assert kept(loss) < 0.8 * kept_bytes(lambda a, x: plain(eqx.combine(a, fixed), x), full, x)
