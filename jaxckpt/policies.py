@@ -82,12 +82,17 @@ LENIENT = " Or pass strict=False to the Policy."
 """The last sentence in errors of a strict policy. The command line removes it, because it has no such argument."""
 
 
+HAS = ("index", "shape", "dtype", "bytes", "tags", "primitive", "params", "flops", "source", "scope", "repeats")
+"""What the predicate of `where` may ask a value for; see there."""
+
+
 def _said(predicate: Callable[[Value], Any], value: Value) -> bool:
     try:
         said = predicate(value)
     except Exception as error:
         error.add_note(
-            f"It was raised by the function of a policy's `where`, for {value.label} {value.dtype}{value.shape}."
+            f"It was raised by the function of a policy's `where`, for {value.label} {value.dtype}{value.shape}. The "
+            f"function takes that value, which has {', '.join(HAS)}."
         )
         raise
     try:

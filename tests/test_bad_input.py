@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from flax import nnx
 
 import jaxckpt
 import jaxckpt.flax
-from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy
-from tests.helpers import gradient_executions
+from jaxckpt import ArgumentError, InfeasibleBudgetError, NotDifferentiableError, Policy, policies
+from tests.helpers import gradient_executions, kept_bytes
 
 WS, X = [jnp.eye(16) * 0.5] * 4, jnp.ones((64, 16))
 
@@ -117,7 +118,6 @@ def test_an_error_in_the_maker_of_a_step_is_its_own():
         (lambda: Policy({}, strict="no"), "strict must be a bool; got 'no'"),
         (lambda: jaxckpt.autocheckpoint(loss, budget="50%", path=3), "path must be the path of a folder; got 3"),
         (lambda: jaxckpt.residuals(3, X), "fun must be a function; got 3"),
-        (lambda: jaxckpt.residuals(loss, {"a": [WS, "b"]}, X), r"args\[0\]\['a'\]\[1\] must be an array, .* got 'b'"),
         (lambda: jaxckpt.trace(3, X), "fun must be a function; got 3"),
         (lambda: jaxckpt.frontier(3, X), "fun must be a function; got 3"),
         (lambda: jaxckpt.compare({"a": 3}, X), r"variants\['a'\] must be a function; got 3"),
@@ -247,7 +247,7 @@ def test_a_plan_for_another_program_says_what_may_differ_and_lists_whole_argumen
     text = str(caught.value)
     assert "float32[16, 16], 23 more, float32[16, 16]" in text, "the first and the last ones"
     assert "float32[64, 16]. If the plan was made for these, the program itself differs" in text, "the batch comes last"
-    assert "static argument" in text and "evaluation mode" in text
+    assert "static argument" in text and "evaluation mode" in text and "its code was edited" in text
     with pytest.raises(jaxckpt.PlanMismatchError, match=r"came: float32\[16, 16\], float32\[64, 16\]\. If"):
         plan.apply(chain)(ws[:1], X, "train")
 
@@ -555,3 +555,53 @@ def test_a_loss_with_more_than_its_value_is_told_of_has_aux():
     with pytest.raises(TypeError, match="scalar-output") as caught:
         jaxckpt.plan(lambda ws, x: (loss(ws, x), x), WS, X, budget="60%", step=step)
     assert "has_aux=True" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("what", ["plan", "measure", "checkpoint"])
+def test_modules_that_take_no_arrays_are_told_what_to_be(what):
+    call = {
+        "plan": lambda fun: jaxckpt.plan(fun, X, budget="50%", target="cpu"),
+        "measure": lambda fun: jaxckpt.measure(fun, X),
+        "checkpoint": jaxckpt.checkpoint,
+    }[what]
+    hint = r"jaxckpt\.flax\.checkpoint" if what == "checkpoint" else r"Pass lambda params, x: model\.apply"
+    with pytest.raises(ArgumentError, match=f"got an instance of Dense, which has no parameters.*{hint}"):
+        call(nn.Dense(4))
+    for cls in (nn.Dense, nnx.Linear, eqx.nn.Linear):
+        with pytest.raises(ArgumentError, match=rf"fun must be a function.*{cls.__name__}'>"):
+            call(cls)
+    bound = nn.Dense(16).bind({"params": {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}})
+    assert jaxckpt.measure(bound, X).peak_bytes
+
+
+def test_a_tag_before_its_value_is_told_so():
+    with pytest.raises(ArgumentError, match=r"got ArrayImpl\. The value comes first: tag\(value, name\)"):
+        jaxckpt.tag("up", X)
+
+
+@pytest.mark.parametrize("budget", ["0.5", ".5", "1.0"])
+def test_a_share_as_a_number_in_a_text_is_told_its_sign(budget):
+    with pytest.raises(ArgumentError, match=f"A share is written with %: '{float(budget):.0%}'"):
+        jaxckpt.plan(loss, WS, X, budget=budget, target="cpu")
+
+
+def test_what_a_predicate_may_ask_for_is_said_where_it_asks_for_more():
+    policy = Policy({jaxckpt.where(lambda value: value.size > 10): "save"})
+    with pytest.raises(AttributeError) as caught:
+        jax.grad(jaxckpt.checkpoint(loss, policy=policy))(WS, X)
+    [note] = [each for each in caught.value.__notes__ if "`where`" in each]
+    assert "which has index, shape, dtype, bytes, tags" in note
+    for name in policies.HAS:
+        seen = Policy({jaxckpt.where(lambda value, name=name: hasattr(value, name)): "save"})
+        with_all = Policy({jaxckpt.where(lambda value: True): "save"})
+        kept = [kept_bytes(jaxckpt.checkpoint(loss, policy=each), WS, X) for each in (seen, with_all)]
+        assert kept[0] == kept[1], name
+
+
+def test_residuals_takes_leaves_that_are_no_arrays_as_they_are():
+    chosen = lambda model, x: loss(model["ws"], x) * (2.0 if model["mode"] == "twice" else 1.0)
+    found = jaxckpt.residuals(chosen, {"ws": WS, "mode": "twice"}, X)
+    assert found.kept_bytes == jaxckpt.residuals(loss, WS, X).kept_bytes > 0
+    assert {each.name for each in found.residuals if each.argument} == {
+        *(f"model['ws'][{place}]" for place in range(1, len(WS))),  # of the first one nothing asks: X has no gradient
+    } | {"x", "model['ws'][0]"}

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, JaxckptError
+from jaxckpt._errors import ArgumentError, InWords, JaxckptError
 from jaxckpt.core import graph as graphs
 from jaxckpt.core.argument_names import leaf_name, named_leaves, positional
 from jaxckpt.core.graph import Graph
@@ -305,6 +305,25 @@ def is_module_class(fun: Any) -> bool:
         return False
     names = {f"{base.__module__}.{base.__qualname__}" for base in fun.__mro__}
     return bool(names & {"flax.linen.module.Module", "flax.nnx.module.Module"})
+
+
+def refuse_module(fun: Any, rule: str, hint: str = "") -> None:
+    """Raises ArgumentError for a module that cannot be called with arrays: a class, or an instance of linen's without
+    its parameters.
+
+    Args:
+      fun: a function.
+      rule: what it must be.
+      hint: what to do; if left out, how to write a function of its parameters.
+    """
+    linen, equinox = (getattr(sys.modules.get(name), "Module", None) for name in ("flax.linen", "equinox"))
+    given = "lambda params, x: model.apply({'params': params}, x)"
+    if linen is not None and isinstance(fun, linen) and fun.scope is None:
+        instance = InWords(f"an instance of {type(fun).__name__}, which has no parameters")
+        raise ArgumentError("fun", rule, instance, hint or f"Pass {given}.")
+    if is_module_class(fun) or (equinox is not None and isinstance(fun, type) and issubclass(fun, equinox)):
+        call = given if linen is not None and issubclass(fun, linen) else "lambda model, x: model(x)"
+        raise ArgumentError("fun", rule, fun, hint or f"It is a class: pass {call}.")
 
 
 def snapshot(tree: Any) -> tuple[list[Any], Callable[[], None]]:

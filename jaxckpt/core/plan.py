@@ -251,8 +251,9 @@ class Plan:
             )
             came = arguments_of(graph)
             program = (
-                "the program itself differs: by a static argument, training or evaluation mode, a mesh, or a string or "
-                "number that selects it, or it is another function, such as the training step in the place of its loss"
+                "the program itself differs: its code was edited; or a static argument, training or evaluation mode, a "
+                "mesh, or a string or number selects another one; or it is another function, such as the training step "
+                "in the place of its loss"
             )
             if not self.arguments:
                 shapes = [each.rpartition(": ")[2] for each in came]

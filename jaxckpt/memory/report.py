@@ -282,6 +282,7 @@ def measure(
     """
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun)
+    lift.refuse_module(fun, "a function of the parameters")
     lift.refuse_traced(fun, args, "measure")
     check_flags(generate_code=generate_code)
     named = compiler_options is None or isinstance(compiler_options, Mapping)

@@ -94,9 +94,10 @@ def _check_text(budget: str, argument: str) -> None:
     try:
         count = parse_bytes(budget)
     except ArgumentError:
-        found = _SHORT.fullmatch(budget)
+        count, found = 0, _SHORT.fullmatch(budget)
         hint = f"Did you mean '{found[1]}{found[2].upper()}iB'?" if found else ""
-        raise ArgumentError(argument, RULE, budget, hint) from None
+        if not _FRACTION.fullmatch(budget):
+            raise ArgumentError(argument, RULE, budget, hint) from None
     if _FRACTION.fullmatch(budget):  # bytes are whole, and nobody means one byte
         raise ArgumentError(argument, RULE, budget, f"A share is written with %: '{float(budget):.0%}'.")
     if not count:

@@ -17,7 +17,7 @@ from jaxckpt.core import lift, purity
 from jaxckpt.core.bare import bare, has_checkpoints
 from jaxckpt.core.constants import INNERMOST_SHARE
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.lift import trace
+from jaxckpt.core.lift import refuse_module, trace
 from jaxckpt.core.shown import Progress
 from jaxckpt.core.units import counted
 from jaxckpt.memory.gradient import PLAIN, STEP_TOO, StepMaker, came_for, made, not_a_loss, suited
@@ -81,6 +81,7 @@ class Subject:
         if not callable(fun):
             hint = "The loss comes first: plan(loss, *args, ...)." if any(map(callable, args)) else ""
             raise ArgumentError("fun", "a function", fun, hint)
+        refuse_module(fun, "a function of the parameters")
         self.settings, self.progress = settings, progress
         self.stretches: dict[tuple[Action, ...], dict[Any, Any]] = {} if of is None else of.stretches
         target = target_of(settings.target)

@@ -13,13 +13,13 @@ import jax
 import jax.ad_checkpoint
 
 from jaxckpt import _compat
-from jaxckpt._errors import ArgumentError, EffectsError, explains, refuse_call
+from jaxckpt._errors import ArgumentError, EffectsError, InWords, explains, refuse_call
 from jaxckpt.core import purity
 from jaxckpt.core.emit import emit
 from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
-from jaxckpt.core.lift import anything, is_model, is_module_class, is_operand
+from jaxckpt.core.lift import anything, is_model, is_module_class, is_operand, refuse_module
 from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
@@ -39,7 +39,8 @@ def tag(x: Any, name: str) -> Any:
     >>> f = checkpoint(layer, policy=Policy({"up": "save"}))
     """
     if not isinstance(name, str) or not name:
-        raise ArgumentError("name", "a string that is not empty", name)
+        hint = "The value comes first: tag(value, name)." if isinstance(x, str) else ""
+        raise ArgumentError("name", "a string that is not empty", InWords(type(name).__name__) if hint else name, hint)
     if wrong := [leaf for leaf in jax.tree.leaves(x) if not is_operand(leaf)]:
         raise ArgumentError("x", "a pytree of arrays", wrong[0])
     return jax.tree.map(lambda leaf: jax.ad_checkpoint.checkpoint_name(leaf, name), x)
@@ -104,6 +105,8 @@ def checkpoint(
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
     if is_module_class(fun):
         raise ArgumentError("fun", "a function, or an instance", fun, "Of a module class: jaxckpt.flax.checkpoint.")
+    hint = "Of linen: jaxckpt.flax.checkpoint(Class), or jaxckpt.flax.apply(model, ...). Of equinox: an instance."
+    refuse_module(fun, "a function, or a module with its arrays in it", hint)
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
     resolved = policy_of(policy)
