@@ -241,6 +241,24 @@ TINIEST = 1e-4
 """As `TINY`, of a small program, whose plans compile in no time. Judged by four layers with their optimizer on an H100:
 with 0.001 a plan computes 0.26% more of the step's FLOPs than checkpoints around three of them, which fit as well."""
 
+RIVALS = 2
+"""So many checkpoints as people write them that are estimated to fit, and take less than the best plan in FLOPs or in
+seconds, are compiled to see whether they do. No measurement is on record."""
+
+HEAVIER, LIGHTER = (4.0, 16.0), (0.25, 0.0)
+"""How many times as much FLOPs weigh where a plan is looked for that computes no more than its rivals, or takes no
+longer. Judged by six blocks of attention on an H100 at the peak of the preset `dots_no_batch`: with 4 the plan computes
+0.29% of the step less than with 1, with 1,000 it is the same."""
+
+AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)
+"""Where such a plan is looked for: shares of the bytes that the best plan needs by the chain. Judged by a loss of one
+example under `jax.vmap` at the peak of the preset `dots`, where other budgets were asked for before: what these taught
+the chain hides the plan that a first search finds."""
+
+EVEN = 0.01
+"""By how much of the step, as plans are weighed, such a plan may be dearer. Judged by the same blocks of attention,
+whose plan is dearer by 0.16%; with 0.03 it could be the preset, which takes 7 points of time more."""
+
 UNEQUAL = 1e-4
 """Of a large program's plans whose bytes are within this fraction of the fewest, by the chain and by a trace, the
 cheapest is taken as the leanest: neither knows bytes better. Judged by GPT-2 on an H100: a region around its head saves

@@ -54,8 +54,9 @@ class Aims:
 
     def __init__(self, predictions: Predictions, solver: Solver) -> None:
         self.predictions, self.problem, self.budget = predictions, predictions.problem, predictions.budget
-        self.host = self.problem.host(solver)
-        self._solver = solver
+        self._solver, self.host = solver, self.problem.host(solver)
+        if predictions.chain is not self.problem.model.chain:
+            self.host = self._host_of(predictions.chain)
         self._corrections = Corrections(predictions.chain)
         self._corrected: Host | None = None  # the host of the corrected chain
         self._others = self.host  # what solved the solution of `other`
@@ -89,7 +90,7 @@ class Aims:
         over = {solution: self.predictions.predicted(solution) - self.budget for solution in traced}
         fitting = [solution for solution in traced if over[solution] <= 0]
         if fitting:
-            return min(fitting, key=self.problem.effort)
+            return min(fitting, key=self.predictions.effort)
         if not between or not traced:
             return aimed
         far = low.compiled < self.budget * (1 - FAR_BELOW * CLOSE)

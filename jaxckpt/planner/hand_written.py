@@ -77,17 +77,21 @@ def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best
       times: what solutions take by the chain.
       best: the best plan so far.
     """
-    problem, budget = predictions.problem, predictions.budget
     cheaper = _cheaper(predictions, times, best)
-    learned = predictions.overstated(by_hand=True)
-    known = learned or predictions.overstated(by_hand=False) or 1.0
-    estimate = functools.partial(problem.estimate, by_hand=True)  # a trace of the step
-    slack = CLOSE if predictions.quick else TINY  # equal estimates may be 64 bytes apart
-    chosen = next((s for s in cheaper if estimate(s) <= (1 + slack) * max(known, 1.0) * budget), None)
-    if chosen is None and (learned is None or predictions.quick):  # what one is worth another may not be
+    chosen = next((solution for solution in cheaper if may_fit(predictions, solution)), None)
+    if chosen is None and (predictions.overstated(by_hand=True) is None or predictions.quick):
+        # What one is worth another may not be.
+        estimate = functools.partial(predictions.problem.estimate, by_hand=True)
         near = [solution for solution in cheaper if estimate(solution) <= likely(predictions, solution)]
         chosen = min(near, key=estimate, default=None)
     return chosen
+
+
+def may_fit(predictions: Predictions, solution: Solution) -> bool:
+    """Whether a solution, written by hand, fits if its estimate is too high by as much as those of compiled plans."""
+    known = predictions.overstated(by_hand=True) or predictions.overstated(by_hand=False) or 1.0
+    slack = CLOSE if predictions.quick else TINY  # equal estimates may be 64 bytes apart
+    return predictions.problem.estimate(solution, by_hand=True) <= (1 + slack) * max(known, 1.0) * predictions.budget
 
 
 def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Try) -> list[Solution]:

@@ -379,9 +379,13 @@ class Measured:
         """Returns what a solution adds to the traced step, with transfers that nothing hides, and what is known of it
         that no trace shows: what plans are chosen by.
         """
-        traced, chain = self.traced(solution, by_hand).time, self.model.chain
-        exposed = host_use(chain, solution).exposed(traced.seconds)
-        return traced.effort - self.plain.time.effort + exposed + unseen_seconds(chain, solution)
+        time = self.traced(solution, by_hand).time
+        return self.seconds(solution, by_hand) + (time.effort - time.seconds) - self.plain.time.effort
+
+    def seconds(self, solution: Solution, by_hand: bool = False) -> float:
+        """Returns the seconds of the traced step under a solution, with what `effort` counts beside the trace."""
+        traced, chain = self.traced(solution, by_hand).time.seconds, self.model.chain
+        return traced + host_use(chain, solution).exposed(traced) + unseen_seconds(chain, solution)
 
     def remembered(self, solver: Solver) -> Remembered:
         """Returns the plans that were returned for it, in whatever process, from what a solver found."""

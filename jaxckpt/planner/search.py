@@ -29,6 +29,7 @@ from jaxckpt.core.constants import (
     OVERSTATED_LOOP,
     QUICK_COMPILES,
     ROOM,
+    TINIEST,
     TINY,
     WORTH,
 )
@@ -41,6 +42,7 @@ from jaxckpt.planner.aims import Aims
 from jaxckpt.planner.chain import Solution, cost
 from jaxckpt.planner.host import host_use
 from jaxckpt.planner.measured import Measured, Try
+from jaxckpt.planner.no_worse import NoWorse
 from jaxckpt.planner.predictions import Predictions
 from jaxckpt.planner.remembered import Found, Remembered
 from jaxckpt.planner.solvers import Solver
@@ -110,7 +112,7 @@ class Search:
             if best is not None and self.shares:  # it may take far more time than the budget asks for
                 best = self._or_by_hand(best, self.problem.by_hand)
         if best is not None and self.shares:
-            best = self._or_with_last_blocks_left(best)
+            best = self._or_no_worse(self._or_with_last_blocks_left(best))
         if (best is None or best.effort > 0.0) and (found := self._as_it_is_after_all()) is not None:
             return found
         if best is None:
@@ -328,6 +330,25 @@ class Search:
             if (made := self._try(solution, by_hand=True)).fits(self.budget):
                 return made
         return best
+
+    def _or_no_worse(self, best: Try) -> Try:
+        """Returns the best plan or, where others that fit compute less or take less time, one that is no worse than
+        any of these; see `no_worse`. It counts as cheaper than the best one from then on.
+        """
+        less = max(
+            (each for each in self.remembered.plans() if each.budget < self.budget and each.compiled <= self.budget),
+            key=lambda each: each.budget,
+            default=None,
+        )
+        compiled = lambda solution, by_hand: self._try(solution, by_hand=by_hand, corrects=False)
+        looked = NoWorse(self.predictions, self.solver, best, compiled)
+        found = looked.find([] if less is None else [(less.solution, less.by_hand)])
+        if found is None:
+            return best
+        ranked = replace(found, effort=min(found.effort, best.effort - TINIEST * self.problem.plain.time.effort))
+        with self.problem.lock:
+            self.problem.tries[found.solution, found.by_hand] = ranked
+        return ranked
 
     def _floor(self, least: Solution | None) -> Try | None:
         """Returns the leanest plan, if it fits. The model does not know which of lean plans is the leanest, so several
