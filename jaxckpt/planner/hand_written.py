@@ -87,6 +87,14 @@ def next_by_hand(predictions: Predictions, times: Mapping[Solution, float], best
     return chosen
 
 
+def is_worth_a_trace(predictions: Predictions, solution: Solution) -> bool:
+    """Whether a solution, written by hand, may fit by the chain's bytes, or a trace takes no time."""
+    if predictions.quick:
+        return True
+    limit = predictions.modelled_limit_by_hand(most_overstated(predictions.problem) * predictions.budget)
+    return cost(predictions.chain, solution).peak <= limit
+
+
 def may_fit(predictions: Predictions, solution: Solution) -> bool:
     """Whether a solution, written by hand, fits if its estimate is too high by as much as those of compiled plans."""
     known = predictions.overstated(by_hand=True) or predictions.overstated(by_hand=False) or 1.0
@@ -100,11 +108,10 @@ def _cheaper(predictions: Predictions, times: Mapping[Solution, float], best: Tr
     its bytes, are not traced.
     """
     problem, chain = predictions.problem, predictions.chain
-    limit = predictions.modelled_limit_by_hand(most_overstated(problem) * predictions.budget)
     slowest = OVERTIMED * max(cost(chain, best.solution).time, best.effort)
     dearest = best.effort - (TINIEST if predictions.quick else TINY) * problem.plain.time.effort
     loops = problem.model.checkpoints_loops  # which may take less than what the chain compares with, the step as it is
-    traced = lambda s: times[s] < slowest and (predictions.quick or cost(chain, s).peak <= limit)
+    traced = lambda s: times[s] < slowest and is_worth_a_trace(predictions, s)
     near = [s for s in times if loops(s) or traced(s)]
     near = [s for s in near if not problem.is_compiled(s, by_hand=True)]
     efforts = {solution: problem.effort(solution, by_hand=True) for solution in near}

@@ -98,9 +98,8 @@ class NoWorse:
         problem, model = self.problem, self.problem.model
         most = [(1 + EVEN) * each for each in chain_costs(model, self.best.solution)]
         for solution in problem.by_hand:
-            if not any(less <= limit for less, limit in zip(chain_costs(model, solution), most)):
-                continue
-            if self._may_fit(solution):
+            takes_less = any(less <= limit for less, limit in zip(chain_costs(model, solution), most))
+            if takes_less and self._may_fit(solution):
                 yield self._rival(solution, True)
 
     def _may_fit(self, solution: Solution) -> bool:
@@ -110,6 +109,8 @@ class NoWorse:
             made = self.problem.tries.get((solution, True))
         if made is not None:
             return made.fits(budget)
+        if not hand_written.is_worth_a_trace(predictions, solution):
+            return False
         if predictions.overstated(by_hand=True) is None:
             return hand_written.may_fit(predictions, solution)
         return predictions.predicted_by_hand(solution) <= (1 + CLOSE) * budget
