@@ -5,7 +5,7 @@ are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -41,20 +41,16 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex, np.generic))
 
 
-def held_numbers(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
-    """Returns for each leaf of a pytree whether it is a number that is passed as it is: one of an equinox module, as
-    equinox's own transformations (`eqx.filter_jit`) have it. Its layers ask for the types of their numbers.
-
-    Args:
-      tree: the pytree.
-      is_leaf: as of `jax.tree.leaves`.
+def held_numbers(tree: Any) -> list[bool]:
+    """Returns for each leaf of a pytree whether it is a number of an equinox module: equinox's own transformations
+    (`eqx.filter_jit`) pass it as it is, so its layers may ask for its type.
     """
     module = getattr(sys.modules.get("equinox"), "Module", None)  # before it is imported, there are no modules
     if module is None:
-        return [False] * len(jax.tree.leaves(tree, is_leaf=is_leaf))
+        return [False] * len(jax.tree.leaves(tree))
     is_module = lambda x: isinstance(x, module)
-    parts = jax.tree.leaves(tree, is_leaf=lambda x: is_module(x) or (is_leaf is not None and is_leaf(x)))
-    return [is_module(part) and is_number(leaf) for part in parts for leaf in jax.tree.leaves(part, is_leaf=is_leaf)]
+    parts = jax.tree.leaves(tree, is_leaf=is_module)
+    return [is_module(part) and is_number(leaf) for part in parts for leaf in jax.tree.leaves(part)]
 
 
 def is_given(x: Any) -> bool:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,9 +39,15 @@ VALUE_NEEDED = (TypeError, jax.errors.NonConcreteBooleanIndexError)
 """What a function raises that needs the value of a number that is traced; see `is_value_needed`."""
 
 
-def is_value_needed(error: Exception) -> bool:
-    """Whether a function raised it because it needs the value of a number: of a jitted one, a static argument."""
-    return isinstance(error, VALUE_NEEDED) or "Non-hashable static arguments" in str(error)
+def is_value_needed(error: Exception, *args: Any) -> bool:
+    """Whether a function raised it because it needs the value of a number: of a jitted one, a static argument. Whether
+    it may be, where modules of equinox with numbers are among its arguments.
+    """
+    return (
+        isinstance(error, VALUE_NEEDED)
+        or "Non-hashable static arguments" in str(error)
+        or (not isinstance(error, JaxckptError) and any(held_numbers(args)))
+    )
 
 
 def title(fun: Callable[..., Any]) -> str:
@@ -66,15 +72,12 @@ class Spec:
         object.__setattr__(self, "key", typed(self.constants))
 
 
-def spread(
-    operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array, held: Collection[str] = ()
-) -> tuple[dict[str, Any], Spec]:
+def spread(operands: Mapping[str, Any], traced: Callable[[Any], bool] = is_array) -> tuple[dict[str, Any], Spec]:
     """Returns the arrays in operands, by label ("x['mask']"), and what else there is.
 
     Args:
       operands: name -> pytree of anything.
       traced: whether a leaf counts as an array.
-      held: labels of leaves that do not.
     """
     leaves: dict[str, Any] = {}
     trees = []
@@ -83,7 +86,7 @@ def spread(
         labels = tuple(operand + jax.tree_util.keystr(path) for path, _ in paths)
         leaves.update(zip(labels, (leaf for _, leaf in paths), strict=True))
         trees.append((operand, structure, labels))
-    arrays = {label: leaf for label, leaf in leaves.items() if label not in held and traced(leaf)}
+    arrays = {label: leaf for label, leaf in leaves.items() if traced(leaf)}
     return arrays, Spec(tuple(trees), tuple((label, leaf) for label, leaf in leaves.items() if label not in arrays))
 
 
@@ -207,8 +210,7 @@ def take(
     flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
     leaves = [leaf for _, leaf in flat]
     places = [place for place, leaf in enumerate(leaves) if is_object is not None and is_object(leaf)]
-    held = held_numbers((args, kwargs), is_object)
-    if not places and not any(held) and all(map(traced, leaves)):
+    if not places and all(map(traced, leaves)):
         return Taken(fun, args, kwargs, lambda out: out, lambda given: given, fun, tree)
 
     names = parameters_of(fun, args)
@@ -217,7 +219,7 @@ def take(
     name = lambda path: ".".join((labels[places[path[0]]], *map(str, path[1:])))
     objects = nnx.Objects([leaves[place] for place in places], name) if places else None
     operands = {labels[place]: leaves[place] for place in rest} | ({} if objects is None else objects.operands)
-    arrays, spec = spread(operands, traced, {label for label, number in zip(labels, held) if number})
+    arrays, spec = spread(operands, traced)
 
     def merged(operands: dict[str, Any], built: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values: list[Any] = [None] * len(leaves)
@@ -354,9 +356,10 @@ def map_leaves(fun: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], use: Callable[[Taken], T]) -> T:
-    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it, but
-    for those of equinox modules. If the function needs their values (`if train:`, `range(n)`), with bools as they are;
-    and if that does not help, with all numbers as they are.
+    """Returns `use(call)` of a call that is taken apart: with Python's bools and numbers as arrays, as JAX has it. If
+    the function needs their values (`if train:`, `range(n)`), with bools as they are; and if that does not help, with
+    all numbers as they are. Layers of equinox ask for the types of theirs, and raise what they like where these are
+    traced.
     """
     numbers = [type(leaf) for leaf in jax.tree.leaves((args, kwargs)) if is_number(leaf)]
     ways = [is_operand, *([_is_no_bool] if bool in numbers else []), *([is_given] if {*numbers} - {bool} else [])]
@@ -364,7 +367,7 @@ def attempt(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         try:
             return use(take(fun, args, kwargs, traced=traced))
         except Exception as error:
-            if isinstance(error, JaxckptError) or not is_value_needed(error):
+            if isinstance(error, JaxckptError) or not is_value_needed(error, args, kwargs):
                 raise
     return use(take(fun, args, kwargs, traced=ways[-1]))
 

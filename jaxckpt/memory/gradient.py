@@ -101,8 +101,9 @@ def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> S
             "gradients with respect to them; "
             f"{', '.join(kinds[:3]) or 'it has no arrays'}. Put the parameters first, or pass your own step."
         )
-    needed = any(lift.is_number(leaf) for _, leaf in named) and _needs_value(step(fun), args)
-    return step if all(inexact) and not needed else functools.partial(_of_inexact, step)
+    if all(inexact) and not (any(lift.is_number(leaf) for _, leaf in named) and _needs_value(step(fun), args)):
+        return step
+    return functools.partial(_of_inexact, step)
 
 
 STEP_TOO = "If they are those of a training step, give what makes it too: step=step_of; in a factory, return it third."

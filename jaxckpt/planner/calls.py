@@ -14,7 +14,6 @@ import numpy as np
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError
 from jaxckpt.core import lift, purity
-from jaxckpt.core.leaves import held_numbers
 from jaxckpt.core.typed import hashable, typed
 
 
@@ -144,8 +143,7 @@ def parse(
         )
     else:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        held = held_numbers((args, kwargs))
-        avals = [None if number else described(leaf) for leaf, number in zip(leaves, held)]
+        avals = list(map(described, leaves))
         statics = {place: leaf for place, (leaf, aval) in enumerate(zip(leaves, avals)) if aval is None}
         arrays = [leaf for leaf, aval in zip(leaves, avals) if aval is not None]
         call = functools.partial(Call, tree, arrays, statics, tuple(aval for aval in avals if aval is not None))

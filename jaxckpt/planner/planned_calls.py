@@ -142,7 +142,7 @@ class PlannedCalls:
             try:
                 return call, self._planned(call)
             except Exception as error:
-                needed = lift.is_value_needed(error) and any(map(lift.is_number, call.arrays))
+                needed = lift.is_value_needed(error, args, kwargs) and any(map(lift.is_number, call.arrays))
                 if isinstance(error, JaxckptError) or not needed:
                     raise
         valued = self._parse(args, kwargs, numbers=False)

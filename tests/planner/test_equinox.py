@@ -335,7 +335,7 @@ def attending_loss(model, x, key=None):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_numbers_of_modules_are_passed_as_equinox_passes_them(rate):
+def test_numbers_of_layers_that_ask_for_their_types_are_passed_as_equinox_passes_them(rate):
     network, x = Attending(jax.random.key(1), rate), jax.random.normal(jax.random.key(0), (4, 64, 32))
     args = (network, x, jax.random.key(2)) if rate else (network, x)
     gradient = lambda loss: eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args)
@@ -379,3 +379,32 @@ def test_checkpointed_layers_ask_for_their_numbers(policy):
         kept = lambda loss, arrays=arrays, rest=rest: kept_bytes(lambda a, x: loss(eqx.combine(a, rest), x), arrays, x)
         full, fixed = eqx.partition(network, eqx.is_array)
         assert kept(loss) < 0.8 * kept_bytes(lambda a, x: plain(eqx.combine(a, fixed), x), full, x)
+
+
+class Scaled(eqx.Module):
+    """Its number is one to compute with: `jax.jit` takes it for an array."""
+
+    ws: list
+    scale: float
+
+    def __call__(self, x):
+        for w in self.ws:
+            x = jnp.tanh(x @ w) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("jit", [eqx.filter_jit, jax.jit, lambda fun: fun], ids=["filter_jit", "jit", "eager"])
+def test_a_plan_for_numbers_to_compute_with_holds_under_any_jit(jit):
+    network, x = Scaled([jnp.eye(32) * 0.5] * 6, 0.9), jnp.linspace(-1, 1, 1024 * 32).reshape(1024, 32)
+    loss = lambda network, x: jnp.mean(network(x) ** 2)
+    plan = jaxckpt.plan(loss, network, x, budget="70%")
+    assert plan.regions and plan.measured_bytes <= plan.budget
+    grad = eqx.filter_grad if jit is eqx.filter_jit else jax.grad
+    for changed in (network, eqx.tree_at(lambda n: n.scale, network, 0.5)):
+        for fun in (
+            plan.apply(loss),
+            jaxckpt.checkpoint(loss, policy="dots"),
+            jaxckpt.autocheckpoint(loss, budget="70%"),
+        ):
+            found, expected = (jax.tree.leaves(jit(grad(each))(changed, x)) for each in (fun, loss))
+            assert_trees_close(found, expected, rtol=1e-5)
