@@ -298,7 +298,8 @@ class Policy:
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError("rules", "a mapping, or pairs, from selector to action", rules) from error
+            hint = "A preset has a name alone: policy='dots'." if isinstance(rules, str) and rules in PRESETS else ""
+            raise ArgumentError("rules", "a mapping, or pairs, from selector to action", rules, hint) from error
         if not isinstance(strict, bool):
             raise ArgumentError("strict", "a bool", strict)
         self.default = action_from(default, "default")
@@ -455,7 +456,10 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
     if isinstance(policy, str):
         if policy in PRESETS:
             return PRESETS[policy]
-        raise ArgumentError("policy", "a preset's name", policy, did_you_mean(policy, PRESETS))
+        hint = did_you_mean(policy, PRESETS)
+        if hasattr(jax.checkpoint_policies, policy):
+            hint = f"JAX's policy is no text: jax.checkpoint_policies.{policy}. {hint}"
+        raise ArgumentError("policy", "a preset's name", policy, hint)
     if callable(policy) and not isinstance(policy, type):
         if _is_torchs(policy):
             hint = "Write policy=Policy({where(lambda value: ...): SAVE}), or name operations: op('dot_general')."
@@ -470,6 +474,8 @@ def policy_of(policy: Any) -> Policy | Callable[..., Any] | None:
             raise ArgumentError("policy", "a function of (primitive, *avals, **params), as JAX's are", policy, hint)
         return policy  # type: ignore[no-any-return]
     hint = "Write policy=Policy({...})." if isinstance(policy, Mapping) else ""
+    if isinstance(policy, (list, tuple)) and policy and all(isinstance(each, str) for each in policy):
+        hint = f"To keep what is tagged so: Policy({{{policy[0]!r}: 'save', ...}})."
     if isinstance(policy, Action):
         hint = f"Write policy=Policy(default={policy!r}), or name what it is for: Policy({{'tag': {policy!r}}})."
     raise ArgumentError("policy", "None, a Policy, a preset's name, or one of jax.checkpoint_policies", policy, hint)

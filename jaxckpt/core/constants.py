@@ -257,7 +257,7 @@ the chain hides the plan that a first search finds."""
 
 EVEN = 0.01
 """By how much of the step, as plans are weighed, such a plan may be dearer. Judged by the same blocks of attention,
-whose plan is dearer by 0.16%; with 0.03 it could be the preset, which takes 7 points of time more."""
+whose plan is dearer by 0.16%; with 0.04 it could be the preset, which takes 7 points of time more."""
 
 UNEQUAL = 1e-4
 """Of a large program's plans whose bytes are within this fraction of the fewest, by the chain and by a trace, the

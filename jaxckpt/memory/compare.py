@@ -278,7 +278,10 @@ def pareto_front(points: list[tuple[float, float]]) -> list[bool]:
 
 def _check(variants: Any) -> None:
     if not isinstance(variants, Mapping) or not variants:
-        raise ArgumentError("variants", "a mapping from name to function, with at least one", variants)
+        hint = (
+            "Give each function a name: compare({'plain': loss, 'blocks': other}, *args)." if callable(variants) else ""
+        )
+        raise ArgumentError("variants", "a mapping from name to function, with at least one", variants, hint)
     for name, fun in variants.items():
         if not isinstance(name, str):
             raise ArgumentError("variants", "a mapping with strings for names", name)
