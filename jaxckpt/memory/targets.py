@@ -202,7 +202,6 @@ class _Parts:
     place: Place | None = None
 
 
-@functools.lru_cache(maxsize=256)  # asked once for each operation whose time is looked up
 def _parse(name: str) -> _Parts | None:
     head, colon, rest = name.strip().lower().partition(":")
     platform = PLATFORMS.get(head)
