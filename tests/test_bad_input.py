@@ -586,7 +586,7 @@ def test_a_share_as_a_number_in_a_text_is_told_its_sign(budget):
 
 
 def test_what_a_predicate_may_ask_for_is_said_where_it_asks_for_more():
-    policy = Policy({jaxckpt.where(lambda value: value.size > 10): "save"})
+    policy = Policy({jaxckpt.where(lambda value: value.size > 10): "save"})  # type: ignore[attr-defined]
     with pytest.raises(AttributeError) as caught:
         jax.grad(jaxckpt.checkpoint(loss, policy=policy))(WS, X)
     [note] = [each for each in caught.value.__notes__ if "`where`" in each]
