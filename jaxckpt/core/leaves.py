@@ -41,7 +41,7 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex, np.generic))
 
 
-def held_numbers(tree: Any) -> list[bool]:
+def numbers_of_modules(tree: Any) -> list[bool]:
     """Returns for each leaf of a pytree whether it is a number of an equinox module: equinox's own transformations
     (`eqx.filter_jit`) pass it as it is, so its layers may ask for its type.
     """

@@ -25,7 +25,7 @@ from jaxckpt._errors import ArgumentError, InWords, JaxckptError
 from jaxckpt.core import graph as graphs
 from jaxckpt.core.argument_names import leaf_name, named_leaves, positional
 from jaxckpt.core.graph import Graph
-from jaxckpt.core.leaves import Whole, held_numbers, is_array, is_given, is_number, is_operand
+from jaxckpt.core.leaves import Whole, is_array, is_given, is_number, is_operand, numbers_of_modules
 from jaxckpt.core.typed import typed
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def is_value_needed(error: Exception, *args: Any) -> bool:
     return (
         isinstance(error, VALUE_NEEDED)
         or "Non-hashable static arguments" in str(error)
-        or (not isinstance(error, JaxckptError) and any(held_numbers(args)))
+        or (not isinstance(error, JaxckptError) and any(numbers_of_modules(args)))
     )
 
 
@@ -424,7 +424,7 @@ def anything(
             not owner
             and not has_objects((dynamic, kwargs))
             and all(map(is_operand, jax.tree.leaves((dynamic, kwargs))))
-            and not any(held_numbers((dynamic, kwargs)))
+            and not any(numbers_of_modules((dynamic, kwargs)))
         ):
             return plain(*args, **kwargs)
         wrapped = (Whole(arg) if place in places else arg for place, arg in enumerate(args))

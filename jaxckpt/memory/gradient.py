@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxckpt._errors import ArgumentError, InWords, NotDifferentiableError
 from jaxckpt.core import lift
 from jaxckpt.core.argument_names import named_leaves
-from jaxckpt.core.leaves import held_numbers, is_inexact
+from jaxckpt.core.leaves import is_inexact, numbers_of_modules
 from jaxckpt.core.units import counted
 
 StepMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -93,7 +93,7 @@ def suited(step: StepMaker, fun: Callable[..., Any], args: tuple[Any, ...]) -> S
     if instead is not None:
         return instead
     named = named_leaves(args[:1], {})
-    inexact = [is_inexact(leaf) and not held for (_, leaf), held in zip(named, held_numbers(args[:1]))]
+    inexact = [is_inexact(leaf) and not number for (_, leaf), number in zip(named, numbers_of_modules(args[:1]))]
     if not any(inexact):
         kinds = [f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}" for name, leaf in named]
         raise NotDifferentiableError(

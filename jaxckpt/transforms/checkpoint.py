@@ -19,7 +19,7 @@ from jaxckpt.core.emit import emit
 from jaxckpt.core.finish import finished_function
 from jaxckpt.core.graph import trace_with_calls
 from jaxckpt.core.leaves import array
-from jaxckpt.core.lift import anything, is_model, is_module_class, is_operand, refuse_module
+from jaxckpt.core.lift import anything, is_model, is_operand, refuse_module
 from jaxckpt.policies import Policy, policy_of
 from jaxckpt.transforms import statics
 
@@ -103,9 +103,7 @@ def checkpoint(
         )
     if not callable(fun):
         raise ArgumentError("fun", "a function", fun, "Use @checkpoint or @checkpoint(policy=...).")
-    if is_module_class(fun):
-        raise ArgumentError("fun", "a function, or an instance", fun, "Of a module class: jaxckpt.flax.checkpoint.")
-    hint = "Of linen: jaxckpt.flax.checkpoint(Class), or jaxckpt.flax.apply(model, ...). Of equinox: an instance."
+    hint = "Of flax: jaxckpt.flax.checkpoint(Class), or jaxckpt.flax.apply(model, ...). Of equinox: an instance."
     refuse_module(fun, "a function, or a module with its arrays in it", hint)
     static = statics.static(fun, static_argnums, static_argnames)
     barriers = _barriers(prevent_cse)
