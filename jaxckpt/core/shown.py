@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jaxckpt._errors import ArgumentError
+from jaxckpt.core import lift
 from jaxckpt.core.files import write_whole
 
 Progress = Callable[[int, int, str], None]
@@ -42,7 +43,8 @@ def show_progress_as(bar: Bar) -> None:
 
 def check_progress(progress: Any) -> None:
     """Raises `ArgumentError` for what `progress` cannot be."""
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+    takes_three = callable(progress) and lift.accepts(progress, (0, 0, ""))
+    if not (progress is None or isinstance(progress, bool) or takes_three):
         raise ArgumentError("progress", "a function of (done, total, what), True, False or None", progress)
 
 

@@ -22,6 +22,7 @@ from jaxckpt.core.outline import iterations_around
 from jaxckpt.core.plan import Loop, Plan, Region
 from jaxckpt.core.regions import Address
 from jaxckpt.core.shown import Progress, silent
+from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import bodies, stages
 from jaxckpt.planner.barriers import Barriers
@@ -377,13 +378,16 @@ class Model:
 
     def _note(self, region: Region, around: int) -> str:
         """Returns what is printed beside a region; `around` as of `iterations_around`."""
+        first = self.graph.at(region.body).ops[region.start]
+        where = f"from {first.scope or short_source(first.source) or first.primitive}"
         values = [(action, self.graph.values[index]) for index, action in region.actions.items()]
         kept = sum(action.stored_bytes(value) * value.repeats for action, value in values)
         if not region.checkpoint:
-            return ""  # its line says so
+            return f"({where})"
         if region.regions:
-            return f"(runs again as {counted(len(region.regions), 'region')})"
-        return f"({format_bytes(kept // around)}{' of an iteration that runs again' if kept and around > 1 else ''})"
+            return f"(runs again as {counted(len(region.regions), 'region')}, {where})"
+        each = " of an iteration that runs again" if kept and around > 1 else ""
+        return f"({format_bytes(kept // around)}{each}, {where})"
 
 
 def build(inside: Inside, context: Context, progress: Progress | None = None, *, looped: bool = False) -> Model:

@@ -173,7 +173,7 @@ def test_what_an_iteration_keeps_that_runs_again_is_told_once():
     values = trace(pairs(), PAIR_WS, PAIRS).values
     for region in kept:
         size = format_bytes(sum(values[index].bytes for index in region.actions))
-        assert f"({size} of an iteration that runs again)" in str(plan)
+        assert f"({size} of an iteration that runs again, from " in str(plan)
 
 
 def test_iterations_around_a_body_are_those_of_planned_loops_that_run_again():

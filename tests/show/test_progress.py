@@ -64,6 +64,8 @@ def test_a_function_is_told_and_says_what_for_which_target(name, capfd):
 def test_bad_progress_is_named(name):
     with pytest.raises(jaxckpt.ArgumentError, match="progress must be a function of .*, True, False or None; got 3"):
         CALLS[name](progress=3)
+    with pytest.raises(jaxckpt.ArgumentError, match="progress must be a function of .done, total, what., True"):
+        CALLS[name](progress=lambda done, total: None)
 
 
 def test_what_is_called_within_shows_no_bar_of_its_own(monkeypatch):
