@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints,
 from jaxckpt.core.finish import finished, has_one_scan
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import array
-from jaxckpt.core.loops import NamedBody
+from jaxckpt.core.loops import NamedBody, carries_of
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
@@ -414,7 +415,7 @@ def _rewrite_op(eqn: Any, op: Op, names: _Names, actions: Mapping[int, Action], 
             names.read.update(op.outputs[i] for i in kept)
         eqn = eqn.replace(outvars=outvars)
     if loop is not None:
-        return [*rewrite_loop(eqn, op, loop, functools.partial(_loop_body, op, names, actions)), *extra]
+        return [*rewrite_loop(eqn, op, loop, _NamedScan(op, names, actions)), *extra]
     return [*(_mapped(eqn, op.bodies[0], names, actions) if mapped else [eqn]), *extra]
 
 
@@ -475,23 +476,61 @@ def _in_regions(body: Body, names: _Names, actions: Mapping[int, Action]) -> Fla
     return in_checkpoints(regions, NamedProgram(body, groups, names, names.prevent_cse, list))
 
 
-def _loop_body(op: Op, names: _Names, within: Mapping[int, Action], actions: Mapping[int, Action]) -> NamedBody:
-    """Returns a scan's body that names what is kept.
+@dataclass(frozen=True)
+class _NamedScan:
+    """Names what is kept of a scan: see `NamesFor`.
 
-    Args:
-      within: of the regions inside of it.
-      actions: of each iteration.
+    Attributes:
+      op: the scan.
+      names: of the program.
+      within: actions of the regions inside of its body.
     """
-    body = op.bodies[0]
-    if id(body) in names.addresses:
-        fun = _in_regions(body, names, {**within, **actions})
-    elif actions:
-        eqns = [eqn for group in _rewrite(body, names, actions) for eqn in group]
-        fun = functools.partial(surgery.evaluate, surgery.with_equations(body.jaxpr, eqns))
-    else:
-        fun = functools.partial(surgery.evaluate, body.jaxpr)
-    reading = fun if names.read.isdisjoint(actions) else reads.reads_names(fun)
-    return NamedBody(reading, fun, policy_keeping(actions, names), frozenset(map(names, actions)))
+
+    op: Op
+    names: _Names
+    within: Mapping[int, Action]
+
+    def body(self, actions: Mapping[int, Action]) -> NamedBody:
+        """Returns the scan's body that names what is kept; `actions`: of each iteration."""
+        body, names = self.op.bodies[0], self.names
+        start = carries_of(self.op)
+        made = {index: action for index, action in actions.items() if index not in start}
+        if id(body) in names.addresses:
+            fun = _in_regions(body, names, {**self.within, **made})
+        elif made:
+            eqns = [eqn for group in _rewrite(body, names, made) for eqn in group]
+            fun = functools.partial(surgery.evaluate, surgery.with_equations(body.jaxpr, eqns))
+        else:
+            fun = functools.partial(surgery.evaluate, body.jaxpr)
+        if len(made) < len(actions):
+            fun = self._from_named(fun, actions)
+        reading = fun if names.read.isdisjoint(actions) else reads.reads_names(fun)
+        return NamedBody(reading, fun, policy_keeping(actions, names), frozenset(map(names, actions)))
+
+    def carries(self, actions: Mapping[int, Action]) -> tuple[Flat, Any]:
+        """Returns a function from the carry to itself, the leaves with an action named, and the policy of a checkpoint
+        that keeps these.
+        """
+        return self._named(actions), policy_keeping(actions, self.names)
+
+    def _from_named(self, fun: Flat, actions: Mapping[int, Action]) -> Flat:
+        """Returns the body with its carry named first, as of `carries`."""
+        named, (consts, carries) = self._named(actions), _compat.num_scan_consts_carry(dict(self.op.params))
+        stop = consts + carries
+        return lambda *args: fun(*args[:consts], *named(*args[consts:stop]), *args[stop:])
+
+    def _named(self, actions: Mapping[int, Action]) -> Flat:
+        body = self.op.bodies[0]
+        where = {index: var for index, var in zip(body.inputs, body.jaxpr.invars) if index in carries_of(self.op)}
+        given = {index: _compat.fresh_var(var.aval) for index, var in where.items()}
+        results = [var if index in actions else given[index] for index, var in where.items()]
+        named = (
+            self.names.equations(given[index], var, index, self.op.equation, actions[index])
+            for index, var in where.items()
+            if index in actions
+        )
+        eqns = [eqn for each in named for eqn in each]
+        return functools.partial(surgery.evaluate, surgery.stretch(eqns, list(given.values()), results, body.jaxpr))
 
 
 def _own_values(body: Body) -> set[int]:

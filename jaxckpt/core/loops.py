@@ -4,16 +4,16 @@ in the same place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import jax
 
 from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
-from jaxckpt.core import surgery
+from jaxckpt.core import reads, surgery
 from jaxckpt.core.graph import Op
 from jaxckpt.core.inline import inline
 from jaxckpt.core.reads import Flat
@@ -40,8 +40,16 @@ class NamedBody:
     names: frozenset[str]
 
 
-BodyFor = Callable[[Mapping[int, Action]], NamedBody]
-"""Actions of values -> the body that names what they keep."""
+class NamesFor(Protocol):
+    """Names what is kept of a scan."""
+
+    def body(self, actions: Mapping[int, Action]) -> NamedBody:
+        """Returns the body, naming what the actions keep of its values and of its carry."""
+
+    def carries(self, actions: Mapping[int, Action]) -> tuple[Flat, Any]:
+        """Returns a function from the carry to itself, the leaves with an action named, and the policy of a checkpoint
+        that keeps these.
+        """
 
 
 def can_be_rewritten(op: Op) -> bool:
@@ -49,6 +57,12 @@ def can_be_rewritten(op: Op) -> bool:
     inside.
     """
     return op.primitive == "scan" and op.params["length"] > 0 and not _compat.jaxpr_consts(op.params["jaxpr"])
+
+
+def carries_of(op: Op) -> Sequence[int]:
+    """Returns the values that the carry of a scan is in its body."""
+    consts, carries = _compat.num_scan_consts_carry(dict(op.params))
+    return op.bodies[0].inputs[consts : consts + carries]
 
 
 def check_loop(loop: Loop, op: Op | None) -> None:
@@ -72,7 +86,7 @@ def check_loop(loop: Loop, op: Op | None) -> None:
         )
 
 
-def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
+def rewrite(eqn: Any, op: Op, loop: Loop, names: NamesFor) -> list[Any]:
     """Returns equations that take the place of a scan's.
 
     Raises:
@@ -88,7 +102,7 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
 
     def scan(*operands: Any) -> list[Any]:
         fixed, init, rows = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
-        run = _Planned(body=body, consts=list(fixed), init=list(init), xs=list(rows), unroll=unroll, body_for=body_for)
+        run = _Planned(body=body, consts=list(fixed), init=list(init), xs=list(rows), unroll=unroll, names=names)
         state, ys = ran(loop.schedule, run)
         return [*state, *ys]
 
@@ -98,9 +112,9 @@ def rewrite(eqn: Any, op: Op, loop: Loop, body_for: BodyFor) -> list[Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Planned(ScanRun):
-    """A scan of a planned program; `body_for` names what is kept in its body."""
+    """A scan of a planned program; `names` names what is kept of it."""
 
-    body_for: BodyFor
+    names: NamesFor
 
     def loop(self, f: Iteration) -> tuple[Values, Values]:
         # Written out as a whole it is no loop, and XLA merges what is run again with the first run.
@@ -108,7 +122,7 @@ class _Planned(ScanRun):
         return ScanRun.loop(run, f)
 
     def iteration(self, actions: Mapping[int, Action] | None, *, alone: bool = False) -> Iteration:
-        named, carries = self.body_for(actions or {}), self.body.carries
+        named, carries = self.names.body(actions or {}), self.body.carries
 
         def run(state: Values, x: Values) -> tuple[Values, Values]:
             out = named.fun(*self.consts, *state, *x)
@@ -119,8 +133,27 @@ class _Planned(ScanRun):
     def segment(self, run: Iteration, *, alone: bool = False) -> Iteration:
         return jax.checkpoint(run, prevent_cse=alone)
 
+    def segment_from(
+        self, within: Callable[[Self], Iteration], actions: Mapping[int, Action], *, alone: bool = False
+    ) -> Iteration:
+        fixed, carries = self.body.consts, self.body.carries
+        named, policy = self.names.carries(actions)
+
+        def flat(*operands: Any) -> list[Any]:
+            start, rows = named(*operands[fixed : fixed + carries]), list(operands[fixed + carries :])
+            state, ys = within(replace(self, consts=list(operands[:fixed])))(start, rows)
+            return [*state, *ys]
+
+        kept = jax.checkpoint(reads.reads_names(flat), policy=policy, prevent_cse=alone)
+
+        def run(state: Values, x: Values) -> tuple[Values, Values]:
+            out = kept(*self.consts, *state, *x)
+            return out[:carries], out[carries:]
+
+        return run
+
     def keeping(self, actions: Mapping[int, Action] | None) -> tuple[_Planned, list[Any] | None]:
-        named, body = self.body_for(actions or {}), self.body
+        named, body = self.names.body(actions or {}), self.body
         closed = inline(jax.make_jaxpr(named.plain)(*(var.aval for var in body.jaxpr.invars)))
         jaxpr = _compat.open_jaxpr(closed)
         extra = _compat.jaxpr_consts(closed)

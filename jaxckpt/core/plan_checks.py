@@ -8,7 +8,7 @@ from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
 from jaxckpt.core import primitives
 from jaxckpt.core.graph import Body, Graph, Op
-from jaxckpt.core.loops import check_loop
+from jaxckpt.core.loops import carries_of, check_loop
 from jaxckpt.core.regions import Address, Loop, Region, every_region
 
 
@@ -59,8 +59,14 @@ def check_loops(loops: tuple[Loop, ...], graph: Graph) -> None:
     for loop in loops:
         op = scan_of(loop, graph)
         check_loop(loop, op)
-        for some in loop.schedule.iterations(op.params["length"]):
-            _check_actions(some.actions or {}, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+        for actions in loop.schedule.all_actions():
+            _check_actions(actions, _made_in(op.bodies[0], graph), graph, f"the scan at {loop.op}")
+        for index in loop.schedule.carry_actions():
+            if index not in carries_of(op):
+                raise PlanMismatchError(
+                    f"An action at the start of a segment must be for a carry; got value {index} of the scan at "
+                    f"{loop.op}. Plan anew."
+                )
 
 
 def _check_actions(actions: Mapping[int, Action], values: Iterable[int], graph: Graph, where: str) -> None:

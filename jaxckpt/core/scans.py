@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from jaxckpt import _compat
+from jaxckpt._errors import ArgumentError
 from jaxckpt.actions import SAVE, Action
 from jaxckpt.core.graph import aval_bytes, graph_of
 
@@ -105,6 +106,23 @@ class ScanRun(abc.ABC):
         """Returns several iterations under a checkpoint of which only the carry that they start from is kept; `alone`
         as of `iteration`.
         """
+
+    def segment_from(
+        self, within: Callable[[Self], Iteration], actions: Mapping[int, Action], *, alone: bool = False
+    ) -> Iteration:
+        """Returns several iterations under a checkpoint, of which the carry that they start from is kept as the actions
+        say.
+
+        Args:
+          within: returns these iterations of a scan.
+          actions: index of a carry, as an input of the body -> its action.
+          alone: as of `iteration`.
+
+        Raises:
+          ArgumentError: the scan knows no values by their numbers.
+        """
+        hint = "Actions by the numbers of values are for plans; in jaxckpt.scan, use carry=."
+        raise ArgumentError("schedule", "one without actions", dict(actions), hint)
 
     @abc.abstractmethod
     def keeping(self, actions: Mapping[int, Action] | None) -> tuple[Self, list[Any] | None]:

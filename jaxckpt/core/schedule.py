@@ -132,6 +132,11 @@ class LoopSchedule:
                 seen.append(actions)
                 yield actions
 
+    def carry_actions(self) -> Iterator[int]:
+        """Yields the values that have actions at the start of segments; these must be carries."""
+        for inner in _schedules(tuple(self.parameters().values())):
+            yield from inner.carry_actions()
+
     def parameters(self) -> dict[str, Any]:
         """Returns its parameters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -161,6 +166,14 @@ def _actions(value: Any) -> Iterator[Mapping[int, Action]]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _actions(item)
+
+
+def _schedules(value: Any) -> Iterator[LoopSchedule]:
+    if isinstance(value, LoopSchedule):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _schedules(item)
 
 
 def _to_json(value: Any) -> Any:

@@ -172,7 +172,7 @@ class _Timed:
     time: Callable[[Op], Time]
     factor: float
     write: Callable[[int], Time]
-    stores: Callable[[int], Sequence[_Store]]
+    stores: Callable[[int], Sequence[Store]]
     operations: Sequence[mincut.Node]
     anyway: frozenset[int]
 
@@ -208,7 +208,9 @@ def _timed(asked: _Asked, context: Context) -> _Timed:
     operations = [mincut.Node(op.inputs, op.outputs, time(op).effort) for op in joint.forward]
     write = written(graph, target)
     hidden = 1.0 if context.in_loop else target.hidden_transfers
-    stores = functools.cache(lambda index: _stores(graph.values[index], context.actions, target, write(index), hidden))
+    stores = functools.cache(
+        lambda index: stores_of(graph.values[index], context.actions, target, write(index), hidden)
+    )
     anyway = frozenset(index for index, original in joint.origin.items() if original in asked.carried)
     return _Timed(joint, graph, context, time, factor, write, stores, operations, anyway)
 
@@ -386,7 +388,7 @@ def _cheapest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 @dataclass(frozen=True)
-class _Store:
+class Store:
     """A way to keep a value.
 
     Attributes:
@@ -405,6 +407,7 @@ class _Store:
 
     @property
     def on_host(self) -> bool:
+        """Whether something of it is on the host, or moves there."""
         return self.link > 0 or self.host > 0
 
     def at(self, price: float) -> mincut.Storage:
@@ -412,7 +415,7 @@ class _Store:
         return mincut.Storage(self.action, self.bytes, self.time.effort + price * self.link)
 
 
-def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time, hidden: float) -> Sequence[_Store]:
+def stores_of(value: Value, actions: Sequence[Action], target: Target, write: Time, hidden: float) -> Sequence[Store]:
     """Returns the ways to keep a value, which takes `write` to have in memory; one that no action admits is saved as it
     is. `hidden`: which part of the transfers runs beside other work.
     """
@@ -422,11 +425,11 @@ def _stores(value: Value, actions: Sequence[Action], target: Target, write: Time
         seconds = link_seconds(cost, target)
         link, waits = seconds * hidden, seconds * (1 - hidden)
         time = storing(cost, target) + write + Time(waits, waits)
-        found.append(_Store(action, device, host, time, link, waits))
+        found.append(Store(action, device, host, time, link, waits))
     return found
 
 
-def _here(ways: Sequence[_Store], price: float | None) -> Sequence[_Store]:
+def _here(ways: Sequence[Store], price: float | None) -> Sequence[Store]:
     """Returns the ways, without a price those that have nothing on the host."""
     return [way for way in ways if price is not None or not way.on_host]
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxckpt import _compat
+from jaxckpt.actions import Action
 from jaxckpt.core import primitives
 from jaxckpt.core.constants import (
     CLOSE,
@@ -33,16 +34,16 @@ from jaxckpt.core.constants import (
 from jaxckpt.core.emit import Named
 from jaxckpt.core.graph import Body, Graph, Op
 from jaxckpt.core.leaves import is_inexact
-from jaxckpt.core.loops import can_be_rewritten
+from jaxckpt.core.loops import can_be_rewritten, carries_of
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.regions import Address, Loop, Region
 from jaxckpt.core.scans import ScanBody
 from jaxckpt.core.schedule import LoopSchedule
 from jaxckpt.memory.platforms import PLATFORMS
-from jaxckpt.planner.candidates import Candidates, candidates_of
+from jaxckpt.planner.candidates import Candidates, Store, candidates_of, stores_of
 from jaxckpt.planner.chain import Candidate
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time
+from jaxckpt.planner.costs import Time, total
 from jaxckpt.planner.held import active_in, fed, program_of
 from jaxckpt.schedules import Binomial, Nested, Slots, checkpointed, in_turn
 from jaxckpt.schedules.body import perturbed, written_out
@@ -157,23 +158,24 @@ def loop_candidates_of(
     found = candidates_of(named, 0, len(body.ops), outputs, inside, replace(context, in_loop=True))
     length = op.params["length"]
 
-    def total(indices: Collection[int], moving: bool = False) -> int:
+    def bytes_of(indices: Collection[int], moving: bool = False) -> int:
         values = [graph.values[i] for i in indices]
         return sum(v.bytes for v in values if not moving or (v.index in inside and is_inexact(v)))
 
     inputs, results = body.inputs, [index for index in body.outputs[carries:] if index is not None]
-    passed = 2 * total(inputs[consts : consts + carries]) + 3 * total(inputs[:consts], True)
+    passed = 2 * bytes_of(inputs[consts : consts + carries]) + 3 * bytes_of(inputs[:consts], True)
     sizes = _Sizes(
-        carry=total(inputs[consts : consts + carries]),
-        rows=length * total(inputs[consts + carries :]),
-        gradients=length * total(inputs[consts + carries :], True) + total(inputs[:consts], True),
-        results=length * total(results),
-        arriving=length * total(results, True),
+        carry=bytes_of(inputs[consts : consts + carries]),
+        rows=length * bytes_of(inputs[consts + carries :]),
+        gradients=length * bytes_of(inputs[consts + carries :], True) + bytes_of(inputs[:consts], True),
+        results=length * bytes_of(results),
+        arriving=length * bytes_of(results, True),
         segment=Time(*2 * [passed / context.target.bandwidth]),
     )
     ways = [_as_it_stands(found, sizes, length)]
     if can_be_rewritten(op):
         ways += _ways(found, sizes, length)
+        ways += _carries_otherwise(graph, op, found, sizes, context)
         if context.once:
             ways += _slots(op, inside, found, sizes, context)
     forward_work, within = found.forward_work, []
@@ -288,8 +290,59 @@ def _alike(
         )
 
 
-def _nested(count: int, segments: tuple[int, ...], choice: Candidate) -> Nested:
-    return checkpointed(count, segments, choice.how, remat=choice.how is not None)
+def _nested(
+    count: int, segments: tuple[int, ...], choice: Candidate, carries: Mapping[int, Action] | None = None
+) -> Nested:
+    return checkpointed(count, segments, choice.how, remat=choice.how is not None, carries=carries)
+
+
+def _carries_otherwise(
+    graph: Graph, op: Op, found: Candidates, sizes: _Sizes, context: Context
+) -> Iterator[LoopCandidate]:
+    """Yields the ways of a loop whose carries are kept in another form or on the host: of each iteration, and of
+    segments. The other ways keep them as they are.
+    """
+    length, loop = op.params["length"], sizes.gradients + sizes.arriving
+    copies = sizes.rows + sizes.gradients  # as of `_alike`
+    forward = length * found.forward
+    for stores in _carry_stores(graph, op, context):
+        actions = {index: each.action for index, each in stores.items()}
+        saved = sizes.carry - sum(graph.values[index].bytes for index in stores)
+        kept = saved + sum(each.bytes for each in stores.values())
+        host, link = (sum(getattr(each, name) for each in stores.values()) for name in ("host", "link"))
+        spent = total(each.time for each in stores.values())
+        for choice in found.candidates:
+            schedule = _nested(length, (), choice, actions)
+            time, work = length * (_time(choice) + spent), choice.work + sizes.carry + loop
+            away = length * (choice.link + link), length * (choice.host + host)
+            yield LoopCandidate(schedule, length * (choice.kept + kept), time, work, *away)
+        for choice in [each for each in found.candidates if not each.on_host][:2]:
+            for size in _lengths(length):
+                segments, apart = -(-length // size), copies * size // length
+                work = (
+                    size * (sizes.carry + choice.kept) + choice.work + loop + apart + (copies if length % size else 0)
+                )
+                time = forward + length * _time(choice) + segments * (sizes.segment + spent)
+                schedule = _nested(length, (size,), choice, actions)
+                yield LoopCandidate(schedule, segments * kept, time, work, segments * link, segments * host)
+
+
+def _carry_stores(graph: Graph, op: Op, context: Context) -> Iterator[dict[int, Store]]:
+    """Yields how the carry of a loop can be kept otherwise than as it is: value of the body -> the way; leaves that are
+    left out are saved.
+    """
+    values = [value for value in map(graph.values.__getitem__, carries_of(op)) if value.shape and is_inexact(value)]
+    for action in context.actions:
+        if not action.keeps or action.saves:
+            continue
+        ways = {
+            value.index: way
+            for value in values
+            for way in stores_of(value, (action,), context.target, Time(0.0, 0.0), hidden=1.0)
+            if not way.action.saves
+        }
+        if ways:
+            yield ways
 
 
 def _slots(

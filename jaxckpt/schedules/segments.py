@@ -6,7 +6,7 @@ and treat the segment in the same way inside. With one level of square-root leng
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar
@@ -35,7 +35,8 @@ class Nested(LoopSchedule):
       inner: what each segment is; None for plain iterations.
       rest: iterations after the last segment.
       remat: whether plain iterations are checkpointed one by one ("every").
-      actions: index of a value that the body computes -> its action, in each plain iteration that is checkpointed.
+      actions: index of a value of the body -> its action. In plain iterations that are checkpointed, of what the body
+        computes, and of the carry that an iteration starts from. With segments, of the carry that one starts from.
       tail: what the rest is where it is checkpointed as a segment; None where it is not.
     """
 
@@ -66,10 +67,10 @@ class Nested(LoopSchedule):
                 f"cover {covered}; got "
                 f"{self!r:.200}. Plan anew."
             )
-        if self.actions and (self.inner is not None or not self.remat):
+        if self.actions and self.inner is None and not self.remat:
             raise PlanMismatchError(
-                f"Only iterations that are checkpointed one by one may have actions; got actions in {self!r:.200}. "
-                f"Plan anew."
+                f"Only segments, and iterations that are checkpointed one by one, may have actions; got actions in "
+                f"{self!r:.200}. Plan anew."
             )
 
     @property
@@ -142,14 +143,22 @@ class Nested(LoopSchedule):
 
     def iterations(self, length: int) -> tuple[Iterations, ...]:
         """Returns what is told of its iterations."""
-        how = "".join(f", in segments of {size}" for size in self.lengths)
+        how = self._segments
         inmost = self._plain
         actions = inmost.actions if inmost.remat else None
         how += " that run again" if how and actions is None else ""
         return (Iterations(self.length, how, actions, self.inner is None),)
 
+    @property
+    def _segments(self) -> str:
+        """The nested segments in words."""
+        if self.inner is None:
+            return ""
+        kept = ", ".join(dict.fromkeys(map(str, self.actions.values())))
+        return f", in segments of {self.inner.length}{f' ({kept} their carries)' if kept else ''}{self.inner._segments}"
+
     def __str__(self) -> str:
-        segments = "".join(f", in segments of {size}" for size in self.lengths)
+        segments = self._segments
         if not self._plain.remat:
             how = ", which run again" if segments else " left to JAX"
             return f"{counted(self.length, 'iteration')}{segments}{how}"
@@ -159,6 +168,11 @@ class Nested(LoopSchedule):
         kept = f", each keeps {counted(len(actions), 'value')}{when}" if actions else alone
         return f"{counted(self.length, 'iteration')}{segments}{kept}"
 
+    def carry_actions(self) -> Iterator[int]:
+        """Yields the values that have actions at the start of segments."""
+        yield from self.actions if self.inner is not None else ()
+        yield from super().carry_actions()
+
     def run(self, scan: ScanRun) -> tuple[Values, Values]:
         """Runs the iterations."""
         if self.inner is None:
@@ -167,21 +181,25 @@ class Nested(LoopSchedule):
         first, last = scan.rows([main, self.rest]) if self.rest else (scan.xs, [])
         blocks = [x.reshape(self.count, self.inner.length, *x.shape[1:]) for x in first]
         segments = replace(scan, body=replace(scan.body, length=self.count), xs=blocks, unroll=1)
-        state, ys = segments.loop(scan.segment(_within(self.inner, scan), alone=self.count == 1))
+        state, ys = segments.loop(self._segment(self.inner, scan, alone=self.count == 1))
         stacked = [[y.reshape(main, *y.shape[2:]) for y in ys]]
         if self.rest:
-            run = _within(self._rest, scan)
             if self.tail is None:
                 state, ys = self._rest.run(scan.over(self.rest, state, last))
             else:
-                state, ys = scan.segment(run, alone=True)(state, last)
+                state, ys = self._segment(self.tail, scan, alone=True)(state, last)
             stacked.append(ys)
         return state, scan.joined(stacked)
 
+    def _segment(self, nest: Nested, scan: ScanRun, *, alone: bool) -> Iteration:
+        """Returns a segment, checkpointed, as a function of its carry and its rows."""
 
-def _within(nest: Nested, scan: ScanRun) -> Iteration:
-    """Returns a segment as a function of its carry and its rows."""
-    return lambda state, rows: nest.run(scan.over(nest.length, state, rows, deeper=True))
+        def within(scan: ScanRun) -> Iteration:
+            return lambda state, rows: nest.run(scan.over(nest.length, state, rows, deeper=True))
+
+        if self.actions:
+            return scan.segment_from(within, self.actions, alone=alone)
+        return scan.segment(within(scan), alone=alone)
 
 
 def checkpointed(
@@ -190,6 +208,7 @@ def checkpointed(
     actions: Mapping[int, Action] | None = None,
     *,
     remat: bool = True,
+    carries: Mapping[int, Action] | None = None,
 ) -> Nested:
     """Returns iterations in nested segments of which the last, shorter one is checkpointed too, as planned programs
     have them.
@@ -199,6 +218,8 @@ def checkpointed(
       lengths: of the nested segments, outermost first; () for none.
       actions: index of a value that the body computes -> its action, for each iteration of an innermost segment.
       remat: False leaves each such iteration to JAX, which keeps what derivatives need, also of loops inside.
+      carries: index of a carry, as an input of the body -> its action where it is kept from the forward to the backward
+        pass: at the start of each outermost segment, or of each iteration where there are no segments.
 
     >>> nest = checkpointed(10, (4,))
     >>> nest.count, nest.kept, nest.tail.length
@@ -211,11 +232,11 @@ def checkpointed(
             f"anew."
         )
     if not lengths:
-        return Nested(length, rest=length, remat=remat, actions=actions or {})
+        return Nested(length, rest=length, remat=remat, actions={**(actions or {}), **(carries or {})})
     size = min(lengths[0], length)
     count, rest = divmod(length, size)
     inside = lambda some: checkpointed(some, lengths[1:], actions, remat=remat)
-    return Nested(length, count, inside(size), rest, tail=inside(rest) if rest else None)
+    return Nested(length, count, inside(size), rest, actions=carries or {}, tail=inside(rest) if rest else None)
 
 
 def plain(length: int, *, remat: bool = False) -> Nested:

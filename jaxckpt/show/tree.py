@@ -232,7 +232,10 @@ class _Drawing:
         if not actions:
             return "keeps the carry of each" if each else "keeps what goes in and out"
         size = format_bytes(_stored(actions, self.graph, each) // (1 if each else self.around))
-        of = " of each, and its carry" if each else " of an iteration that runs again" if self.around > 1 else ""
+        of = " of an iteration that runs again" if self.around > 1 else ""
+        if each:
+            among = any(self.graph.values[index].kind == "input" for index in actions)
+            of = " of each" if among else " of each, and its carry"
         return f"keeps {counted(len(actions), 'value')}, {size}{of}"
 
     def _values(self, actions: Mapping[int, Action], indent: str, each: bool = False) -> Iterator[str]:

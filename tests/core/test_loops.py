@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import SAVE, PlanMismatchError
+from jaxckpt import OFFLOAD, SAVE, PlanMismatchError, compress
 from jaxckpt.core.graph import trace
 from jaxckpt.core.lift import count_flops
 from jaxckpt.core.plan import Loop, Plan
@@ -111,6 +111,73 @@ def test_segments_keep_their_carries_and_no_others():
         return jaxckpt.residuals(lambda ws, x: plan.apply(lambda *a: loss(*a, False))(ws, x), *arguments()).kept_bytes
 
     assert kept(each) - kept(segmented) == (12 - 3) * carry, "weights in another shape are no other buffer"
+
+
+def of_carry(action, lengths=(), saved=""):
+    """Returns (plan, graph) of the scan whose carry is kept by an action; beside it the results of a primitive."""
+    graph = trace(loss, *arguments())
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    actions = {body_value(graph, place, saved): SAVE} if saved else {}
+    carry = graph.ops[place].bodies[0].inputs[0]
+    schedule = checkpointed(LENGTH, lengths, actions, carries={carry: action})
+    return Plan((), graph.fingerprint, loops=(Loop(place, schedule),)), graph
+
+
+@pytest.mark.parametrize(
+    ("lengths", "saved"), [((), ""), ((), "dot_general"), ((4,), ""), ((5,), "dot_general"), ((6, 2), "")]
+)
+def test_carries_are_kept_in_another_form(lengths, saved):
+    """As `jaxckpt.scan` keeps them: the forward pass is exact, and what runs again starts from what is restored."""
+    action = compress("bfloat16")
+    plan, graph = of_carry(action, lengths, saved)
+    (ws, x), planned = arguments(), plan.apply(loss)
+    value, gradient = jax.jit(jax.value_and_grad(planned, argnums=(0, 1)))(ws, x)
+    exact, wanted = jax.value_and_grad(loss, argnums=(0, 1))(ws, x)
+    assert float(value) == pytest.approx(float(exact), rel=1e-6)
+    errors = [np.linalg.norm(np.asarray(a - b)) / np.linalg.norm(np.asarray(b)) for a, b in zip(gradient, wanted)]
+    assert errors[0] > 1e-4 and max(errors) < 3e-2, "bfloat16 rounds to 2^-8"
+    carry = 64 * WIDTH * 4
+    kept = lambda plan: jaxckpt.residuals(plan.apply(loss), ws, x).kept_bytes
+    saves, _ = of_carry(SAVE, lengths, saved)
+    starts = -(-LENGTH // lengths[0]) if lengths else LENGTH
+    assert kept(saves) - kept(plan) == pytest.approx(starts * carry // 2, abs=carry), (
+        "half, but for the scan's own input"
+    )
+    assert Plan.from_json(plan.to_json()) == plan != saves
+    if lengths:
+        assert f"in segments of {lengths[0]} (compress('bfloat16') their carries)" in str(plan)
+        assert "their carries" in plan.describe(graph)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lengths", [(), (4,)])
+def test_carries_on_the_host_leave_the_device(lengths):
+    struct = jax.ShapeDtypeStruct
+    args = struct((LENGTH, 256, 256), jnp.float32), struct((2048, 256), jnp.float32)
+    graph = trace(loss, *args)
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    carry, found = graph.ops[place].bodies[0].inputs[0], {}
+    for action in SAVE, OFFLOAD, compress("int8") | OFFLOAD:
+        schedule = checkpointed(LENGTH, lengths, carries={carry: action})
+        plan = Plan((), graph.fingerprint, loops=(Loop(place, schedule),))
+        found[action] = jaxckpt.measure(
+            jax.value_and_grad(plan.apply(loss)), *args, target="cuda:h100", generate_code=False
+        )
+    size, starts = 2048 * 256 * 4, 3 if lengths else LENGTH
+    saved, moved, both = found.values()
+    assert saved.host_bytes == 0 and moved.host_bytes == starts * size
+    assert starts * size // 4 <= both.host_bytes <= starts * size * 0.26 + 4096, "and scales"
+    assert saved.peak_bytes - moved.peak_bytes >= (starts - 2) * size
+
+
+def test_what_is_no_carry_has_no_action_at_the_start_of_a_segment():
+    graph = trace(loss, *arguments())
+    place = next(i for i, op in enumerate(graph.ops) if op.primitive == "scan")
+    body = graph.ops[place].bodies[0]
+    for index in body.inputs[1], body.ops[0].outputs[0]:
+        plan = Plan((), graph.fingerprint, loops=(Loop(place, checkpointed(12, (4,), carries={index: OFFLOAD})),))
+        with pytest.raises(PlanMismatchError, match=r"at the start of a segment .* a carry; got value"):
+            plan.check(graph)
 
 
 def test_a_loop_goes_through_json_and_prints():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt
-from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, ArgumentError
+from jaxckpt import OFFLOAD, RECOMPUTE, SAVE, ArgumentError, compress
 from jaxckpt.core.constants import LINK_FULL
 from jaxckpt.core.plan import Plan
 from jaxckpt.core.regions import every_region
@@ -176,6 +176,32 @@ def test_a_scan_moves_what_its_iterations_keep():
     plain = jaxckpt.plan(scanned, stacked, x, budget="40%", target="cuda:h100")
     assert made.overhead < plain.overhead and made.measured_bytes <= made.budget
     assert made.report.measured_host_bytes > 0 and made.report.host_share <= 1
+
+
+@pytest.mark.once
+@pytest.mark.cuda
+@pytest.mark.parametrize("action", [OFFLOAD, compress("int8")], ids=str)
+def test_a_scan_s_carries_are_kept_as_by_hand(action):
+    """At the peak of a checkpoint around each iteration whose carry is kept so; without the action nothing fits."""
+    ws, x = shapes(rows=8192, width=256, hidden=1024)
+    stacked = jax.tree.map(lambda *leaves: jax.ShapeDtypeStruct((12, *leaves[0].shape), leaves[0].dtype), *ws)
+
+    def by_hand(ws, x):
+        def block(x, w):
+            x = jaxckpt.tag(x, "carry")
+            return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+        block = jaxckpt.checkpoint(block, policy=jaxckpt.Policy({"carry": action}), prevent_cse=False)
+        return jnp.mean(jax.lax.scan(block, x, ws)[0] ** 2)
+
+    target = "cuda:h100"
+    hand = jaxckpt.measure(jax.value_and_grad(by_hand), stacked, x, target=target, generate_code=False)
+    made = jaxckpt.plan(scanned, stacked, x, budget=hand.peak_bytes, target=target, actions=(RECOMPUTE, SAVE, action))
+    assert made.measured_bytes <= hand.peak_bytes and made.report.measured_host_bytes == hand.host_bytes
+    assert "value" in str(made) and made.report.host_share <= 1
+    with pytest.raises(jaxckpt.InfeasibleBudgetError) as told:
+        jaxckpt.plan(scanned, stacked, x, budget=hand.peak_bytes, target=target)
+    assert told.value.least_bytes > 1.2 * hand.peak_bytes
 
 
 @pytest.mark.once
