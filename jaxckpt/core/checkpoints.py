@@ -31,6 +31,7 @@ class Naming(Protocol):
       addresses: id of a body -> its address, for bodies that regions or planned loops lie in, and those around them.
       read: values that are read by their names: by the derivatives of their own operations, or as they were stored.
       beside: values of regions that keep some of theirs in another form or on the host: all are stored.
+      starts: values that a region keeps, by an action, of what goes in.
     """
 
     graph: Graph
@@ -39,6 +40,10 @@ class Naming(Protocol):
     addresses: dict[int, Address]
     read: set[int]
     beside: frozenset[int]
+    starts: frozenset[int]
+
+    def equations(self, operand: Any, result: Any, index: int, maker: Any, action: Action) -> list[Any]:
+        """Returns the equations by which the variable `result` is `operand`, a value, with its name."""
 
     def __call__(self, index: int) -> str:
         """Returns the name of a value."""
@@ -242,11 +247,35 @@ def _part(
     casts = _casts(program, eqns) if region.tied and region.checkpoint and not region.regions else []
     if casts:
         fun = _tied_behind(casts, program, eqns, inputs, outputs)
+    if not program.names.starts.isdisjoint(region.actions):
+        fun = _from_named(fun, region, program, eqns[0], inputs)
     fun = checkpointed(fun, region, program.names, program.prevent_cse, waits=region.tied)
     if casts or not region.tied:
         return fun
     views = [place for place, var in enumerate(inputs) if var in program.parts]
     return tied(fun, views)
+
+
+def _from_named(fun: Flat, region: Region, program: NamedProgram, maker: Any, inputs: list[Any]) -> Flat:
+    """Returns the function of a region with those of its inputs named first that it keeps by an action."""
+    values = program.body.values
+    taken = [var for var in inputs if values.get(var) in region.actions.keys() & program.names.starts]
+    given = {var: _compat.fresh_var(var.aval) for var in taken}
+    eqns = [
+        eqn
+        for var, fresh in given.items()
+        for eqn in program.names.equations(fresh, var, values[var], maker, region.actions[values[var]])
+    ]
+    named = surgery.stretch(eqns, list(given.values()), taken, program.body.jaxpr)
+    where = [inputs.index(var) for var in taken]
+
+    def run(*args: Any) -> list[Any]:
+        operands = list(args)
+        for place, x in zip(where, surgery.evaluate(named, *(args[place] for place in where))):
+            operands[place] = x
+        return fun(*operands)
+
+    return run
 
 
 def _evaluated(program: NamedProgram, eqns: list[Any], inputs: list[Any], outputs: list[Any]) -> Flat:

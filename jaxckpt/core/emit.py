@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import pooling, primitives, reads, stored, surgery
 from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, policy_keeping, whole_region
 from jaxckpt.core.finish import finished, has_one_scan
-from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op, inputs_of
 from jaxckpt.core.leaves import array
 from jaxckpt.core.loops import NamedBody, carries_of
 from jaxckpt.core.loops import rewrite as rewrite_loop
 from jaxckpt.core.primitives import Holds
 from jaxckpt.core.reads import INTERNAL, Flat
-from jaxckpt.core.regions import Address, Loop, Region, by_body, kept_actions
+from jaxckpt.core.regions import Address, Loop, Region, by_body, every_region, kept_actions
 from jaxckpt.core.rules import Rule
 
 
@@ -58,7 +58,10 @@ def emit(
     names = _Names(graph)
     names.place(graph, regions, loops, prevent_cse)
     own = names.regions.get((), ())
-    actions = {i: a for region in regions for i, a in kept_actions(region).items()}
+    actions: dict[int, Action] = {}
+    for region in every_region(regions):
+        going_in = set(_going_in(region, graph))
+        actions |= {i: a for i, a in region.actions.items() if a.keeps and i not in going_in}
     if stray := [loop.op for loop in names.loops.get((), {}).values() if not 0 <= loop.op < len(graph.ops)]:
         raise PlanMismatchError(f"The plan has a loop at operation {stray[0]} of {len(graph.ops)}. Plan anew.")
     groups = _rewrite(graph.body, names, actions, _boundaries(own))
@@ -157,6 +160,7 @@ class _Names:
             level += 1
         self.prefix = f"{INTERNAL}{level}:"
         self.graph = graph
+        self.starts: frozenset[int] = frozenset()  # values that a region keeps of what goes in
         self.regions: dict[Address, tuple[Region, ...]] = {}
         self.loops: dict[Address, dict[int, Loop]] = {}
         self.prevent_cse = True
@@ -172,6 +176,7 @@ class _Names:
         kept: list[Mapping[int, Action]] = [kept_actions(region) for region in regions]
         kept += [actions for loop in loops for actions in loop.schedule.all_actions()]
         self.beside = frozenset(index for actions in kept for index in _beside(actions))
+        self.starts = frozenset(index for region in every_region(tuple(regions)) for index in _going_in(region, graph))
         for address in {*self.regions, *self.loops}:
             for depth in range(len(address) + 1):
                 self.addresses[id(graph.at(address[:depth]))] = address[:depth]
@@ -204,6 +209,14 @@ class _Names:
         if self.whole:
             return [_compat.name_equation(operand, result, self(index), maker)]
         return _compat.kept_equations(operand, result, self(index), maker)
+
+
+def _going_in(region: Region, graph: Graph) -> Iterator[int]:
+    """Yields the values that a region keeps, by an action, of what goes into it."""
+    if not all(action.saves for action in region.actions.values()):  # it saves only what it makes
+        ops = graph.at(region.body).ops
+        if region.body or (region.start, region.stop) != (0, len(ops)):
+            yield from (index for index in inputs_of(ops[region.start : region.stop]) if index in region.actions)
 
 
 def _bodies(body: Body) -> list[Body]:

@@ -493,6 +493,12 @@ class _Place:
         return _Place(self.repeats * times, self.addressable and (call or not facts.opaque), scope)
 
 
+def inputs_of(ops: Sequence[Op]) -> list[int]:
+    """Returns the values that operations read and do not make, each once."""
+    made = {index for op in ops for index in op.outputs}
+    return [index for index in dict.fromkeys(i for op in ops for i in op.inputs) if index not in made]
+
+
 def constants_and_carries(op: Op, body: Body) -> tuple[int, int]:
     """Returns how many of the inputs of an operation's body stay the same in all iterations, and how many after these
     are carried: its first results are their next values. (0, 0) where the body is not that of a loop.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import Action
 from jaxckpt.core import primitives
-from jaxckpt.core.graph import Body, Graph, Op
+from jaxckpt.core.graph import Body, Graph, Op, inputs_of
 from jaxckpt.core.loops import carries_of, check_loop
 from jaxckpt.core.regions import Address, Loop, Region, every_region
 
@@ -49,6 +49,9 @@ def check_regions(regions: tuple[Region, ...], graph: Graph) -> None:
         made = [*_made(ops[region.start : region.stop], graph)]
         if not region.body and (region.start, region.stop) == (0, len(ops)):
             made += [index for index in graph.body.inputs if graph.values[index].tags]
+        elif not region.regions:
+            saved = {index for index, action in region.actions.items() if action.saves}
+            made += [index for index in inputs_of(ops[region.start : region.stop]) if index not in saved]
         _check_actions(region.actions, made, graph, where)
 
 

@@ -30,7 +30,8 @@ class Region:
     Attributes:
       start, stop: the stretch, a half-open interval of the operations of its body: of `Graph.ops`, or of those of a
         body inside: a loop's, a branch's, a mapped function's.
-      actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none.
+      actions: index of a value that is computed in the stretch -> its action; RECOMPUTE where there is none. What goes
+        in is saved; it may have another action too, where no regions are nested.
       regions: nested regions, disjoint and in order, in the same numbering.
       checkpoint: False for a stretch that is left to JAX as it stands.
       tied: whether all gradients that its backward pass computes are there before an earlier stretch's backward pass

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxckpt import _compat
 from jaxckpt._errors import ArgumentError, DoesNotFitError, NotDifferentiableError, PlanMismatchError
+from jaxckpt.actions import RECOMPUTE, SAVE, Action
 from jaxckpt.core import lift
 from jaxckpt.core.bare import without_checkpoints
 from jaxckpt.core.graph import Graph, graph_of
@@ -53,6 +54,7 @@ class Asked:
       costs: as of `plan`.
       cycles: what the target's compiler says that operations take; None where it is not asked.
       host_budget: bytes of host memory that plans may take; None for no bound.
+      actions: what values may have.
     """
 
     fun: Callable[..., Any]
@@ -64,6 +66,7 @@ class Asked:
     costs: str = "roofline"
     cycles: Cycles | None = None
     host_budget: int | None = None
+    actions: tuple[Action, ...] = (RECOMPUTE, SAVE)
 
     @property
     def traced_costs(self) -> str:

@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,10 @@ from jaxckpt.core.sources import short_source
 from jaxckpt.core.units import counted, format_bytes
 from jaxckpt.planner import bodies, stages
 from jaxckpt.planner.barriers import Barriers
-from jaxckpt.planner.candidates import Candidates, candidates_of
+from jaxckpt.planner.candidates import Candidates, Store, candidates_of, stores_of
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Drop, Keep, Segment, Solution, cost
 from jaxckpt.planner.context import Context
-from jaxckpt.planner.costs import Time, behind_barrier, is_dear
+from jaxckpt.planner.costs import Time, behind_barrier, is_dear, total
 from jaxckpt.planner.host import Host, host_use
 from jaxckpt.planner.inside import Inside, whole
 from jaxckpt.planner.preferences import barest, fastest, leanest, on_device, tightest
@@ -492,7 +493,7 @@ class _Builder:
         graph = self.graph
         series = stages.series(graph)
         places = self._cut_places(series)
-        carried = self._carried(places)
+        handed = self._handed(places)
         found_series = (_block_ends(places, blocks) for blocks in series)
         self.series = tuple(ends for ends in found_series if len(ends) > 1)
         self.necks = self._necks(places)
@@ -504,14 +505,14 @@ class _Builder:
         } | {*called}
         found = self._all_found(places)
         singles = [found[s, s + 1] for s in range(len(places) - 1)]
-        segments = self._segments(places, found, singles, carried)
+        segments = self._segments(places, found, singles, handed)
         if self.context.finer:
             segments = {each: self._with_branches(places, each, segment) for each, segment in segments.items()}
         forwards = tuple(single.forward.seconds for single in singles)
         return Model(
             graph,
             tuple(places),
-            Chain(len(singles), segments, tuple(value for value, _ in carried)),
+            Chain(len(singles), segments, tuple(each.carried for each in handed)),
             forward=forwards,
             step_seconds=sum(forwards) + sum(single.backward.seconds for single in singles),
             distinct=len(self.analyses) + len(self.scans),
@@ -582,22 +583,23 @@ class _Builder:
         places: Sequence[int],
         found: Mapping[tuple[int, int], Candidates | LoopCandidates],
         singles: Sequence[Candidates | LoopCandidates],
-        carried: Sequence[tuple[Carried, bool]],
+        handed: Sequence[_Handed],
     ) -> dict[tuple[int, int], Segment]:
         """Returns all segments of the chain.
 
         Args:
           places: where stages begin and end.
           found: as of `_all_found`; `singles`: of each stage.
-          carried: as of `_carried`.
+          handed: as of `_handed`.
         """
         length = len(singles)
         gradients = self._gradients(places)
         here = self.context.shards.applied(self.graph)
         barriers = Barriers(self.graph, places, behind_barrier(here, self.context.target))
         read_whole = functools.cache(lambda stage: self._read_whole(singles[stage], *places[stage : stage + 2]))
-        made = _made_before([value for value, _ in carried], length)
-        passing = _passing([value for value, moving in carried if moving], length)
+        made = _made_before([each.carried for each in handed], length)
+        passing = _passing([each.carried for each in handed if each.moving], length)
+        otherwise = self._otherwise(places, found, handed)
         segments: dict[tuple[int, int], Segment] = {}
         for s in range(length):
             work = 0
@@ -608,6 +610,8 @@ class _Builder:
                     more = int(passing[s, t]) - self._written_before(places[s], places[t])
                     crossing = self._crossing(found[s, t], places[s], places[t])
                     apart = Time() if crossing is None else barriers.time(s, t, *crossing, read_whole)
+                    if isinstance(found[s, t], Candidates):
+                        candidates += self._inputs_otherwise(tuple(candidates), s, t, otherwise)
                     candidates = [_more(each, apart, more) for each in candidates]
                     if (s, t) == (length - 1, length):
                         candidates += [_more(each, Time(), more) for each in self._left_to_jax(found[s, t])]
@@ -615,6 +619,55 @@ class _Builder:
                 work = max(work, singles[t - 1].forward_work + int(made[s, t - 1]))
                 segments[s, t] = Segment(forward, work, sum(gradients[s:t]), tuple(candidates))
         return segments
+
+    def _otherwise(
+        self,
+        places: Sequence[int],
+        found: Mapping[tuple[int, int], Candidates | LoopCandidates],
+        handed: Sequence[_Handed],
+    ) -> list[tuple[_Handed, tuple[Store, ...]]]:
+        """Returns the values between stages that can be kept otherwise than as they are, each with the ways: those that
+        the backward pass of their own stage does not read.
+        """
+        context, target = self.context, self.context.target
+        actions = [action for action in context.actions if action.keeps and not action.saves]
+        ways = []
+        for each in handed if actions and not self.looped else ():
+            made, value = each.carried.made, self.graph.values[each.value]
+            maker = self._candidates(found[made, made + 1], *places[made : made + 2])
+            is_read = any(not isinstance(c.how, Mapping) or each.value in c.how for c in maker)
+            if value.shape and is_inexact(value) and not is_read:
+                stores = stores_of(value, actions, target, Time(), target.hidden_transfers)
+                ways.append((each, tuple(store for store in stores if not store.action.saves)))
+        return ways
+
+    def _inputs_otherwise(
+        self, candidates: Sequence[Candidate], s: int, t: int, otherwise: Sequence[tuple[_Handed, tuple[Store, ...]]]
+    ) -> Iterator[Candidate]:
+        """Yields candidates of the stages s..t that keep what goes in by an action, if no other stage uses it.
+        As they are, these count in any case, so what such a candidate keeps may be less than nothing.
+        """
+        here = [(each, ways) for each, ways in otherwise if s <= each.carried.uses[0] and each.carried.uses[-1] < t]
+        here = [(each, ways) for each, ways in here if each.carried.made < s]
+        for number in range(max((len(ways) for _, ways in here), default=0)):
+            chosen = {each.value: (each.carried.bytes, ways[number]) for each, ways in here if number < len(ways)}
+            stores = [store for _, store in chosen.values()]
+            saved = sum(size for size, _ in chosen.values())
+            time = total(store.time for store in stores)
+            actions = {index: store.action for index, (_, store) in chosen.items()}
+            for each in candidates:
+                if isinstance(each.how, Mapping) and all(action in actions.values() for action in each.how.values()):
+                    yield replace(
+                        each,
+                        kept=each.kept + sum(store.bytes for store in stores) - saved,
+                        time=each.time + time.effort,
+                        work=each.work + saved,
+                        seconds=each.seconds + time.seconds,
+                        how={**each.how, **actions},
+                        link=each.link + sum(store.link for store in stores),
+                        host=each.host + sum(store.host for store in stores),
+                        waits=each.waits + sum(store.waits for store in stores),
+                    )
 
     def _crossing(
         self, found: Candidates | LoopCandidates, start: int, stop: int
@@ -787,8 +840,8 @@ class _Builder:
         """The function with its loops run as of `LeanLoops`."""
         return Named(self.graph, self.graph.body, [loop for each in self.lean.values() for loop in each])
 
-    def _carried(self, places: Sequence[int]) -> list[tuple[Carried, bool]]:
-        """Returns the values between stages, each with whether a cotangent of it comes back."""
+    def _handed(self, places: Sequence[int]) -> list[_Handed]:
+        """Returns the values between stages."""
         stage_of = {}
         for j in range(len(places) - 1):
             for place in range(places[j], places[j + 1]):
@@ -805,7 +858,7 @@ class _Builder:
                 if later:
                     value = self.graph.values[index]
                     moving = index in self.active and is_inexact(value)
-                    found.append((Carried(value.bytes, stage_of[place], later), moving))
+                    found.append(_Handed(index, Carried(value.bytes, stage_of[place], later), moving))
         return found
 
     def _gradients(self, places: Sequence[int]) -> list[int]:
@@ -826,6 +879,20 @@ class _Builder:
             for index in self._stretch(start, stop)[1].inputs
             if index in self.differentiated and stop <= self.last[index] < len(self.graph.ops)
         )
+
+
+class _Handed(NamedTuple):
+    """A value that a stage makes and later stages use.
+
+    Attributes:
+      value: its index.
+      carried: as the chain has it.
+      moving: whether a cotangent of it comes back.
+    """
+
+    value: int
+    carried: Carried
+    moving: bool
 
 
 def _more(candidate: Candidate, time: Time, work: int) -> Candidate:

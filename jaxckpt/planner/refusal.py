@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxckpt._errors import InfeasibleBudgetError, TilingError
+from jaxckpt.actions import OFFLOAD
 from jaxckpt.core import primitives
 from jaxckpt.core.graph import Op
 from jaxckpt.core.primitives import Holds
@@ -44,7 +45,8 @@ def no_plan(
     if least is not None:
         found = "found" if verified else "predicted"
         # What is kept on the host is neither an argument nor a result.
-        more = "actions=(RECOMPUTE, SAVE, OFFLOAD), " if measured.target.host_is_apart and not below else ""
+        actions, apart = measured.asked.actions, measured.target.host_is_apart and not below
+        more = f"actions=({', '.join(map(repr, (*actions, OFFLOAD)))}), " if apart and OFFLOAD not in actions else ""
         advice = (
             f"The least budget {found} to fit is {least} bytes ({format_bytes(least)}). Use that, a smaller batch, {more}"
             "or shard the arguments over more devices."

@@ -112,6 +112,7 @@ class Subject:
             settings.costs,
             cycles,
             host_bytes,
+            settings.wanted,
         )
 
     def bodies(self) -> Bodies:

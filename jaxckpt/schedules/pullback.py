@@ -28,7 +28,7 @@ from jaxckpt.core.inline import inline
 from jaxckpt.core.primitives import Holds, Result
 from jaxckpt.core.reads import INTERNAL, redirect
 from jaxckpt.core.scans import ScanBody, Values
-from jaxckpt.schedules.body import pick, split
+from jaxckpt.schedules.body import in_forward_pass, pick, split
 from jaxckpt.schedules.optimum import TurnCosts
 
 # --------------------------------------------------------------------------------------------------------- what to keep
@@ -425,7 +425,7 @@ class _Splitter:
     # -------------------------------------------------------------------------------------------------------- functions
 
     def _keep(self, kept: list[Any]) -> Callable[..., tuple[Values, Values]] | None:
-        carries, jaxpr = self.body.carries, self.body.jaxpr
+        carries, jaxpr = self.body.carries, in_forward_pass(self.body).jaxpr
         if not self.defer or not (kept or jaxpr.effects):
             return None
         run = surgery.function(

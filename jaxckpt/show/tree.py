@@ -155,9 +155,9 @@ def _treatment(stretch: _Stretch, graph: Graph, origin: int) -> Any:
         for place, op in enumerate(graph.ops[stretch.start : stretch.stop])
         for i, index in enumerate(op.outputs)
     }
-    kept = tuple(
-        sorted((str(where.get(index, index)), repr(action)) for index, action in stretch.region.actions.items())
-    )
+    going_in = sorted(index for index in stretch.region.actions if index not in where)
+    where |= {index: (-1, i) for i, index in enumerate(going_in)}
+    kept = tuple(sorted((where[index], repr(action)) for index, action in stretch.region.actions.items()))
     inner = tuple(
         (
             region.start - origin,

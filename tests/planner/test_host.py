@@ -205,6 +205,38 @@ def test_a_scan_s_carries_are_kept_as_by_hand(action):
 
 
 @pytest.mark.once
+@pytest.mark.cuda
+def test_what_goes_into_blocks_is_kept_as_by_hand():
+    """At the peak of a checkpoint around each block whose input is compressed. By saving and recomputing alone, a plan
+    runs most of the blocks twice.
+    """
+    action, target = compress("int8"), "cuda:h100"
+    ws, x = shapes(rows=8192, width=256, hidden=1024)
+
+    def by_hand(ws, x):
+        block = lambda x, w: (lambda x: x + jnp.tanh(x @ w[0]) @ w[1])(jaxckpt.tag(x, "block"))
+        block = jaxckpt.checkpoint(block, policy=jaxckpt.Policy({"block": action}))
+        for w in ws:
+            x = block(x, w)
+        return jnp.mean(x**2)
+
+    hand = jaxckpt.measure(jax.value_and_grad(by_hand), ws, x, target=target, generate_code=False)
+    graph = jaxckpt.trace(loss, ws, x)
+    plain, made = (
+        jaxckpt.plan(loss, ws, x, budget=hand.peak_bytes, target=target, actions=actions)
+        for actions in ((RECOMPUTE, SAVE), (RECOMPUTE, SAVE, action))
+    )
+    assert made.measured_bytes <= hand.peak_bytes and made.overhead < 0.6 * plain.overhead
+    going_in = [
+        (region, index)
+        for region in every_region(made.regions)
+        for index, each in region.actions.items()
+        if each == action and not any(index in op.outputs for op in graph.ops[region.start : region.stop])
+    ]
+    assert len(going_in) >= LAYERS // 2
+
+
+@pytest.mark.once
 @pytest.mark.tpu
 def test_a_plan_with_moved_values_trains_as_the_function_does():
     """Planned for a TPU and run here; a CPU's host memory is its own. What the plan saves is moved: layers that run

@@ -131,13 +131,14 @@ ruled.defvjp(_ruled_forward, _ruled_backward)
 @pytest.mark.parametrize(
     "schedule", [Slots(1), Slots(3), Slots(2, run_length=2), Slots(2, host=3)], ids=["one", "three", "runs", "host"]
 )
-def test_forward_over_reverse_goes_through_rules_in_the_body(schedule: Any) -> None:
+@pytest.mark.parametrize("policy", [None, "everything"])
+def test_forward_over_reverse_goes_through_rules_in_the_body(schedule: Any, policy: Any) -> None:
     weights = jnp.eye(3) * 0.7 + 0.1
 
     def fun(h: Any, run: Any = lax.scan, rule: Any = ruled) -> Any:
         return jnp.sum(jnp.sin(run(lambda c, _: (rule(c, weights), None), h, None, 7)[0]))
 
-    slots = functools.partial(fun, run=functools.partial(scan, schedule=schedule))
+    slots = functools.partial(fun, run=functools.partial(scan, schedule=schedule, policy=policy))
     plain = functools.partial(fun, rule=lambda x, w: jnp.tanh(x @ w))
     for both in (jax.hessian, jax.grad):
         found = jax.jit(both(slots), compiler_options=FAST)(H)
