@@ -28,7 +28,8 @@ class Candidate:
     Solvers read `kept`, `time` and `work` alone.
 
     Attributes:
-      kept: bytes kept, besides the segment's inputs and what later stages use of it.
+      kept: bytes kept, besides the segment's inputs and what later stages use of it. Less than 0 where some of the
+        inputs are kept in another form, or on the host.
       time: seconds of the recomputation that its backward pass begins with, weighed as `planner.costs.Time.effort`.
         Solvers minimise it. All times of a chain are weighed in this way.
       work: bytes that its recomputation and backward pass need at once; `kept`, the inputs, and gradients that later

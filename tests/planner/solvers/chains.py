@@ -5,6 +5,7 @@ meets them.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -36,6 +37,24 @@ def random_chain(seed, length, candidates=3, wide=2):
         if uses:
             carried.append(Carried(int(rng.integers(1, 9)), made, uses))
     return Chain(length, segments, tuple(carried))
+
+
+def with_inputs_kept_otherwise(chain):
+    """Returns a chain whose segments have a candidate more, which keeps a third of what goes into them alone in its
+    place: it may keep less than nothing.
+    """
+    segments = {}
+    for (start, stop), segment in chain.segments.items():
+        taken = [v.bytes for v in chain.carried if v.made < start <= v.uses[0] and v.uses[-1] < stop]
+        more = [
+            replace(
+                each, kept=each.kept - sum(taken) + sum(taken) // 3, work=each.work + sum(taken), time=each.time + 0.5
+            )
+            for each in segment.candidates[:1]
+            if taken
+        ]
+        segments[start, stop] = replace(segment, candidates=(*segment.candidates, *more))
+    return replace(chain, segments=segments)
 
 
 @st.composite

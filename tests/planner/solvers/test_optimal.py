@@ -10,8 +10,9 @@ import pytest
 from jaxckpt.planner.chain import Candidate, Carried, Chain, Segment, cost, covers
 from jaxckpt.planner.solvers import Infeasible
 from jaxckpt.planner.solvers.exhaustive import Exhaustive, solutions
+from jaxckpt.planner.solvers.milp import Milp
 from jaxckpt.planner.solvers.optimal import Optimal, Table
-from tests.planner.solvers.chains import random_chain
+from tests.planner.solvers.chains import random_chain, with_inputs_kept_otherwise
 
 
 def budgets(chain, count=6):
@@ -31,6 +32,20 @@ def test_the_optimum_of_random_chains(seed):
         assert covers(chain, found)
         assert cost(chain, found).peak <= budget
         assert cost(chain, found).time == pytest.approx(cost(chain, best).time)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_goes_in_may_be_kept_otherwise(seed):
+    plain = random_chain(seed, length=2 + seed % 3, candidates=1 + seed % 2, wide=1 + seed % 2)
+    chain = with_inputs_kept_otherwise(plain)
+    table = Table(chain)
+    assert table.least <= Table(plain).least
+    for budget in budgets(chain):
+        best, found = Exhaustive().solve(chain, budget), table.solution(budget)
+        assert found is not None and cost(chain, found).peak <= budget
+        assert cost(chain, found).time == pytest.approx(cost(chain, best).time)
+        other = Milp().solve(chain, budget)
+        assert cost(chain, other).peak <= budget and cost(chain, other).time == pytest.approx(cost(chain, best).time)
 
 
 @pytest.mark.parametrize("seed", range(40))
