@@ -5,7 +5,7 @@ these names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -256,26 +256,37 @@ def _part(
     return tied(fun, views)
 
 
+def naming(
+    variables: Sequence[Any],
+    values: Sequence[int | None],
+    actions: Mapping[int, Action],
+    names: Naming,
+    maker: Any,
+    of: Any,
+) -> Flat:
+    """Returns a function from values to themselves, in which those that have an action are named.
+
+    Args:
+      variables: of the values.
+      values: their indices; None for one that has none.
+      actions: value -> its action.
+      names: of the program.
+      maker: an equation, at whose line the names are.
+      of: the open jaxpr that the variables are of.
+    """
+    given = [_compat.fresh_var(var.aval) for var in variables]
+    each = [(var, fresh, index) for var, fresh, index in zip(variables, given, values) if index in actions]
+    eqns = [e for var, fresh, i in each if i is not None for e in names.equations(fresh, var, i, maker, actions[i])]
+    results = [var if index in actions else fresh for var, fresh, index in zip(variables, given, values)]
+    return functools.partial(surgery.evaluate, surgery.stretch(eqns, given, results, of))
+
+
 def _from_named(fun: Flat, region: Region, program: NamedProgram, maker: Any, inputs: list[Any]) -> Flat:
     """Returns the function of a region with those of its inputs named first that it keeps by an action."""
-    values = program.body.values
-    taken = [var for var in inputs if values.get(var) in region.actions.keys() & program.names.starts]
-    given = {var: _compat.fresh_var(var.aval) for var in taken}
-    eqns = [
-        eqn
-        for var, fresh in given.items()
-        for eqn in program.names.equations(fresh, var, values[var], maker, region.actions[values[var]])
-    ]
-    named = surgery.stretch(eqns, list(given.values()), taken, program.body.jaxpr)
-    where = [inputs.index(var) for var in taken]
-
-    def run(*args: Any) -> list[Any]:
-        operands = list(args)
-        for place, x in zip(where, surgery.evaluate(named, *(args[place] for place in where))):
-            operands[place] = x
-        return fun(*operands)
-
-    return run
+    names, values = program.names, [program.body.values.get(var) for var in inputs]
+    actions = {index: action for index, action in region.actions.items() if index in names.starts}
+    named = naming(inputs, values, actions, names, maker, program.body.jaxpr)
+    return lambda *args: fun(*named(*args))
 
 
 def _evaluated(program: NamedProgram, eqns: list[Any], inputs: list[Any], outputs: list[Any]) -> Flat:

@@ -20,7 +20,7 @@ from jaxckpt import _compat
 from jaxckpt._errors import PlanMismatchError
 from jaxckpt.actions import SAVE, Action, given
 from jaxckpt.core import pooling, primitives, reads, stored, surgery
-from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, policy_keeping, whole_region
+from jaxckpt.core.checkpoints import NamedProgram, checkpointed, in_checkpoints, naming, policy_keeping, whole_region
 from jaxckpt.core.finish import finished, has_one_scan
 from jaxckpt.core.graph import Body, Graph, Op, inputs_of
 from jaxckpt.core.leaves import array
@@ -533,17 +533,9 @@ class _NamedScan:
         return lambda *args: fun(*args[:consts], *named(*args[consts:stop]), *args[stop:])
 
     def _named(self, actions: Mapping[int, Action]) -> Flat:
-        body = self.op.bodies[0]
-        where = {index: var for index, var in zip(body.inputs, body.jaxpr.invars) if index in carries_of(self.op)}
-        given = {index: _compat.fresh_var(var.aval) for index, var in where.items()}
-        results = [var if index in actions else given[index] for index, var in where.items()]
-        named = (
-            self.names.equations(given[index], var, index, self.op.equation, actions[index])
-            for index, var in where.items()
-            if index in actions
-        )
-        eqns = [eqn for each in named for eqn in each]
-        return functools.partial(surgery.evaluate, surgery.stretch(eqns, list(given.values()), results, body.jaxpr))
+        body, (consts, carries) = self.op.bodies[0], _compat.num_scan_consts_carry(dict(self.op.params))
+        variables = body.jaxpr.invars[consts : consts + carries]
+        return naming(variables, carries_of(self.op), actions, self.names, self.op.equation, body.jaxpr)
 
 
 def _own_values(body: Body) -> set[int]:
